@@ -292,7 +292,8 @@ class _Experts:
             decoder.room = shared
             shared.share()
         for layer, after in zip(self._made, [*self._made[1:], None], strict=False):
-            layer.neighbours = Neighbours(model.model.layers[layer.index].mlp.gate, after)
+            following = after if after is not None and after.index == layer.index + 1 else None
+            layer.neighbours = Neighbours(model.model.layers[layer.index].mlp.gate, following)
         if self._made and shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)

@@ -15,11 +15,13 @@ class Mix:
     Attributes:
         gpu: layers with all experts on the device. pool: with the up projections there and rows in the pool.
         cpu: whose experts the CPU computes in RAM.
+        order: all layers, those with the least work first, which the CPU gets; empty: the first ones.
     """
 
     gpu: int = 0
     pool: int = 0
     cpu: int = 0
+    order: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -28,11 +30,15 @@ class Mix:
 
     @property
     def places(self) -> tuple[ExpertsPlace, ...]:
-        """By layer. The CPU has the first, as with llama.cpp's --n-cpu-moe. Pooled ones are neighbours, as they
-        look ahead.
+        """By layer. Without an order the CPU has the first, as with llama.cpp's --n-cpu-moe, and pooled ones are
+        neighbours, as they look ahead.
         """
         counts: tuple[tuple[ExpertsPlace, int], ...] = (("cpu", self.cpu), ("pool", self.pool), ("gpu", self.gpu))
-        return tuple(place for place, count in counts for _ in range(count))
+        places = tuple(place for place, count in counts for _ in range(count))
+        if not self.order:
+            return places
+        found = dict(zip(self.order, places, strict=True))
+        return tuple(found[layer] for layer in range(self.layers))
 
     def describe(self) -> str:
         """In words."""
@@ -43,6 +49,10 @@ class Mix:
         )
 
     @property
-    def pooled(self) -> range:
+    def pooled(self) -> list[int]:
         """The layers whose rows are in the pool."""
-        return range(self.cpu, self.cpu + self.pool)
+        return self.of("pool")
+
+    def of(self, wanted: ExpertsPlace) -> list[int]:
+        """The layers of a kind."""
+        return [layer for layer, place in enumerate(self.places) if place == wanted]

@@ -146,7 +146,7 @@ class Needs:
 
     def every(self, place: ExpertsPlace) -> Mix:
         """All layers of one kind."""
-        return Mix(**{place: self.layers})
+        return {"gpu": Mix(gpu=self.layers), "pool": Mix(pool=self.layers), "cpu": Mix(cpu=self.layers)}[place]
 
     def least(self, mix: Mix | None = None) -> int:
         """The fewest bytes that work, for a mix or with a pool for all layers: all fixed parts, and the rows that one

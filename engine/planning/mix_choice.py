@@ -1,23 +1,28 @@
-"""Where to put each layer of a model: of all mixes that fit a device's memory, the one with the shortest token.
+"""Where to put each layer of a model: of all mixes that fit a device's memory, the one that answers in the least time,
+counting a prompt of `PROMPT` tokens for `ANSWER` tokens of answer.
 
-Layers are alike, so a mix is three counts (`offload/mix.py`), and all of them are tried by the cost model. With nothing
-in a pool a mix is a static placement, as llama.cpp's --n-cpu-moe makes one: no plan is slower than the best of these.
-What fits some memory fits more of it, so more memory never makes a plan slower.
+Layers take the same memory, so a mix is three counts (`offload/mix.py`), and all of them are tried by the cost model;
+layers in which a preset skips more go to the CPU first. With nothing in a pool a mix is a static placement, as
+llama.cpp's --n-cpu-moe makes one: no plan is slower than the best of these. What fits some memory fits more of it, so
+more memory never makes a plan slower.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..offload.mix import Mix
+from ..offload.mix import ExpertsPlace, Mix
 from . import memory_plan
 from .footprint import Footprint
 from .memory_plan import DeviceShares, Needs
-from .speed_estimate import Held, LayerTime, Speeds, TokenWork, layer_time
+from .prompt_estimate import prompt_layer
+from .speed_estimate import ANSWER, Held, Speeds, TokenWork, layer_time
 
 STEPS = 100  # sizes of a pool that are compared: shares of the rows of its layers
 
@@ -45,12 +50,12 @@ class Placed:
 def choose(
     takes: Footprint, work: TokenWork, speeds: Speeds, needs: Needs, budget: int, ram: int
 ) -> tuple[Placed, Placed] | None:
-    """The best mix for a decoded token, and the best static one; None if the device has no room for any.
+    """The best mix, and the best static one; None if the device has no room for any.
 
     Args:
         budget: bytes of the device for weights, keys and values. ram: bytes that programs may use.
     """
-    mixes = list(_fitting(needs, budget))
+    mixes = [dataclasses.replace(mix, order=work.order) for mix in _fitting(needs, budget)]
     if not mixes:
         return None
     rows = np.array([max(0, needs.most_rows(mix, budget)) for mix in mixes])
@@ -84,25 +89,52 @@ def _fitting(needs: Needs, budget: int) -> Iterator[Mix]:
 def _seconds(
     takes: Footprint, work: TokenWork, speeds: Speeds, mixes: list[Mix], rows: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds of all layers, (mixes, STEPS + 1), by the pool's share, infinite where memory is short; and how much of
-    what is read from RAM fits there, likewise."""
-    counts = np.array([(mix.gpu, mix.pool, mix.cpu) for mix in mixes], np.float64)
-    gpu, pool, cpu = (counts[:, kind, None] for kind in range(3))
+    """Seconds of all layers for a token of an answer and its part of a prompt, (mixes, STEPS + 1), by the pool's share,
+    infinite where memory is short; and how much of what is read from RAM fits there, likewise."""
+    counts = np.array([(mix.gpu, mix.pool, mix.cpu) for mix in mixes])
+    _, pool, cpu = (counts[:, kind, None].astype(np.float64) for kind in range(3))
     shares = np.arange(STEPS + 1) / STEPS
-    pooled = [layer_time(takes, work, speeds, "pool", share) for share in shares.tolist()]
-    whole, beside = (layer_time(takes, work, speeds, place) for place in ("gpu", "cpu"))
     layers = takes.sizes.layers
     each, ups = takes.rows // layers, takes.ups // layers
     read = cpu * (each + ups) + pool * each * (1 - shares)
     ram = np.minimum(1.0, room / np.maximum(read, 1.0))
-
-    def column(times: list[LayerTime], name: str) -> NDArray[np.float64]:
-        return np.array([getattr(one, name) for one in times])
-
-    seconds = gpu * whole.seconds + cpu * beside.seconds + pool * column(pooled, "seconds")
-    away = cpu * beside.away + pool * column(pooled, "away")
+    seconds, away = _of_kinds(takes, work, speeds, counts)
     seconds = seconds + (1 - ram) * away / speeds.disk
     fits = shares * STEPS * pool * takes.sizes.experts * takes.sizes.intermediate <= STEPS * rows[:, None]
     # Without a pool its size means nothing.
     fits &= (pool > 0) | (np.arange(STEPS + 1) == 0)
     return np.where(fits, seconds, np.inf), ram
+
+
+def _of_kinds(
+    takes: Footprint, work: TokenWork, speeds: Speeds, counts: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds, and bytes read from the disk if nothing is in RAM, (mixes, STEPS + 1). counts: (mixes, 3).
+
+    Layers come with the least work first: the first are the CPU's, the last on the device.
+    """
+    layers = takes.sizes.layers
+    works = [work.layers[layer] for layer in work.order] or layers * [work]
+
+    @functools.cache
+    def column(work: TokenWork, place: ExpertsPlace) -> NDArray[np.float64]:
+        """(2, STEPS + 1)."""
+        steps = range(STEPS + 1) if place == "pool" else range(1)
+        times = [_shared(takes, work, speeds, place, step / STEPS) for step in steps]
+        return np.broadcast_to(np.array(times).T, (2, STEPS + 1))
+
+    def until(place: ExpertsPlace) -> NDArray[np.float64]:
+        """(layers + 1, 2, STEPS + 1): of the first layers."""
+        each = np.array([column(one, place) for one in works])
+        return np.concatenate((np.zeros_like(each[:1]), each.cumsum(0)))
+
+    gpu, pool, cpu = (until(place) for place in ("gpu", "pool", "cpu"))
+    first = layers - counts[:, 0]
+    total = cpu[counts[:, 2]] + pool[first] - pool[counts[:, 2]] + gpu[layers] - gpu[first]
+    return total[:, 0], total[:, 1]
+
+
+def _shared(takes: Footprint, work: TokenWork, speeds: Speeds, place: ExpertsPlace, pool: float) -> tuple[float, float]:
+    """One layer's seconds for a token of an answer and its part of the prompt, and their bytes from the disk."""
+    token, prompt = layer_time(takes, work, speeds, place, pool), prompt_layer(takes, work, speeds, place, pool)
+    return token.seconds + prompt.seconds / ANSWER, token.away + prompt.away / ANSWER

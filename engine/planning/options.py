@@ -14,7 +14,7 @@ from ...models.catalog_entry import SHARD_BYTES
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..offload.mix import ExpertsPlace, Mix
-from . import memory_plan, mix_choice, speed_estimate, worth
+from . import memory_plan, mix_choice, prompt_estimate, speed_estimate, worth
 from .footprint import Footprint, kv_bytes
 from .machine import Machine
 from .measured_figures import Curve, figures
@@ -188,7 +188,7 @@ def _made(
         return 1 / speed_estimate.decode(takes, work, speeds, held, curve).seconds
 
     def prompt(work: TokenWork, speeds: Speeds) -> float:
-        return speed_estimate.prefill(takes, work, speeds, held)
+        return prompt_estimate.prefill(takes, work, speeds, held)
 
     return Option(
         spec=takes.spec,

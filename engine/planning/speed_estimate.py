@@ -1,7 +1,7 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split as in the engine (`placing.cpu_rows`, `missing_rows.prefill`). Expectations come from benchmarks
+absent rows is split as in the engine (`placing.cpu_rows`). Expectations come from benchmarks
 (`measured_figures.py`). Beside a GPU each layer has the time of its kind (`LayerTime`).
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...kernels.offload.placing import cpu_rows
-from ..offload import missing_rows
+from ...kernels.rule import Rule
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
-from ..offload.missing_rows import Lane
 from ..offload.mix import ExpertsPlace, Mix
 from ..quality_presets import Preset
 from .footprint import Footprint, kv_bytes, kv_element
@@ -26,6 +25,7 @@ from .measured_figures import Curve, figures
 # the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md, A pack of twice the memory).
 SCATTERED = 0.6
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
+ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared
 
 
 def at(curve: Curve, x: float) -> float:
@@ -42,17 +42,25 @@ class TokenWork:
 
     Attributes:
         calls: share of expert work that is not dropped by score. active: of their neurons. reached: of those, whose
-            down halves are read.
+            down halves are read. layers: of each layer, where they differ; the others are their means.
     """
 
     calls: float = 1.0
     active: float = 1.0
     reached: float = 1.0
+    layers: tuple[TokenWork, ...] = ()
 
     @classmethod
     def of(cls, preset: Preset) -> TokenWork:
         """By a preset's rule."""
         rule = preset.rule
+        if not rule.layers:
+            return cls._of(rule)
+        layers = tuple(cls._of(rule.at(layer)) for layer in range(len(rule.layers)))
+        return dataclasses.replace(_mean(layers), layers=layers)
+
+    @classmethod
+    def _of(cls, rule: Rule) -> TokenWork:
         # Below the first score an expert is left out, between the two only half of it.
         dropped = figures().dropped
         left_out = (at(dropped, rule.drop) + at(dropped, max(rule.drop, rule.major))) / 2
@@ -66,6 +74,23 @@ class TokenWork:
     def read(self) -> float:
         """Share of a row's bytes that computing it reads."""
         return (1 + self.reached) / 2
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The layers, those with the least work first; empty where they are alike."""
+        rows = [one.calls * one.active * one.read for one in self.layers]
+        return tuple(sorted(range(len(rows)), key=rows.__getitem__))
+
+    def over(self, layers: Sequence[int]) -> TokenWork:
+        """The mean of some layers."""
+        return _mean([self.layers[layer] for layer in layers]) if self.layers and layers else self
+
+
+def _mean(works: Sequence[TokenWork]) -> TokenWork:
+    calls, active, reached = (
+        sum(getattr(work, name) for work in works) / len(works) for name in ("calls", "active", "reached")
+    )
+    return TokenWork(calls, active, reached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +179,12 @@ class Held:
     kv_bits: int = 16
     keys: int | None = None
 
-    def counts(self, layers: int) -> Mapping[ExpertsPlace, int]:
-        """How many layers there are of each kind, beside a GPU."""
+    def kinds(self, takes: Footprint, work: TokenWork) -> list[tuple[ExpertsPlace, int, TokenWork]]:
+        """How many layers there are of each kind beside a GPU, and a token's work in them."""
+        layers = takes.sizes.layers
         mix = self.mix or (Mix(pool=layers) if self.pool < 1 else Mix(gpu=layers))
-        return {"gpu": mix.gpu, "pool": mix.pool, "cpu": mix.cpu}
+        counts: tuple[tuple[ExpertsPlace, int], ...] = (("gpu", mix.gpu), ("pool", mix.pool), ("cpu", mix.cpu))
+        return [(kind, count, work.over(mix.of(kind)) if work.layers else work) for kind, count in counts if count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +333,8 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
     """Layers as `MoELayer`, `OffloadedLayer` and `RamLayer` run them. In one with a pool: dense part, up projections
     and a wait; then the rows that are there on the GPU, beside the absent rows on the link and the CPU."""
     kinds = [
-        (count, layer_time(takes, work, speeds, place, held.pool, cpu=held.cpu, curve=curve))
-        for place, count in held.counts(takes.sizes.layers).items()
-        if count
+        (count, layer_time(takes, own, speeds, place, held.pool, cpu=held.cpu, curve=curve))
+        for place, count, own in held.kinds(takes, work)
     ]
 
     def total(name: str) -> float:
@@ -335,45 +361,3 @@ def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[fl
     copy = rates.link_latency_s + rates.launch_s + copied * nbytes * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
     beside = rates.cpu_latency_s + on_cpu * nbytes / rates.cpu_bytes_s
     return max(copy if copied else 0.0, beside if on_cpu else 0.0), float(copied)
-
-
-def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
-    """Tokens per second of a prompt, whose tokens share every expert that they use."""
-    sizes = takes.sizes
-    calls = tokens * sizes.top_k * work.calls
-    ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
-    batch = speeds.of_cpu("prompt", 4)
-    if not held.gpu:
-        # The kernels' rate counts only rows, though it includes an expert's up projection: three matrices for two.
-        dense = takes.attention * tokens / (1.5 * batch)
-        compute = calls * sizes.intermediate * takes.row / batch
-        layer = dense + max(compute, (rows + ups) / speeds.read) + (1 - held.ram) * rows / speeds.disk
-        return tokens / (sizes.layers * layer)
-    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
-    reading = (takes.attention + ups + rows) / speeds.gpu
-    compute = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
-    rates, seconds = speeds.rates(takes, work), 0.0
-    for place, count in held.counts(sizes.layers).items():
-        there = {"gpu": 1.0, "pool": held.pool, "cpu": 0.0}[place]
-        one = (1 - there) * rows + (ups if place == "cpu" else 0)
-        ends = (0.0, 0.0) if place == "gpu" else _experts_end(takes, calls, rates, there, one, held.cpu)
-        seconds += count * (max(compute, *ends) + (1 - held.ram) * one / speeds.disk + speeds.host_gpu)
-    return tokens / seconds
-
-
-def _experts_end(
-    takes: Footprint, calls: float, rates: Rates, resident: float, absent: float, cpu: bool
-) -> tuple[float, float]:
-    """The end of the link's and the CPU's work on one layer's experts, for this many calls; absent: bytes of all."""
-    experts = takes.sizes.experts
-    counts = experts * [max(1, round(calls / experts))]
-    each = absent / experts
-    nbytes = experts * [each / (1 - resident) if resident < 1 else 0.0]
-    lanes = missing_rows.prefill(counts, experts * [resident], nbytes, rates, cap=1.0 if cpu else 0.0)
-    copy = beside = 0.0
-    for lane, count in zip(lanes, counts, strict=True):
-        if lane is Lane.CPU:
-            beside += rates.cpu_latency_s + each * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
-        elif lane is Lane.COPY:
-            copy += rates.link_latency_s + each * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
-    return copy, beside

@@ -11,7 +11,8 @@ from floe_chat.engine import quality_presets
 from floe_chat.engine.planning import speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import figures
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode, prefill
+from floe_chat.engine.planning.prompt_estimate import prefill
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode
 from floe_chat.models.catalog import described, find
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec

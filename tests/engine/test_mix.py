@@ -32,6 +32,8 @@ EVERYTHING = a_preset("Everything", 0.0, lossless=True)
 MIXES = [Mix(*each, cpu=3 - sum(each)) for each in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (0, 3), (1, 1))] + [
     Mix(1, 2, 0),
     Mix(2, 1, 0),
+    Mix(1, 1, 1, (2, 0, 1)),
+    Mix(0, 2, 1, (1, 2, 0)),
 ]
 KINDS = {"gpu": ResidentLayer, "pool": OffloadedLayer, "cpu": RamLayer}
 

@@ -10,16 +10,17 @@ import pytest
 from floe_chat.engine import quality_presets
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload import cards
-from floe_chat.engine.offload.mix import Mix
-from floe_chat.engine.planning import machine, memory_plan, mix_choice, speed_estimate
+from floe_chat.engine.offload.mix import ExpertsPlace, Mix
+from floe_chat.engine.planning import machine, memory_plan, mix_choice, prompt_estimate, speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.machine import Machine
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.planning.mix_choice import STEPS, Placed
 from floe_chat.engine.planning.opened_pack import OpenedPack
 from floe_chat.engine.planning.options import WIDTHS, option
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork
+from floe_chat.engine.planning.speed_estimate import ANSWER, PROMPT, Held, Speeds, TokenWork
 from floe_chat.engine.planning.worth import CLEARLY
+from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import described, find
 from floe_chat.models.configuration import read
 from floe_chat.models.pack.packed_model import PackedModel
@@ -40,8 +41,14 @@ def placed(takes: Footprint, speeds: Speeds, vram: float, ram: float) -> tuple[P
     return mix_choice.choose(takes, BALANCED, speeds, Needs.of_footprint(takes, 4096), budget, int(ram * GB))
 
 
-def seconds(takes: Footprint, speeds: Speeds, held: Held) -> float:
+def decode(takes: Footprint, speeds: Speeds, held: Held) -> float:
     return speed_estimate.decode(takes, BALANCED, speeds, held).seconds
+
+
+def seconds(takes: Footprint, speeds: Speeds, held: Held, work: TokenWork = BALANCED) -> float:
+    """Of a token, with its part of a prompt."""
+    prompt = PROMPT / prompt_estimate.prefill(takes, work, speeds, held)
+    return speed_estimate.decode(takes, work, speeds, held).seconds + prompt / ANSWER
 
 
 @pytest.mark.parametrize("ram", [14, 28, 60])
@@ -49,7 +56,7 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
     """Every card of the list with 4 to 26 GB of its memory, at widths that turn from card to card."""
     used = set[Mix]()
     for card, spec in zip(CARDS, itertools.cycle(WIDTHS)):
-        takes, before = Footprint.of(MIXTRAL.sizes, spec), float("inf")
+        takes, before, token_before = Footprint.of(MIXTRAL.sizes, spec), float("inf"), float("inf")
         speeds = machine.of_card(card, BASE).speeds
         for vram in range(4, 27, 2):
             if (found := placed(takes, speeds, vram, ram)) is None:
@@ -58,8 +65,10 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
             took, static = (seconds(takes, speeds, each.held) for each in found)
             assert took <= static * (1 + 1e-12) and found[1].mix.pool == 0
             assert took <= before * (1 + 1e-12), (card.name, vram)
+            token, static = (decode(takes, speeds, each.held) for each in found)
+            assert token <= static * 1.01 and token <= token_before * 1.01, (card.name, vram)
             used.add(found[0].mix)
-            before = took
+            before, token_before = took, token
     assert any(mix.pool and mix.cpu for mix in used) and any(mix.gpu == mix.layers for mix in used)
 
 
@@ -159,6 +168,31 @@ def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
         # The longer a chat, the slower, first as its entries are read, then as it takes memory.
         assert found.decode.mid * 1.001 >= found.full[0] >= found.full[1] > 0
         assert context > 4096 or vram < 24 or found.kv_bits == 16
+
+
+def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
+    """Against random assignments of the same memory, and against counting all layers alike."""
+    draw, takes = random.Random(11), Footprint.of(MIXTRAL.sizes, PackSpec())
+    for card, vram in itertools.product(CARDS[::9], (8, 12, 20)):
+        rule = Rule(0.4, 0.6, 0.2, 0.4, True, layers=tuple(draw.choice([0.0, 0.5, 1.0, 1.6]) for _ in range(32)))
+        work = TokenWork.of(quality_presets.Preset("made up", rule))
+        assert len(work.layers) == 32 and len({one.active for one in work.layers}) == 4
+        assert work.active == pytest.approx(sum(one.active for one in work.layers) / 32)
+        needs, budget = Needs.of_footprint(takes, 4096), memory_plan.budget(vram * GB)
+        speeds = machine.of_card(card, BASE).speeds
+        found = mix_choice.choose(takes, work, speeds, needs, budget, 60 * GB)
+        assert found is not None
+        best, mix = seconds(takes, speeds, found[0].held, work), found[0].mix
+        assert sorted(mix.order) == list(range(32)) and len(mix.of("cpu")) == mix.cpu
+        rows = [one.active * one.calls for one in work.layers]
+        kinds: tuple[ExpertsPlace, ...] = ("cpu", "pool", "gpu")
+        for less, more in itertools.combinations(kinds, 2):
+            if mix.of(less) and mix.of(more):
+                assert max(rows[layer] for layer in mix.of(less)) <= min(rows[layer] for layer in mix.of(more)) + 1e-9
+        for _ in range(10):
+            other = dataclasses.replace(found[0].held, mix=dataclasses.replace(mix, order=draw.sample(range(32), 32)))
+            # The cost of a kind is that of its layers' mean, which is nearly the mean of their costs.
+            assert best <= seconds(takes, speeds, other, work) * 1.01
 
 
 @pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])

@@ -1,0 +1,85 @@
+"""How fast a model would read a prompt; `speed_estimate.py` is about the tokens of its answer.
+
+Beside a GPU a layer's experts are placed as in the engine (`missing_rows.prefill`), and its lanes overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..offload import missing_rows
+from ..offload.cards import DENSE_LAUNCHES
+from ..offload.lane_rates import Rates
+from ..offload.missing_rows import Lane
+from ..offload.mix import ExpertsPlace
+from .footprint import Footprint
+from .speed_estimate import PROMPT, Held, Speeds, TokenWork
+
+
+def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
+    """Tokens per second of a prompt, whose tokens share every expert that they use."""
+    sizes = takes.sizes
+    calls = tokens * sizes.top_k * work.calls
+    ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
+    batch = speeds.of_cpu("prompt", 4)
+    if not held.gpu:
+        # The kernels' rate counts only rows, though it includes an expert's up projection: three matrices for two.
+        dense = takes.attention * tokens / (1.5 * batch)
+        compute = calls * sizes.intermediate * takes.row / batch
+        layer = dense + max(compute, (rows + ups) / speeds.read) + (1 - held.ram) * rows / speeds.disk
+        return tokens / (sizes.layers * layer)
+    seconds = 0.0
+    for place, count, own in held.kinds(takes, work):
+        layer = prompt_layer(takes, own, speeds, place, held.pool, cpu=held.cpu, tokens=tokens)
+        seconds += count * (layer.seconds + (1 - held.ram) * layer.away / speeds.disk)
+    return tokens / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTime:
+    """A prompt in one layer beside a GPU: seconds without what is read from the disk, and bytes that would be if
+    nothing was in RAM.
+    """
+
+    seconds: float
+    away: float
+
+
+def prompt_layer(
+    takes: Footprint,
+    work: TokenWork,
+    speeds: Speeds,
+    place: ExpertsPlace,
+    pool: float = 0.0,
+    *,
+    cpu: bool = True,
+    tokens: int = PROMPT,
+) -> PromptTime:
+    """One layer of a kind, whose lanes overlap; pool, cpu: see `Held`."""
+    sizes, calls = takes.sizes, tokens * takes.sizes.top_k * work.calls
+    ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
+    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
+    reading = (takes.attention + ups + rows) / speeds.gpu
+    compute = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
+    there = {"gpu": 1.0, "pool": pool, "cpu": 0.0}[place]
+    away = (1 - there) * rows + (ups if place == "cpu" else 0)
+    ends = (0.0, 0.0) if place == "gpu" else _experts_end(takes, calls, speeds.rates(takes, work), there, away, cpu)
+    return PromptTime(max(compute, *ends) + speeds.host_gpu, away)
+
+
+def _experts_end(
+    takes: Footprint, calls: float, rates: Rates, resident: float, absent: float, cpu: bool
+) -> tuple[float, float]:
+    """The end of the link's and the CPU's work on one layer's experts, for this many calls; absent: bytes of all."""
+    experts = takes.sizes.experts
+    counts = experts * [max(1, round(calls / experts))]
+    each = absent / experts
+    nbytes = experts * [each / (1 - resident) if resident < 1 else 0.0]
+    lanes = missing_rows.prefill(counts, experts * [resident], nbytes, rates, cap=1.0 if cpu else 0.0)
+    copy = beside = 0.0
+    for lane, count in zip(lanes, counts, strict=True):
+        if lane is Lane.CPU:
+            beside += rates.cpu_latency_s + each * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
+        elif lane is Lane.COPY:
+            copy += rates.link_latency_s + each * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
+    return copy, beside
