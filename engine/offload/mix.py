@@ -34,7 +34,7 @@ class Mix:
         neighbours, as they look ahead.
         """
         counts: tuple[tuple[ExpertsPlace, int], ...] = (("cpu", self.cpu), ("pool", self.pool), ("gpu", self.gpu))
-        places = tuple(place for place, count in counts for _ in range(count))
+        places: tuple[ExpertsPlace, ...] = tuple(place for place, count in counts for _ in range(count))
         if not self.order:
             return places
         found = dict(zip(self.order, places, strict=True))
