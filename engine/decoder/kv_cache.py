@@ -108,7 +108,7 @@ def _covers(computed: Preset, wanted: Preset) -> bool:
     own, others = computed.rule, wanted.rule
     layers = range(max(len(own.layers), len(others.layers), 1))
     finer = all(getattr(own.at(i), name) <= getattr(others.at(i), name) for i in layers for name in names)
-    return finer and computed.x_bits >= wanted.x_bits
+    return finer and computed.x_bits >= wanted.x_bits and computed.without_weak <= wanted.without_weak
 
 
 class LibraryStore:

@@ -73,13 +73,13 @@ def test_nothing_that_a_coarser_preset_computed_is_kept(computed: Preset, wanted
 
 def test_no_value_of_a_preset_is_overlooked() -> None:
     rule = SAME.rule
-    others = {"x_bits": replace(SAME, x_bits=SAME.x_bits + 1)}
+    others = {"x_bits": replace(SAME, x_bits=SAME.x_bits + 1), "without_weak": replace(SAME, without_weak=True)}
     for field in dataclasses.fields(Rule):
         value = getattr(rule, field.name)
         more = (1.0, 1.5) if isinstance(value, tuple) else not value if isinstance(value, bool) else value + 0.1
         other = replace(rule, **{field.name: more})
         others[field.name] = replace(SAME, rule=other)
-    assert {field.name for field in dataclasses.fields(Preset)} == {"name", "rule", "x_bits"}
+    assert {field.name for field in dataclasses.fields(Preset)} == {"name", "rule", "x_bits", "without_weak"}
     for name, other in others.items():
         kept = [holding(([1, 2], a)).keep([1, 2, 3], b) for a, b in ((SAME, other), (other, SAME))]
         assert sorted(kept) == [0, 2], name
