@@ -31,7 +31,8 @@ class Found:
 
     Attributes:
         width: neurons of one of the calls' experts, F or less where they are parts of the layer's.
-        active: of P calls. experts, weights: (P,) of each. chosen, scores: (B, K) whole experts, the router's scores.
+        active: of P calls; its neurons and values may have room for more than offsets name. experts, weights: (P,) of
+            each. chosen, scores: (B, K) whole experts, the router's scores.
         late: (P,) what |values| must reach for rows that are absent; None where every row is waited for.
         heard: (B, E) the router's scores of all experts; None: those of the chosen ones count, as 0 for the others.
         native: what `cpu/native_pool.py` made of it.
@@ -355,7 +356,8 @@ def _once(found: Found, experts: Keys, offsets: Keys, neurons: Keys) -> bool:
 
 def _numbers(found: Found) -> tuple[Keys, Keys, Keys]:
     active = found.active
-    return found.experts.numpy(), active.offsets.numpy(), active.neurons.numpy().astype(np.int64)
+    offsets, neurons = active.offsets.numpy(), active.neurons.numpy().astype(np.int64)
+    return found.experts.numpy(), offsets, neurons[: max(int(offsets.flat[-1]), 0)] if offsets.size else neurons
 
 
 def _lightest(weights: NDArray[np.floating]) -> list[int]:

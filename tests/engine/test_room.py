@@ -108,7 +108,11 @@ def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, nam
         used.add(in_use(loaded, kv, needs))
         blocks = -(-(kv.length) // BLOCK)
         assert kv.nbytes() == blocks * BLOCK * needs.kv
-        rows = (budget - needs.dense - needs.up) // needs.row - RING * needs.neurons - kv.nbytes() // needs.row
+        rows = (
+            (budget - needs.dense - needs.captured - needs.up) // needs.row
+            - RING * needs.neurons
+            - kv.nbytes() // needs.row
+        )
         assert rows - 1 <= loaded.offload.pool.capacity <= rows
         gc.collect()
         resident.append(process.memory_info().rss)

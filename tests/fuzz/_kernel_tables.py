@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from random import Random
 from typing import Any
@@ -181,6 +181,8 @@ def _listed(found: Any) -> Any:
     """What a call returned, to compare."""
     if isinstance(found, np.ndarray):
         return found.tolist()
+    if isinstance(found, Sequence):
+        return [_listed(part) for part in found]
     if is_dataclass(found):
         return [_listed(getattr(found, part.name)) for part in fields(found)]
     return found

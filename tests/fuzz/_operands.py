@@ -228,8 +228,8 @@ def hostile_array(rng: Random, array: Any) -> Any:
         return frozen
     if array.size and np.issubdtype(array.dtype, np.integer):
         array = array.copy()
-        most = np.iinfo(array.dtype).max
+        least, most = np.iinfo(array.dtype).min, np.iinfo(array.dtype).max
         array.flat[rng.randrange(array.size)] = rng.choice(
-            (-1, most, -most - 1, int(array.max()) + 1 if array.max() < most else 0)
+            (-1 if least else 1, most, least, int(array.max()) + 1 if array.max() < most else 0)
         )
     return array
