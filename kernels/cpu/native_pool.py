@@ -134,6 +134,7 @@ class NativeTable(StepTable):
         if self._refused(taken, way):
             return super().ahead(guess, way)
         numbers = [] if sent is None else [(number, end) for number, end in sent.tolist() if number]
+        guessed = guessed[: int(guess.active.offsets[-1])]
         return Ahead(guessed, keys[:taken], slots[:taken], [(call, count) for call, count in runs.tolist()], numbers)
 
     def right(self, found: Found, guessed: NDArray[np.int32]) -> int:

@@ -33,7 +33,7 @@ KINDS = (*_kernel_operations.KINDS, *_kernel_operations.KINDS, *_kernel_steps.KI
 
 @dataclass(frozen=True)
 class Refused:
-    """The call was refused, and why; `memory`: there was not enough, of which the definition may need less."""
+    """The call was refused, and why; `memory`: for want of it, or of range, of which each path may need less."""
 
     why: str
     memory: bool = False
@@ -59,6 +59,8 @@ def attempt(seed: int, scratch: Path) -> str:
     for name, value in before.items():
         _restore(case.operands[name], value)
     plain = _outcome(case, None)
+    if isinstance(plain, Refused) and plain.memory:
+        return "no memory"
     assert isinstance(compiled, Refused) == isinstance(plain, Refused), f"compiled: {compiled}; plain: {plain}"
     if isinstance(compiled, Refused):
         return "refused"
