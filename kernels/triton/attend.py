@@ -15,7 +15,8 @@ from . import launch
 from .attention import Shape, attend_kernel, join_kernel
 
 # Numbers of a tile of products of queries and keys, per program of 128 threads: more would not fit their registers.
-TILE, MOST_TOKENS = 4096, 64
+# Codes take some more until they are values.
+TILE, MOST_TOKENS, MOST_CODED = 4096, 64, 16
 PROGRAMS_PER_PROCESSOR, MOST_SPLITS = 4, 64
 _STORED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, CODES: tl.int8}
 
@@ -44,7 +45,10 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         attend_kernel[(heads.num_kv_heads, splits)](
             *(qkv, rope, kept.addresses, kept.position, *norms, partial, sums, layer),
             *(shape, _STORED[heads.cache_dtype], splits, group, columns),
-            *(max(1, min(MOST_TOKENS, TILE // (group * columns))), launch.block_of(heads.num_heads * dim, 1024)),
+            *(
+                max(1, min(MOST_CODED if shape.coded else MOST_TOKENS, TILE // (group * columns))),
+                launch.block_of(heads.num_heads * dim, 1024),
+            ),
         )
         join_kernel[(heads.num_heads,)](partial, sums, y, dim, splits, columns)
     return y
