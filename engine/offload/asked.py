@@ -14,6 +14,9 @@ from ..host_copies import Copy
 Listed = tuple[Tensor, Tensor, Tensor]
 
 
+_FIRST = torch.zeros(1, dtype=torch.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Active neurons that a device was asked to find.
@@ -29,5 +32,8 @@ class Asked:
         """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
         ends, neurons, values, *others = self.copy.tensors
         total = int(ends[-1]) if ends.numel() else 0
-        offsets = torch.cat([ends.new_zeros(1), ends])
-        return Active(offsets, neurons[:total].int(), values[:total]), self.values[:total], others
+        offsets = torch.cat([_FIRST, ends])
+        neurons = neurons if neurons.dtype is torch.int32 else neurons.int()
+        if total == neurons.numel():  # a slice takes microseconds
+            return Active(offsets, neurons, values), self.values, others
+        return Active(offsets, neurons[:total], values[:total]), self.values[:total], others

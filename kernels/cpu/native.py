@@ -71,8 +71,10 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
         return reference.select(index, weights, limits, rule)
     numbers, shares = _whole(index), float32(weights)
     count = index.numel() * rule.parts
-    tokens, experts = torch.empty((2, count), dtype=torch.int64)
-    own, thresholds, *others = torch.empty((2 + (limits.product is not None) + (limits.late is not None), count))
+    tokens, experts = torch.empty((2, count), dtype=torch.int64).unbind()  # iterating takes twice as long
+    own, thresholds, *others = torch.empty(
+        (2 + (limits.product is not None) + (limits.late is not None), count)
+    ).unbind()
     products = None if limits.product is None else others.pop(0)
     late = None if limits.late is None else others.pop(0)
     calls = records.calls(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import addressof
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -34,30 +35,33 @@ class Lists:
     def __init__(self) -> None:
         self.placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, transfer=0, done=-1, waited=0.0)
         self.places: Any = None
-        self._room = -1
+        self._room = self._calls = -1
 
     def of(self, record: Any) -> Lists:
-        """With room for what a step found, and offsets of its own."""
+        """With room for what a step found."""
         if record.room > self._room:
             self._room = record.room
             self._at, self._places = np.empty((2, codes.PARTS, self._room), np.int32)
             self._keys, self._taken = np.empty((2, self._room), np.int32)
             self.places = records.places(
                 room=self._room,
-                offsets=np.zeros(1, np.int64),  # of each step its own
+                offsets=np.zeros(1, np.int64),  # by the number of calls
                 at=self._at,
                 places=self._places,
                 keys=self._keys,
                 slots=self._taken,
             )
-        offsets = torch.empty((codes.PARTS, record.calls + 1), dtype=torch.int64)
-        self.places.offsets, self._bounds = offsets.data_ptr(), offsets.numpy()
+        if record.calls != self._calls:
+            self._calls = record.calls
+            offsets = torch.empty((codes.PARTS, self._calls + 1), dtype=torch.int64)
+            self._bounds, self._at_offsets = offsets.numpy(), offsets.data_ptr()
+        self.places.offsets = self._at_offsets
         return self
 
     def filled(self) -> Placed:
-        """What a call has placed."""
+        """What a call has placed. It is valid until the next one."""
         placed, sizes = self.placed, self._bounds[: codes.PART_ARRIVED, -1].tolist()
-        keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
+        keys, slots = self._keys[: placed.wanted], self._taken[: placed.reserved]
         parts = _Parts(self._bounds, self._at, self._places)
         return Placed(parts, sizes, keys, slots, placed.looked, placed.hit, placed.transfer)
 
@@ -114,7 +118,10 @@ class NativeTable(StepTable):
             return super().place(found, lanes, way)
         lists, both, over = self._lists.of(record), records.lanes(**lanes._asdict()), way_record(way)
         code = self._functions.offload_place(self.native, record, both, over, lists.places, lists.placed)
-        return super().place(found, lanes, way) if self._refused(code, way) else lists.filled()
+        if self._refused(code, way):
+            return super().place(found, lanes, way)
+        placed = lists.filled()
+        return replace(placed, keys=placed.keys.copy(), slots=placed.slots.copy())
 
     def note(self, found: Found) -> None:
         """See `StepTable`."""
@@ -224,7 +231,7 @@ def way_record(way: Way | None) -> Any:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
+    return (tensor if tensor.dtype is torch.float32 else tensor.float()).contiguous()
 
 
 def found_record(found: Found) -> Any:
