@@ -157,7 +157,7 @@ class Telemetry:
 
     def count(self, count: Callable[..., None], *tensors: Tensor) -> None:
         """Call `count` with these tensors of a layer's step, once they are on the host, in this answer."""
-        if all(tensor.is_cpu for tensor in tensors):
+        if not [tensor for tensor in tensors if not tensor.is_cpu]:
             count(*tensors)
             return
         self._uncounted.append(Uncounted(tensors, count))

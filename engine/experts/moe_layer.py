@@ -188,7 +188,7 @@ class MoELayer(nn.Module):
         for token in experts:
             for expert in token:
                 calls[expert] += 1
-        active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
+        active, kept = [sum(stage) for stage in zip(*counts, strict=True)] or (0, 0)
         self.add_totals(ruled, calls, len(counts), active, kept)
 
     def add_totals(self, ruled: RuledLayer, calls: list[int], computed: int, active: int, kept: int) -> None:

@@ -313,7 +313,7 @@ def float32(tensor: Tensor) -> Tensor:
     """Checked already, but for its device: where x lies, so do the others."""
     if not tensor.is_cpu:
         raise ValueError(f"the compiled kernels take tensors on {CPU}, not on {tensor.device}")
-    return _as(tensor, torch.float32).contiguous()
+    return (tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32)).contiguous()
 
 
 def _whole(tensor: Tensor) -> Tensor:
