@@ -7,6 +7,9 @@ for absent rows is told too: that delays them, while the rest runs beside their 
 the start. With a predictor the next layer's experts are drawn as its router would choose them, and their neurons are
 fetched ahead.
 
+Through graphs: the same on a GPU with the fused decoder, where the host only waits, starts graphs and calls compiled
+code (engine/decoder/card_experts.py). Here no graph does anything; what their launches cost the driver is not in it.
+
 Where rows are read in place, on the CPU: a layer's whole step, counted as in an answer, against `kernels.moe_step`
 alone, in turns. The floor is 1.
 
@@ -23,10 +26,15 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from floe_chat.engine.decoder import card_lists
+from floe_chat.engine.decoder.card_experts import CardExperts
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer
@@ -41,6 +49,7 @@ from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu.native_steps import Beside
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.listed import Total
 from floe_chat.kernels.offload.placing import Found, Placed
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls, Work
@@ -196,6 +205,82 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
     }
 
 
+class _Graph:
+    """In place of a captured one: calls `then`, and what that takes is not counted."""
+
+    outputs = ()
+
+    def __init__(self, then: Callable[[], None] | None = None) -> None:
+        self._then, self.took = then, 0.0
+        self.ended: list[float] = []  # the thread's time when the host had waited, or had started it
+
+    def replay(self) -> None:
+        begun = time.thread_time()
+        if self._then is not None:
+            self._then()
+        self.ended.append(time.thread_time())
+        self.took += self.ended[-1] - begun
+
+    def wait(self) -> None:
+        self.ended[-1] = time.thread_time()
+
+
+def through_graphs(share: float, tokens: int) -> dict[str, float]:
+    """As `measure`, on a GPU's path."""
+    device = _Nothing(0)
+    made, control = layers(device, share, Parts(predictor="none"))
+    control.counting = True
+    find, draw, weights = device._find, np.random.default_rng(1), torch.tensor([[0.6, 0.4]])  # pyright: ignore[reportPrivateUsage]
+    captured: list[_Graph] = []
+
+    def capture(_work: object, _device: torch.device) -> _Graph:
+        captured.append(_Graph())
+        return captured[-1]
+
+    with mock.patch.object(card_lists, "capture", capture), torch.inference_mode():
+        experts = CardExperts(made, TOP_K, Total(torch.zeros(1, 64), torch.zeros(1, dtype=torch.int64)))
+        experts.begin()
+    ready = captured[0]
+
+    def found(one: Any) -> None:
+        """What a layer's graph leaves for the host."""
+        chosen = torch.from_numpy(draw.choice(EXPERTS, TOP_K, replace=False, p=POPULAR))[None]
+        work, here, listing = one.ruled.work(chosen, weights), one.form.record.here, one.form.listing
+        fields = {"chosen": chosen, "scores": weights, "experts": work.calls.experts, "weights": work.calls.weights}
+        for name, tensor in (fields | {"thresholds": work.thresholds}).items():
+            here[name].copy_(tensor)
+        active = find(None, one.ruled.layer.up, work.calls, None, 0)
+        listing.offsets.copy_(active.offsets)
+        listing.neurons[: active.neurons.numel()] = active.neurons
+        listing.copies.fill_(1.0)
+
+    served = experts._pooled  # pyright: ignore[reportPrivateUsage]
+    graphs = [_Graph(partial(found, one)) for one in served]
+    if share == 1.0:
+        made[0].shared.warm(made[0].shared.pool.heat())
+    took, asked = list[float](), list[float]()
+    with torch.inference_mode():
+        for token in range(tokens + WARM):
+            for graph in (*captured, *graphs):
+                graph.took = 0.0
+                graph.ended.clear()
+            begun = time.thread_time()
+            experts.run(range(LAYERS), graphs)
+            experts.end(LAYERS)
+            ended = time.thread_time()
+            if token >= WARM:
+                took.append((ended - begun - sum(graph.took for graph in graphs)) / LAYERS * 1e3)
+                asked += [after - graph.ended[0] for graph, after in zip(graphs, ready.ended, strict=True)]
+    until = statistics.median(asked) * 1e3
+    median = statistics.median(took)
+    return {
+        "cpu_median_ms": median,
+        "cpu_least_ms": min(took),
+        "cpu_until_asked_ms": until,
+        "cpu_behind_ms": median - until,
+    }
+
+
 def in_ram(tokens: int) -> dict[str, float]:
     """Milliseconds of the thread in a layer whose experts the CPU computes beside a device, but for computing them."""
     device = _Nothing(0)
@@ -267,6 +352,13 @@ def main() -> None:
             f"{ms['cpu_until_asked_ms']:.3f} from the active neurons to asking for absent rows, "
             f"{ms['cpu_behind_ms']:.3f} besides"
         )
+    by_graphs = {f"{share:.0%}": through_graphs(share, tokens) for share in (0.1, 0.3, 1.0)}
+    for name, ms in by_graphs.items():
+        print(
+            f"through graphs, pool of {name}: the thread alone {ms['cpu_median_ms']:.2f} "
+            f"(least {ms['cpu_least_ms']:.2f}), of these {ms['cpu_until_asked_ms']:.3f} until the rows are asked for "
+            f"and the sum of those that are there is started, {ms['cpu_behind_ms']:.3f} besides"
+        )
     beside = in_ram(tokens)
     print(f"experts in RAM beside a device: {beside['cpu_median_ms']:.2f} ms (least {beside['cpu_least_ms']:.2f})")
     in_place = resident(tokens)
@@ -275,7 +367,7 @@ def main() -> None:
         f"{in_place['ratio']:.3f} times as much (by the least times {in_place['least_ratio']:.3f})"
     )
     told = {"bench": "step overhead", "layers": LAYERS, "tokens": tokens}
-    told |= {"pool": found, "in_ram": beside, "in_place": in_place}
+    told |= {"pool": found, "through_graphs": by_graphs, "in_ram": beside, "in_place": in_place}
     print(json.dumps(told))
 
 
