@@ -103,6 +103,8 @@ class SettingKey:
                 kind, check = bool, None
             case choices:
                 kind, check = Literal[choices], None
+                if type(value) is int:
+                    value = str(value)  # 8 without quotes is "8"
         value = msgspec.convert(value, kind, strict=not typed)
         if check is not None and not check(value):
             raise ValueError(value)

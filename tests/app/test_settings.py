@@ -99,6 +99,10 @@ def test_personas_have_a_prompt_and_sampling_values(file: Path) -> None:
         settings.with_persona("poet")
 
 
+def test_a_number_among_words_needs_no_quotes(file: Path) -> None:
+    assert read(written(file, "advanced.kv_bits = 8\n")).settings.kv_bits == "8" and told(file) == []
+
+
 BAD = [
     ("sampling.top_p", "0", "must be a number above 0, at most 1"),
     ("sampling.top_p", "nan", "must be a number above 0, at most 1"),
@@ -137,6 +141,7 @@ BAD = [
     ("personas.X", "3", "must be a table"),
     ("screen.panel.x", "1", "must be one of full"),
     ("chat.device", "'gpu'", "must be auto, cpu, cuda"),
+    ("advanced.kv_bits", "4", "must be one of auto, 16, 8"),
 ]
 
 
