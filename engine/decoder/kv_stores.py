@@ -250,14 +250,6 @@ class BorrowingStore(GrowingStore):
         mine = memory[memory.numel() - layout.nbytes(layers, capacity) :]
         return mine.view(layout.dtype).view(layers, capacity, *layout.entry)
 
-    def _allotted(self, near: int, capacity: int) -> bool:
-        """Whether there was as much memory as was promised."""
-        try:
-            self._allot(near, capacity)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
     def _allot(self, near: int, capacity: int) -> None:
         self._room.lend(self.layout.nbytes(near, capacity))
 
