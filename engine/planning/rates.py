@@ -36,6 +36,8 @@ READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "gpu flops",
 )
 GPU_REACHED = 0.7  # share of a copy within the GPU that kernels on codes reach (see cards.REACHED)
+# A threshold that no neuron of random weights reaches. It is finite: a call with an infinite one is left out whole.
+UNREACHED = 1e9
 UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
 
 _TURNS = 5
@@ -124,7 +126,7 @@ def row_rate(layout: RowLayout, neurons: int, share: float = 0.5) -> float:
 def up_rate(shapes: Shapes, bits: int) -> float:
     """Bytes per second of up projections, for one token."""
     up = random_weights.make_up(shapes, bits, _pairs(shapes.up_bytes(bits)))
-    x, limits = torch.randn(1, shapes.hidden), torch.full((2,), 1e9)
+    x, limits = torch.randn(1, shapes.hidden), torch.full((2,), UNREACHED)
 
     def work(turn: int) -> int:
         kernels.up_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())

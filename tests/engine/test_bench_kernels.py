@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from floe_chat.engine.bench.kernels import cpu, gpu
+from floe_chat.engine.bench.kernels import cpu, cpu_figures, gpu
 from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.machine.random_weights import Shapes
-from floe_chat.kernels import backend
+from floe_chat.engine.planning import rates
+from floe_chat.kernels import backend, operations
 from floe_chat.kernels.backend import Backend
 from floe_chat.kernels.cpu import native
+from floe_chat.kernels.types import Calls
+from floe_chat.kernels.weights import UpWeights
 from floe_chat.models.errors import FloeError, UsageError
 
 TINY = Shapes(128, 256, experts=4, tokens=3, cache=0)
@@ -41,6 +44,57 @@ def test_the_cpu_table_holds_what_was_asked_for() -> None:
     ups = [found.name for found in table.sections[0].rows]
     assert all(f"{bits} bit, {kind} x" in ups for bits in (2, 3, 4, 8) for kind in ("float32", "bfloat16"))
     check_rows(table)
+
+
+@pytest.fixture
+def with_worthless_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each timed up projection runs once more with weights of NaN: all its neurons are active, unless none was read."""
+    checked: list[str] = []
+
+    def wrap(name: str, neurons: Callable[[object], int]) -> None:
+        real = getattr(operations, name)
+
+        def wrapped(x: torch.Tensor, up: UpWeights, *given: object, **more: object) -> object:
+            bad = dataclasses.replace(up, scale=torch.full_like(up.scale, torch.nan))
+            calls = next(one for one in given if isinstance(one, Calls))
+            if up.scale.numel():  # 16-bit weights have none
+                assert neurons(real(x, bad, *given, **more)) == calls.experts.numel() * up.q.shape[1], name
+                checked.append(name)
+            return real(x, up, *given, **more)
+
+        monkeypatch.setattr(operations, name, wrapped)
+
+    wrap("up_gemv", lambda found: found.neurons.numel())  # type: ignore[attr-defined]
+    wrap("moe_step", lambda found: int(found[1][:, 0].sum()))  # type: ignore[index]
+    return checked
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_is_timed_reads_every_row(with_worthless_weights: list[str]) -> None:
+    cpu.run(threads=1, runs=1, shapes=TINY)
+    assert {"up_gemv", "moe_step"} <= set(with_worthless_weights)
+    with_worthless_weights.clear()
+    rates.up_rate(TINY, 2)
+    assert with_worthless_weights
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_step_counts_the_bytes_that_it_reads() -> None:
+    """Two experts' up projections, and the rows of the neurons that its name says are active."""
+    names = {figure.name: figure for figure in cpu_figures.step(TINY, 4, compiled=True)}
+    for sparsity in (0.6, 0.8):
+        active = 2 * round((1 - sparsity) * TINY.neurons)
+        counted = names[f"{sparsity * 100:.0f} % sparse, float32 x"].work(0)
+        assert abs(counted - 2 * TINY.up_bytes(2) - active * TINY.row_layout(4).nbytes) <= 4 * TINY.row_layout(4).nbytes
+
+
+def test_up_alone_reads_every_row_on_a_gpu_too(
+    monkeypatch: pytest.MonkeyPatch, with_worthless_weights: list[str]
+) -> None:
+    without_kernels(monkeypatch, "triton")  # whose steps are timed as graphs
+    monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu._Bench.replayed", as_it_is)
+    gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
+    assert "moe_step" in with_worthless_weights
 
 
 @pytest.mark.usefixtures("compiled")
@@ -130,6 +184,11 @@ def test_a_forced_instruction_set_that_cannot_run_is_explained(monkeypatch: pyte
     assert "avx512" in caught.value.cause
 
 
+def as_it_is(_bench: object, work: Callable[[int], object]) -> Callable[[int], object]:
+    """Instead of a CUDA graph of it."""
+    return work
+
+
 class CountingWatch:
     """Calls the work a few times and makes up the seconds."""
 
@@ -164,10 +223,6 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_of_triton_are_timed_as_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch, "triton")
-
-    def as_it_is(_bench: object, work: Callable[[int], object]) -> Callable[[int], object]:
-        return work
-
     monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu._Bench.replayed", as_it_is)
     shapes = Shapes(64, 32, experts=2)
     table = gpu.run(shapes=shapes, quick=True, device="cpu", watch=CountingWatch())

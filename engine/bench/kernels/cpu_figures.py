@@ -18,6 +18,7 @@ from ....kernels import reference
 from ....kernels.cpu import native
 from ....kernels.weights import ExpertRows, LinearWeights, UpWeights
 from ...machine.random_weights import Shapes, filled, make_linear, make_rows, make_up, pair, random_active
+from ...planning.rates import UNREACHED
 from ..measure import Figure
 
 _SHARES = (0.2, 0.4)
@@ -46,7 +47,7 @@ def _reading(nbytes: int) -> Figure:
 
 
 def _up_work(x: Tensor, up: UpWeights, x_bits: int = 22) -> Callable[[int], int]:
-    nothing = torch.full((2,), torch.inf)
+    nothing = torch.full((2,), UNREACHED)
 
     def work(turn: int) -> int:
         kernels.up_gemv(x, up, pair(turn, up.q.shape[0]), nothing, x_bits=x_bits)
@@ -147,8 +148,9 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
 
         def work(turn: int, x: Tensor = x, limits: Callable[[int], Tensor] = limits, x_bits: int = x_bits) -> int:
             thresholds = limits(turn % (experts // 2))
-            _, active = kernels.moe_step(x, up, rows, pair(turn, experts), thresholds, x_bits=x_bits)
-            return 2 * up.bytes_per_expert() + int(active.sum()) * rows.layout.nbytes
+            _, counts = kernels.moe_step(x, up, rows, pair(turn, experts), thresholds, x_bits=x_bits)
+            # Gate rows and down columns are counted one by one: each is half of a row.
+            return 2 * up.bytes_per_expert() + int(counts.sum()) * rows.layout.nbytes // 2
 
         name = f"{_percent(sparsity)} sparse, {kind}"
         figures.append(Figure(name, work, peer="dense int4", once=not compiled))

@@ -20,6 +20,7 @@ from ....kernels import reference
 from ....kernels.weights import ExpertRows, UpWeights
 from ....models.errors import FloeError
 from ...machine.random_weights import MIXTRAL, Shapes
+from ...planning.rates import UNREACHED
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from .gpu_expert import FLUSH, RUNS, SPARSITIES, WARM_UP, Expert, Stopwatch, Watch, make_expert, one_call
 
@@ -157,7 +158,7 @@ def _check_result(expert: Expert, up: int, rows: int) -> None:
 def _steps(bench: _Bench, expert: Expert) -> list[Timed]:
     """Up alone, then the step at every sparsity: as a graph, from Python, and by the reference."""
     calls = [one_call(e, expert.x.device) for e in range(bench.shapes.experts)]
-    nothing = torch.full((1,), torch.inf, device=expert.x.device)
+    nothing = torch.full((1,), UNREACHED, device=expert.x.device)
     up_bytes = expert.up.bytes_per_expert()
     found: list[Timed] = []
 
