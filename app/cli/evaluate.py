@@ -18,12 +18,12 @@ from ..text.plain_text import printable
 from .comparison import comparing, source_of, text_ids, text_name
 
 if TYPE_CHECKING:
+    from ...engine.quality.divergence import Divergence
     from ...engine.quality.evaluate import Evaluation, PresetLoss
 
-_HEAD = (
-    f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
-    f"{'greedy':>13}{'active':>8}{'bytes':>8}"
-)
+_LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
+_HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
+_KV_TITLE = "Keys and values of 8 bits against 16, both of the pack: what a chat loses that stores 8"
 _LENIENT = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
 _LEGEND = (
     "perplexity  of the next token; the source's own is above",
@@ -48,6 +48,12 @@ _LEGEND = (
     help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the pack can run]',
 )
 @click.option(
+    "--kv-bits",
+    type=click.Choice(["16", "8"]),
+    help="Store keys and values as a chat does, with this many bits; 8 is also compared with 16.  [default: none are "
+    "stored]",
+)
+@click.option(
     "--lenient",
     is_flag=True,
     help="Measure the most that leaving out weak rows (F4) can cost: none of them is ever in GPU memory.",
@@ -57,6 +63,7 @@ def evaluate(
     source: Path | None,
     text_file: Path | None,
     presets: tuple[str, ...],
+    kv_bits: str | None,
     lenient: bool,
     tokens: int,
     device: str,
@@ -77,7 +84,8 @@ def evaluate(
     ids = text_ids(pack, text_file)
     try:
         told = Told(progress.step, progress.note)
-        found = run(pack, origin, ids, presets, tokens, device, told, lenient=lenient)
+        bits = None if kv_bits is None else int(kv_bits)
+        found = run(pack, origin, ids, presets, tokens, device, told, lenient=lenient, kv_bits=bits)
     finally:
         progress.clear()
     text = text_name(pack, text_file)
@@ -97,23 +105,34 @@ def table(found: Evaluation, text: str) -> str:
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
         f"  text      {Path(text).name}: {read}",
         f"  source    perplexity {digits(first.source_perplexity)}",
+        *((f"  keys      and values stored with {found.kv_bits} bits, as in a chat",) if found.kv_bits else ()),
         *((_LENIENT,) if found.lenient else ()),
         "",
         _HEAD,
         *map(_row, found.presets),
         "",
+        *_kv_table(found),
         *(line.format(continued=found.continued) for line in _LEGEND),
     ]
     return printable("\n".join(lines))
 
 
+def _kv_table(found: Evaluation) -> list[str]:
+    """8 bits against 16, if that was measured, and an empty line."""
+    rows = [_losses(row.preset, row.kv) for row in found.presets if row.kv is not None]
+    return [_KV_TITLE, _LOSSES, *rows, ""] if rows else []
+
+
 def _row(row: PresetLoss) -> str:
-    d = row.divergence
     greedy = " ".join("-" if place is None else str(place) for place in row.first_divergence)
+    counted = f"{greedy:>13}{units.share(row.active_neurons):>8}{units.size(row.bytes_per_token):>8}"
+    return _losses(row.preset, row.divergence) + counted
+
+
+def _losses(preset: str, d: Divergence) -> str:
     return (
-        f"{row.preset:<12}{digits(d.perplexity):>11}{divergence(d.kl_mean):>10}{divergence(d.kl_99):>10}{divergence(d.kl_max):>10}"
-        f"{d.same_top * 100:>8.2f} %{d.dp_rms:>8.4f}{greedy:>13}{units.share(row.active_neurons):>8}"
-        f"{units.size(row.bytes_per_token):>8}"
+        f"{preset:<12}{digits(d.perplexity):>11}{divergence(d.kl_mean):>10}{divergence(d.kl_99):>10}"
+        f"{divergence(d.kl_max):>10}{d.same_top * 100:>8.2f} %{d.dp_rms:>8.4f}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
-from .layers import DecoderLayer, Rope, Unsupported, projection, read_layers
+from .layers import DecoderLayer, Rope, Unsupported, kept_dtype, projection, read_layers
 from .quantized_linear import PackedLinear
 
 _log = logging.getLogger("floe_chat.engine")
@@ -56,6 +57,7 @@ class FusedDecoder:
         self.device = self._embedding.device
         self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
         self._layers = read_layers(model, self._kv.bits)
+        self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head
@@ -112,14 +114,19 @@ class FusedDecoder:
             return "one compiled call per layer and token"
         return "one compiled call per token"
 
-    def _store(self) -> GrowingStore:
+    def _store(self, bits: int | None = None) -> GrowingStore:
+        """bits: of keys and values; None: those of a chat."""
+        layout = self._layout(bits or self._kv.bits)
         if self.room is not None and self.room.vacant():
-            return BorrowingStore(self._layout(), self.room)
-        return GrowingStore(self._layout())
+            return BorrowingStore(layout, self.room)
+        return GrowingStore(layout)
 
-    def _layout(self) -> Layout:
-        heads, count = self._layers[0].heads, len(self._layers)
+    def _layout(self, bits: int) -> Layout:
+        heads, count = replace(self._layers[0].heads, cache_dtype=self._forms[bits]), len(self._layers)
         return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
+
+    def _embedded(self, ids: Sequence[int]) -> Tensor:
+        return F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
@@ -147,7 +154,7 @@ class FusedDecoder:
             store.length = end
             return self._logits(last)
         rope = self._rope.tables(start, end)
-        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
             last = self._whole.run(x, rope[0], self._kept(store), start)
             store.length = end
@@ -183,8 +190,8 @@ class FusedDecoder:
         """See `Decoder`."""
         self.reason += self._capture()
 
-    def _through(self, step: DenseCall, x: Tensor, store: GrowingStore, end: int) -> Tensor:
-        """Logits (1, V) after x (T, H) went through layer after layer."""
+    def _through(self, step: DenseCall, x: Tensor, store: GrowingStore, end: int, keep: int = 1) -> Tensor:
+        """Logits (keep, V) of the last tokens after x (T, H) went through layer after layer."""
         self._step = step
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
@@ -192,16 +199,15 @@ class FusedDecoder:
             self._stream = x
             added = layer.block(hidden, *routed)
         store.length = end
-        last = x[-1:] if added is None else x[-1:] + added[-1:]
-        return self._logits(last)
+        return self._logits(x[-keep:] if added is None else x[-keep:] + added[-keep:])
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
         """Keys and values of the layers in use: a benchmark leaves out the last ones."""
         return store.layers()[: self._config.num_hidden_layers]
 
     def _logits(self, last: Tensor) -> Tensor:
-        """(1, H) after the last layer -> (1, V)."""
-        if self.ends is None:
+        """(N, H) after the last layer -> (N, V)."""
+        if self.ends is None or len(last) > 1:
             return self._head(norm(last, self._norm, self._eps))
         return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
 
@@ -246,9 +252,24 @@ class FusedDecoder:
         return tokens, at
 
     @torch.inference_mode()
+    def read(self, ids: Sequence[int], keep: int, bits: int) -> Tensor:
+        """Logits (keep, V) after the last tokens of a text. Every token reads keys and values as they are stored.
+
+        Args:
+            bits: of the stored keys and values, 16 or 8, whatever a chat's have.
+        """
+        store = self._store(bits)
+        store.reserve(len(ids))
+        try:
+            step = _TorchPass(self._layers, store, self._rope.tables(0, len(ids)), 0).step
+            return self._through(step, self._embedded(ids), store, len(ids), keep)
+        finally:
+            self._step = None
+
+    @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = GrowingStore(self._layout())
+        store = GrowingStore(self._layout(self._kv.bits))
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -258,7 +279,7 @@ class FusedDecoder:
 
     def _nonfinite(self, ids: Sequence[int], store: GrowingStore, start: int) -> str:
         """The first part whose values are not finite in a pass of these tokens, or nothing."""
-        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
         self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step

@@ -68,16 +68,18 @@ def read_layers(model: Any, kv_bits: int = 16) -> list[DecoderLayer]:
     family = FAMILIES.get(model.config.model_type)
     if family is None:
         raise Unsupported(f"the fused pass does not know the family {model.config.model_type}")
-    kept = CODES if kv_bits == 8 else _kept(model)
+    kept = kept_dtype(model, kv_bits)
     return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
 
 
-def _kept(model: Any) -> torch.dtype:
-    """The dtype of keys and values that are no codes: that of the computation, but float16 instead of float32 if
-    weights are codes.
+def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
+    """The dtype of stored keys and values. Those of 16 bits have that of the computation, but float16 instead of
+    float32 if weights are codes.
 
     That halves the reads of each token in a long conversation, with an error far below that of the codes.
     """
+    if kv_bits == 8:
+        return CODES
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
     coded = all(isinstance(layer.self_attn.k_proj, PackedLinear) for layer in model.model.layers)
     return torch.float16 if coded and computed == torch.float32 else computed

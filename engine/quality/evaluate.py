@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from ...models.checkpoint import Checkpoint
-from ...models.errors import PackError, damaged
+from ...models.errors import PackError, UsageError, damaged
 from ...models.pack.manifest import Manifest
 from ...models.packing import logits_cache
 from ...models.transformers_import import import_model_code
 from .. import quality_presets
+from ..decoder.decoders import FusedDecoder
 from ..decoder.finite_check import first_nonfinite
-from ..events import Sampling
+from ..events import Advanced, Loaded, Sampling
 from ..generate import KVCache, generate
 from ..loader import LoadedModel, load
 from ..quality_presets import Preset
@@ -45,6 +46,7 @@ class PresetLoss:
         first_divergence: for each prompt, how many tokens of the greedy continuation are the source's before the
             first that is not; None where all are.
         active_neurons, bytes_per_token: counted while continuing the prompts, as `Stats` has them.
+        kv: how far the pack with keys and values of 8 bits is from the pack with those of 16; None if not measured.
     """
 
     preset: str
@@ -53,6 +55,7 @@ class PresetLoss:
     first_divergence: tuple[int | None, ...]
     active_neurons: float | None
     bytes_per_token: float | None
+    kv: Divergence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Evaluation:
 
     Attributes:
         lenient: whether the presets left out weak rows, as if none of them were ever on the device.
+        kv_bits: of the keys and values that the windows' tokens read as a chat stores them; None: they were not stored.
     """
 
     model: str
@@ -75,6 +79,7 @@ class Evaluation:
     continued: int
     presets: tuple[PresetLoss, ...]
     lenient: bool = False
+    kv_bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ def run(
     told: Told,
     *,
     lenient: bool = False,
+    kv_bits: int | None = None,
 ) -> Evaluation:
     """Measure a pack against its source.
 
@@ -118,9 +124,11 @@ def run(
         names: presets to measure, see `choose_presets`. tokens: to read, in whole windows, start tokens among them.
         device: for the pack, as `load` takes it; the source is computed on the CPU in float32.
         lenient: whether presets leave out weak rows, see `quality_presets.lenient`.
+        kv_bits: 16 or 8: store keys and values with so many bits, and with 8 compare the pack with itself at 16 too.
 
     Raises:
-        UsageError: a preset that does not exist, too few or too many tokens, a text too short, another source.
+        UsageError: a preset that does not exist, too few or too many tokens, a text too short, another source, or a
+            model whose keys and values cannot have 8 bits.
         CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
     """
     presets = choose_presets(names, Manifest.read(pack))
@@ -129,16 +137,13 @@ def run(
     import_model_code()
     checkpoint = Checkpoint(source)
     windows, keep = cut(ids, checkpoint.config, tokens)
-    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
-    told.step("Comparing the pack with its source")
-    identity = identify(checkpoint, loaded.packed)
-    if (called := source.resolve().name) != facts.source:
-        told.note(f"The pack was made from a folder called {facts.source}; {called} has the same embedding and norms.")
+    loaded, facts = _opened(pack, device, kv_bits, told)
     if int(windows.max()) >= checkpoint.config.vocab_size:
         raise damaged(pack, f"Its tokenizer knows token {int(windows.max())}; the weights have fewer.")
-    reference = Reference(checkpoint, identity, told)
+    reference = Reference(checkpoint, _identity(checkpoint, loaded, told), told)
     expected = reference.logits(windows[:, :-1], keep)
-    found = [measured_divergence(loaded, preset, windows, expected, told) for preset in presets]
+    found = [measured_divergence(loaded, preset, windows, expected, told, kv_bits) for preset in presets]
+    coarse = [kv_divergence(loaded, preset, windows, keep, told) if kv_bits == 8 else None for preset in presets]
     prompts = cut_prompts(ids, checkpoint.config)
     answers = [continuation(loaded, preset, prompts, told) for preset in presets]
     parted = _where_parted(reference, prompts, [answer.tokens for answer in answers])
@@ -153,12 +158,35 @@ def run(
         tokens=windows.numel(),
         scored=windows.shape[0] * keep,
         continued=answers[0].tokens.shape[1],
-        presets=tuple(
-            PresetLoss(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
-            for p, divergence, positions, answer in zip(presets, found, parted, answers, strict=True)
-        ),
+        presets=tuple(map(_loss, presets, found, parted, answers, coarse)),
         lenient=lenient,
+        kv_bits=kv_bits,
     )
+
+
+def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+    stored = Advanced() if kv_bits is None else Advanced(kv_bits=str(kv_bits))
+    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), advanced=stored, library=True)
+    if kv_bits == 8:
+        _need_codes(loaded)
+    return loaded, facts
+
+
+def _loss(
+    preset: Preset, divergence: Divergence, parted: tuple[int | None, ...], answer: Continued, kv: Divergence | None
+) -> PresetLoss:
+    counted = answer.active_neurons, answer.bytes_per_token
+    return PresetLoss(preset.name, preset.rule.sparsity, divergence, parted, *counted, kv)
+
+
+def _identity(checkpoint: Checkpoint, loaded: LoadedModel, told: Told) -> str:
+    """See `identify`; a folder of another name is noted."""
+    told.step("Comparing the pack with its source")
+    identity = identify(checkpoint, loaded.packed)
+    packed_from, called = loaded.packed.manifest.source.name, checkpoint.folder.resolve().name
+    if called != packed_from:
+        told.note(f"The pack was made from a folder called {packed_from}; {called} has the same embedding and norms.")
+    return identity
 
 
 class Reference:
@@ -184,30 +212,62 @@ def _use(loaded: LoadedModel, preset: Preset) -> None:
 
 
 def measured_divergence(
-    loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told
+    loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told, kv_bits: int | None = None
 ) -> Divergence:
-    """How far a pack is from its source at one preset; expected: (N, keep, V), the source's logits of each window."""
+    """How far a pack is from its source at one preset; expected: (N, keep, V), the source's logits of each window.
+
+    kv_bits: of stored keys and values; None: they are not stored.
+    """
     _use(loaded, preset)
     keep = expected.shape[1]
     scores: list[Scores] = []
     for index, row in enumerate(windows):
         told.step(f"{preset.name}: window {index + 1} of {len(windows)}")
-        scores.append(score(_pack_logits(loaded, row[None, :-1], keep), expected[index], row[-keep:]))
+        scores.append(score(_pack_logits(loaded, row[None, :-1], keep, kv_bits), expected[index], row[-keep:]))
     return summarize(scores)
 
 
-def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int) -> Tensor:
+def kv_divergence(loaded: LoadedModel, preset: Preset, windows: Tensor, keep: int, told: Told) -> Divergence:
+    """How far a pack with keys and values of 8 bits is from itself with those of 16, on the ends of windows (N, T).
+
+    Raises:
+        UsageError: the pack's keys and values cannot have 8 bits.
+    """
+    _need_codes(loaded)
+    _use(loaded, preset)
+    scores: list[Scores] = []
+    for index, row in enumerate(windows):
+        told.step(f"{preset.name}: 8 bits against 16, window {index + 1} of {len(windows)}")
+        coarse, exact = (_pack_logits(loaded, row[None, :-1], keep, bits) for bits in (8, 16))
+        scores.append(score(coarse, exact, row[-keep:]))
+    return summarize(scores)
+
+
+def _need_codes(loaded: LoadedModel) -> None:
+    if not isinstance(loaded.decoder, FusedDecoder):
+        raise UsageError(
+            "This model's keys and values cannot have 8 bits",
+            f"Only floe-chat's own pass stores them so; this model has {loaded.decoder.reason}.",
+            "Leave out --kv-bits, or give --kv-bits 16.",
+        )
+
+
+def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int, kv_bits: int | None) -> Tensor:
     """ids (1, T) -> logits of the last `keep` positions, (keep, V) float32 on the CPU."""
+    decoder = loaded.decoder
+    # transformers' own modules store keys and values as they compute them: without a store the same is computed.
+    own = decoder if kv_bits is not None and isinstance(decoder, FusedDecoder) else None
 
     def forward() -> Tensor:
         with torch.inference_mode():
             return loaded.model(input_ids=ids.to(loaded.device), use_cache=False, logits_to_keep=keep).logits[0]
 
-    logits = forward().float().cpu()
+    logits = (forward() if own is None or kv_bits is None else own.read(ids[0].tolist(), keep, kv_bits)).float().cpu()
     if not bool(torch.isfinite(logits).all()):
+        where = first_nonfinite(loaded.model, forward) if own is None else own.first_nonfinite(ids[0].tolist())
         raise PackError(
             f"The packed model at {loaded.packed.folder} computes values that are not finite",
-            f"The first come from {first_nonfinite(loaded.model, forward)}.",
+            f"The first come from {where}.",
             "Pack the source checkpoint again, or restore a copy.",
         )
     return logits

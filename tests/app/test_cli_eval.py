@@ -16,16 +16,17 @@ from floe_chat.engine.quality.divergence import Divergence
 from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss
 from floe_chat.models.catalog import asset
 from floe_chat.models.packing.calibration import read_tokens
+from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import Ran, edit_json, explained, run_cli
+from ..helpers import Ran, edit_json, explained, make_checkpoint, make_pack, run_cli
 
 FIELDS = {
     *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
-    *("scored", "continued", "presets", "lenient"),
+    *("scored", "continued", "presets", "lenient", "kv_bits"),
 }
 ROW_FIELDS = {
     *("preset", "sparsity", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
-    *("source_perplexity", "kl_mean", "kl_99", "kl_max", "same_top", "dp_rms"),
+    *("source_perplexity", "kl_mean", "kl_99", "kl_max", "same_top", "dp_rms", "kv"),
 }
 
 
@@ -56,6 +57,8 @@ def test_json_is_all_there_is_when_asked_for(tiny_pack: Path, tiny_checkpoint: P
     assert [row["preset"] for row in fields["presets"]] == ["No sparsity", "High", "Balanced", "Fast"]
     for row in fields["presets"]:
         assert set(row) == ROW_FIELDS and row["kl_99"] <= row["kl_max"] and len(row["first_divergence"]) == 4
+        assert row["kv"] is None
+    assert fields["kv_bits"] is None
 
 
 def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
@@ -74,6 +77,36 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint:
         assert kl == pytest.approx(row["kl_mean"], rel=5e-3)
     assert not any(line.startswith(("High", "Balanced")) for line in lines)
     assert run_eval(tiny_pack, tiny_checkpoint, *arguments) == ran, "same command, same figures"
+
+
+def test_keys_and_values_of_8_bits_are_compared_with_16(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
+    arguments = ("--text", str(text), "-p", "High")
+    exact, coarse = (
+        json.loads(run_eval(tiny_pack, tiny_checkpoint, *arguments, "--kv-bits", bits, "--json").out)
+        for bits in ("16", "8")
+    )
+    assert (exact["kv_bits"], coarse["kv_bits"]) == (16, 8)
+    (before,), (after,) = exact["presets"], coarse["presets"]
+    loss = after["kv"]
+    assert before["kv"] is None and loss["kl_mean"] > 0 and loss["tokens"] == 64
+    assert (loss["source_perplexity"], loss["perplexity"]) == (before["perplexity"], after["perplexity"])
+    ran = run_eval(tiny_pack, tiny_checkpoint, *arguments, "--kv-bits", "8")
+    lines = ran.out.splitlines()
+    assert ran.code == 0 and "stored with 8 bits" in ran.out and max(map(len, lines)) <= 100
+    title = next(index for index, line in enumerate(lines) if line.startswith("Keys and values of 8 bits against 16"))
+    assert lines[title + 2].startswith("High ")
+    assert float(lines[title + 2].split()[2]) == pytest.approx(loss["kl_mean"], rel=5e-3)
+
+
+def test_a_model_that_stores_no_codes_is_refused_8_bits(tmp_path: Path, text: Path) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    edit_json(source / "config.json", lambda fields: fields.update(rope_parameters=rope, head_dim=16))
+    make_pack(source, tmp_path / "pack", PackSpec())
+    arguments = ("--text", str(text), "-p", "High", "--kv-bits")
+    told = explained(run_eval(tmp_path / "pack", source, *arguments, "8"), 2)
+    assert "cannot have 8 bits" in told and "because rope of the type dynamic" in told and "--kv-bits 16" in told
+    assert run_eval(tmp_path / "pack", source, *arguments, "16").code == 0
 
 
 def test_the_built_in_text_is_what_packing_did_not_see(tiny_pack: Path) -> None:
@@ -125,6 +158,7 @@ def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text
         (["--text", "/"], 2, "cannot be read"),
         (["--source", "nonesuch"], 2, "There is no checkpoint"),
         (["--device", "abacus"], 2, "--device cpu"),
+        (["--kv-bits", "4"], 2, "'16', '8'"),
         (["--nonesuch"], 2, "--nonesuch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

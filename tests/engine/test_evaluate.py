@@ -14,9 +14,15 @@ import platformdirs
 import pytest
 import torch
 from floe_chat.engine import quality_presets
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import GrowingStore, Layout
+from floe_chat.engine.events import Advanced
+from floe_chat.engine.loader import load
 from floe_chat.engine.quality import evaluate, text_windows
-from floe_chat.engine.quality.evaluate import Evaluation, Told, choose_presets, run
+from floe_chat.engine.quality.divergence import Scores, score, summarize
+from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, Told, choose_presets, run
 from floe_chat.engine.quality.source_model import SourceModel, identify
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
@@ -26,7 +32,8 @@ from floe_chat.models.packing import logits_cache
 from torch import Tensor
 
 from ..helpers import edit_json, edit_tensors, make_checkpoint, reference_model, reseal
-from .driver import answer, open_model
+from .driver import answer, open_model, silent
+from .step_models import feed
 from .test_quantized import plain_model
 
 WINDOW = 64  # tokens: short, to keep the tests so
@@ -113,6 +120,40 @@ def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_
     assert leaves.divergence.kl_mean > waits.divergence.kl_mean
     share = (leaves.active_neurons or 0) / (waits.active_neurons or 1)
     assert share == pytest.approx(1 - LATE, abs=0.1)
+
+
+def test_8_bits_are_the_codes_that_a_chat_stores(
+    exact_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Layout] = []
+    original = GrowingStore.__init__
+
+    def noting(self: GrowingStore, layout: Layout) -> None:
+        made.append(layout)
+        original(self, layout)
+
+    monkeypatch.setattr(GrowingStore, "__init__", noting)
+    found: dict[int, PresetLoss] = {}
+    for bits in (16, 8):
+        made.clear()
+        told = Told(unread, unread)
+        (found[bits],) = run(exact_pack, tiny_checkpoint, TEXT, ("Exact",), 128, "cpu", told, kv_bits=bits).presets
+        # Two windows and four prompts; with 8 bits, each window twice more, for the comparison with 16.
+        coded = [layout.dtype == CODES for layout in made]
+        assert (coded.count(False), coded.count(True)) == ((6, 0) if bits == 16 else (2, 8))
+    assert found[16].divergence.kl_max < 1e-9 and found[16].kv is None
+    rows, keep = text_windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
+    loaded = load(exact_pack, "Exact", "cpu", silent, advanced=Advanced(kv_bits="8"))[0]
+    scores: list[Scores] = []
+    for row in rows:
+        kv, ids, first = KVCache(), row.tolist(), len(row) - keep
+        pieces = [first, *[1] * (keep - 1)]
+        with torch.inference_mode():
+            exact = reference_model(tiny_checkpoint)(input_ids=row[None, :-1], use_cache=False).logits[0, -keep:]
+        scores.append(score(feed(loaded.decoder, kv, ids, pieces), exact, row[-keep:]))
+    chat, coarse = summarize(scores), found[8]
+    assert chat.kl_mean > 1e-7 and coarse.divergence.kl_mean == pytest.approx(chat.kl_mean, rel=0.02)
+    assert coarse.kv is not None and coarse.kv.kl_mean == pytest.approx(chat.kl_mean, rel=0.02)
 
 
 def test_the_greedy_gate_finds_where_generated_answers_part(tiny_pack: Path, tiny_checkpoint: Path) -> None:
