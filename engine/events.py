@@ -78,13 +78,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn."""
+    """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn.
+
+    `conversation` is the same number for all answers of a chat: what is said once per chat is not repeated.
+    """
 
     request: int
     prompt: tuple[int, ...]
     sampling: Sampling
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    conversation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from .events import (
     Load,
     Loading,
     NewTokens,
+    Notice,
     PrefillProgress,
     PresetChanged,
     SetPreset,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from .loader import LoadedModel
 
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
+NO_ROOM = Notice(
+    "This chat no longer fits in GPU memory",
+    "Part of its context is now read from RAM for each token, so its answers become slower. A new chat is fast again.",
+)
 _log = logging.getLogger("floe_chat.engine")
 
 
@@ -60,6 +65,7 @@ class Session:
         self._closing = False
         self._loaded: LoadedModel | None = None
         self._kv: KVCache | None = None  # of the loaded model; kept after an answer for the conversation's next turn
+        self._spilled: set[int] = set()  # chats of which NO_ROOM was said
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
     def start(self) -> None:
@@ -158,6 +164,7 @@ class Session:
             advanced=command.advanced,
         )
         self._loaded, self._kv = loaded, KVCache()
+        self._spilled.clear()
         self._events.put(event)
         # Memory is known before the first answer; what was not measured stays None.
         self._events.put(
@@ -231,13 +238,16 @@ class Session:
                 self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
             else:
                 self._events.put(NewTokens(command.request, (step.token,)))
-            self._tell(loaded)
+            self._tell(loaded, kv, command.conversation)
             self._obey_between_tokens()
             if time.perf_counter() - told > STATS_EVERY_S:
                 told = time.perf_counter()
                 self._events.put(self._stats(loaded, kv, command))
 
-    def _tell(self, loaded: LoadedModel) -> None:
+    def _tell(self, loaded: LoadedModel, kv: KVCache, conversation: int) -> None:
+        if conversation not in self._spilled and kv.spilled():
+            self._spilled.add(conversation)
+            self._events.put(NO_ROOM)
         for notices in (loaded.control.notices, loaded.offload.notices if loaded.offload is not None else []):
             while notices:
                 self._events.put(notices.pop(0))

@@ -70,7 +70,8 @@ class Answering:
         turns, seen = dialogue.turns(self._model.window, instead or more_of)
         try:
             begun = "" if more_of is None else more_of.text
-            submitted = client.prepare(turns, dialogue.setup.sampling, self._max_new_tokens, begun)
+            sampling, number = dialogue.setup.sampling, dialogue.id or 0
+            submitted = client.prepare(turns, sampling, self._max_new_tokens, begun, number)
         except FloeError as error:
             await messages.explain(error)
             return False

@@ -169,20 +169,31 @@ class ChatClient:
             return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
 
     def submit(
-        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
     ) -> Submitted:
         """Ask for an answer to `messages`: `prepare` and `begin` in one."""
-        submitted = self.prepare(messages, sampling, max_new_tokens, answer)
+        submitted = self.prepare(messages, sampling, max_new_tokens, answer, conversation)
         self.begin()
         return submitted
 
     def prepare(
-        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
     ) -> Submitted:
         """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends.
 
         From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
-        Takes as long as the model's template and tokenizer do, which is a few seconds at the most.
+        Takes as long as the model's template and tokenizer do, which is a few seconds at the most. `conversation` is
+        the chat's number: what is said once per chat is said again in another.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
@@ -196,7 +207,8 @@ class ChatClient:
         fitted = fit(chat, self._window, messages, max_new_tokens, answer, begin=True)
         self._last_request += 1
         self._running = self._last_request
-        self._prepared = Generate(self._running, tuple(fitted.ids), sampling, max_new_tokens, chat.stop_ids)
+        ids, stop_ids = tuple(fitted.ids), chat.stop_ids
+        self._prepared = Generate(self._running, ids, sampling, max_new_tokens, stop_ids, conversation)
         return Submitted(self._running, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:

@@ -137,6 +137,7 @@ class ScriptedClient(ChatClient):
         self.began = 0
         self.wanted: list[str] = []
         self.dialled: list[Rule] = []
+        self.conversations: list[int] = []
         self.cancelled = 0
         self.opened: list[Path] = []
         self.started = False
@@ -166,7 +167,12 @@ class ScriptedClient(ChatClient):
         return updates
 
     def prepare(
-        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
     ) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
@@ -174,6 +180,7 @@ class ScriptedClient(ChatClient):
         self.asked.append(tuple(messages))
         self.samplings.append(sampling)
         self.begun.append(answer)
+        self.conversations.append(conversation)
         return Submitted(len(self.asked), 20, self.dropped)
 
     def begin(self) -> None:

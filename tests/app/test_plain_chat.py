@@ -72,6 +72,8 @@ def test_a_chat_of_several_turns(kept: History, capsys: pytest.CaptureFixture[st
     assert client.asked[1] == (system, *first, second[0])
     assert client.asked[2] == (system, PromptTurn("user", "again"))
     assert client.asked[3] == (system, *first, *second, PromptTurn("user", "on"))
+    one, two = client.conversations[0], client.conversations[2]
+    assert one != two and client.conversations == [one, one, two, one]
     said = capsys.readouterr()
     assert said.out.splitlines()[:3] == ["scripted: HELLO!", "scripted: ONE", "TWO!"]
     assert "\x1b" not in said.out + said.err and "\r" not in said.out + said.err

@@ -57,12 +57,17 @@ class HeldClient(ChatClient):
         super().start()
 
     def prepare(
-        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
     ) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
-        return super().prepare(messages, sampling, max_new_tokens, answer)
+        return super().prepare(messages, sampling, max_new_tokens, answer, conversation)
 
 
 @asynccontextmanager

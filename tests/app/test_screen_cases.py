@@ -14,6 +14,7 @@ from floe_chat.app.widgets.markdown.folded import Folded
 from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
 from floe_chat.app.widgets.panel import status_line
 from floe_chat.engine.events import Failed, Finished, Loading
+from floe_chat.engine.session import NO_ROOM
 from floe_chat.models.errors import FloeError
 from textual import events
 from textual.pilot import Pilot
@@ -33,7 +34,7 @@ from .scripted import (
     until,
     write,
 )
-from .wizardry import shown
+from .wizardry import see, shown
 
 
 def answer(pilot: Pilot[int]) -> AnswerTurn:
@@ -169,6 +170,16 @@ async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
         assert "The answer was empty" in screen_text(pilot)
         await ask(pilot, client, "next")
         assert client.asked[1] == (PromptTurn("user", "next"),)
+
+
+async def test_a_chat_that_left_gpu_memory_is_said_to_be_slower() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(80, 24)) as pilot:
+        request = await ask(pilot, client)
+        client.say(NO_ROOM, TextDelta(request, "still writing"))
+        await see(pilot, "This chat no longer fits in GPU", "is now read from", "still writing")
+        (toast,) = pilot.app.screen.query("Toast")
+        assert not toast.region.overlaps(composer(pilot).region)
 
 
 async def test_what_the_model_no_longer_sees_is_marked() -> None:

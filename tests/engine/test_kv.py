@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache, KVStore, LibraryStore
 from floe_chat.engine.decoder.kv_stores import BLOCK, GROUP, BorrowingStore, GrowingStore, Layout
+from floe_chat.engine.events import Advanced, Finished, Load, Loaded, Notice
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.engine.session import NO_ROOM
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.rule import Rule
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
-from .driver import a_preset
+from .driver import Engine, a_preset, asking
 
 SAME = a_preset("", 0.5, 0.5, drop=0.2, major=0.4)
 FINER = a_preset("", 0.3, 0.5, drop=0.2, major=0.4)
@@ -279,3 +285,29 @@ def test_the_librarys_cache_is_cropped_where_a_pass_broke_off() -> None:
     assert store.nbytes() == 0
     keys, _ = store.cache.update(whole[0], whole[1], 0)
     assert torch.equal(keys, whole[0])
+
+
+def test_a_chat_that_outgrows_its_device_says_so_once(tiny_pack: Path) -> None:
+    packed = PackedModel.open(tiny_pack)
+    layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
+    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2, 16, BLOCK)
+    vram, advanced = needs.least() + 40 * needs.row, Advanced(kv_bits="16", context=BLOCK)  # room for BLOCK tokens
+    short, long = [40 + n % 200 for n in range(100)], [40 + n % 190 for n in range(BLOCK + 50)]
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), None, "throttled:1gb", vram, advanced))
+        engine.until(Loaded)
+        for request, conversation, prompt, said in (
+            (1, 7, short, 0),
+            (2, 7, [*short, *long[:200]], 1),
+            (3, 7, [*short, *long[:210]], 1),  # nobody wants to read it after each question
+            (4, 8, long, 2),
+            (5, 7, [*short, *long[:220]], 2),
+        ):
+            engine.send(replace(asking(request, prompt, tokens=3), conversation=conversation))
+            assert isinstance(engine.end_of(request), Finished)
+            assert engine.seen.count(NO_ROOM) == said, request
+        assert sum(isinstance(event, Notice) for event in engine.seen) == 2
+        engine.send(Load(str(tiny_pack), None, "throttled:1gb", vram, advanced))
+        engine.send(replace(asking(6, long, tokens=3), conversation=7))
+        engine.end_of(6)
+        assert engine.seen.count(NO_ROOM) == 3, "another model's chat"
