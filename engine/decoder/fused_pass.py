@@ -58,6 +58,7 @@ class FusedDecoder:
         self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
         self._layers = read_layers(model, self._kv.bits)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
+        self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head

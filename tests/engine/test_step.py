@@ -177,10 +177,10 @@ def test_packed_layers_are_joined_and_compute_the_same(
     else:  # float16 keys and values, and nothing else
         assert LIMIT < relative_rms(ours, expected) <= 2e-3
 
-        def computed(_model: Any) -> torch.dtype:
+        def computed(_model: Any, _bits: int) -> torch.dtype:
             return torch.float32
 
-        monkeypatch.setattr(layers, "_kept", computed)
+        monkeypatch.setattr(layers, "kept_dtype", computed)
         ours = feed(choose(loaded.model, loaded.window), KVCache(), ids, pieces)
         assert relative_rms(ours, expected) <= LIMIT
 
