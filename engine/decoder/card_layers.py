@@ -2,6 +2,7 @@
 
 Norms, projections, attention and router are some 20 launches, which take longer than the card computes. What differs
 between tokens is in a record in pinned memory that the first graph reads; each graph continues from the one before.
+What follows the last layer is a graph too (`card_ends.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..events import Notice
 from ..experts.offloaded_layer import OffloadedLayer
 from ..quality_presets import Preset
 from .attention import norm
+from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
 from .compiled_token import hooks_of
 from .graphs import Captured, capture, pinned
@@ -30,6 +32,7 @@ from .kv_stores import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
 _log = logging.getLogger("floe_chat.engine")
+_SLOWER = "Answers are slower at this quality"
 _ID, _POSITION, _COUNTING, _ADDRESSES = range(4)
 
 
@@ -90,15 +93,17 @@ class CardLayers:
     """A graph for each layer, which continues with the experts where those are in a pool (`card_experts.py`).
 
     Attributes:
-        declined: why experts in a pool are launched one by one; "" if they are not.
+        declined: why experts in a pool are launched one by one; "" if they are not. head: what follows the last layer.
 
     Raises:
         Unsupported: nothing could be captured.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], embedding: Tensor, rope: Tensor) -> None:
-        self._layers, self._embedding, self._rope, self._device = layers, embedding, rope, embedding.device
+    def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
+        embedding = ends.embedding
+        self._layers, self._embedding, self._rope, self._device = layers, embedding, ends.rope, embedding.device
         need_kernels(self._device)
+        self.head, self._count = CardHead(ends), len(layers)
         self._record = TokenRecord(layers, self._device)
         added = embedding.new_zeros(1, embedding.shape[1])
         self._total = Total(added, torch.zeros(1, dtype=torch.int64, device=self._device))
@@ -124,6 +129,12 @@ class CardLayers:
         # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
         except Exception as error:
             raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error
+        self._end_behind(self._count)
+
+    def _end_behind(self, count: int) -> None:
+        """The token has so many layers from now on: a benchmark leaves out the last ones."""
+        self._count = count
+        self.head.capture(self._graphs[count - 1].outputs[0], self._total.y)
 
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
@@ -140,9 +151,8 @@ class CardLayers:
         """The next steps are of this token, after `prepare`. The device has done the last one: its logits were read."""
         self._record.write(token, position, store, counting=False)
 
-    @torch.inference_mode()
     def prepare(self) -> None:
-        """Capture what the preset in force needs, and where rows are now.
+        """Capture what the preset in force needs, and where rows are now. In inference mode, as all that follows.
 
         Raises:
             Unsupported: as for the class.
@@ -151,6 +161,7 @@ class CardLayers:
         if first is None:
             return
         predictor, preset, before = first.shared.predictor, first.control.preset, self._preset
+        was_declined = self.head.declined
         looks_in = predictor is not None and predictor.attends
         try:
             if preset is not before or (self._experts is not None and looks_in):
@@ -163,8 +174,11 @@ class CardLayers:
             self.declined = f"they could not be captured: {type(error).__name__}: {error}"
             if before is not None:  # else it is part of what is said of the model
                 text = f"Experts are launched one by one: {self.declined}."
-                first.control.notices.append(Notice("Answers are slower at this quality", text))
+                first.control.notices.append(Notice(_SLOWER, text))
             self._one_by_one()
+        if self.head.declined and not was_declined and before is not None:
+            text = f"The last norm and the head are launched one by one: {self.head.declined}."
+            first.control.notices.append(Notice(_SLOWER, text))
 
     def _change(self, declined: str) -> None:
         """Take experts in by the preset in force, or leave them out for a reason."""
@@ -195,8 +209,17 @@ class CardLayers:
         """Whether experts in a pool go by graphs, so that `run` is for this token."""
         return self._experts is not None and not any(self._hooks)
 
+    def how(self) -> str:
+        """What is captured besides layers, and what is not and why, in words that follow others."""
+        how = ", with the experts in the pool" if self.pooled() else ""
+        if self.declined:
+            how = f", experts one by one, because {self.declined}"
+        if self.head.declined:
+            how += f", the last norm and the head one by one, because {self.head.declined}"
+        return how
+
     def run(self, count: int) -> Tensor:
-        """The first `count` layers of the token: (1, H) after them.
+        """The first `count` layers of the token, and its logits as `end` gives them.
 
         Raises:
             Cancelled: the answer was stopped.
@@ -212,7 +235,7 @@ class CardLayers:
             else:
                 self._one_after_another(some)
         experts.end(count)
-        return self._graphs[count - 1].outputs[0] + self._total.y
+        return self._logits(count)
 
     def _one_after_another(self, layers: range) -> None:
         """Layers whose experts are elsewhere."""
@@ -233,6 +256,19 @@ class CardLayers:
         self._graphs[index].replay()
         stream, hidden, *routed = self._graphs[index].outputs
         return Stepped(stream, hidden, _apart(routed))
+
+    def end(self, count: int, added: Tensor) -> Tensor:
+        """The logits (1, V) behind the first `count` steps, which the next token overwrites.
+
+        added: the last layer's block's output.
+        """
+        self._total.y.copy_(added)
+        return self._logits(count)
+
+    def _logits(self, count: int) -> Tensor:
+        if count != self._count:
+            self._end_behind(count)
+        return self.head.run()
 
 
 def _runs(pooled: Sequence[bool]) -> list[tuple[bool, range]]:

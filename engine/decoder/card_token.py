@@ -10,40 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...kernels import operations as kernels
 from ..events import Notice
 from ..experts.moe_layer import Cancelled, MoELayer
 from ..experts.ruled_layer import RuledLayer
-from .attention import norm
+from .card_ends import Ends
 from .card_layers import TokenRecord, before_experts, need_kernels
 from .compiled_token import hooks_of, in_memory
-from .graphs import Captured, capture, pinned
+from .graphs import Captured, capture
 from .kv_stores import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
 _SLOWER = "Answers are slower at this quality"
 _log = logging.getLogger("floe_chat.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """What comes before the layers and after them.
-
-    Attributes:
-        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits.
-    """
-
-    embedding: Tensor
-    rope: Tensor
-    norm: Tensor
-    eps: float
-    head: nn.Module
 
 
 class CardToken:
@@ -62,7 +47,7 @@ class CardToken:
         self._experts = in_memory(layers)
         self._control, self._hooks = self._experts[0].control, hooks_of(self._experts)
         self._record = TokenRecord(layers, self._device)
-        self._logits = pinned(1, len(ends.embedding), dtype=torch.float32, device=self._device)
+        self._logits = ends.pinned_logits()
         self._form: _Form | None = None
         self._preset, self.declined = self._control.preset, ""
         self._change(len(layers))
@@ -174,7 +159,7 @@ class _Form:
             x = stepped.stream + y
             done.append((chosen, counts, work.thresholds))
         self.counts.add(done, record.times)
-        return ends.head(norm(x, ends.norm, ends.eps)).float()
+        return ends.logits(x)
 
 
 class _Counts:

@@ -25,8 +25,9 @@ from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from . import graphs
 from .attention import GroupedAttention, norm
+from .card_ends import Ends
 from .card_layers import CardLayers
-from .card_token import CardToken, Ends
+from .card_token import CardToken
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
@@ -69,6 +70,7 @@ class FusedDecoder:
         self._whole: TokenPass | None = None
         self._card: CardToken | None = None
         self._graphs: CardLayers | None = None
+        self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
             self.reason += " with keys and values of 8 bits"
@@ -80,10 +82,11 @@ class FusedDecoder:
 
     def _on_card(self) -> str:
         rope = self._rope.tables(0, self._window)
+        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head)
         try:
-            self._card = CardToken(self._layers, Ends(self._embedding, rope, self._norm, self._eps, self._head))
+            self._card = CardToken(self._layers, ends)
         except Unsupported as declined:
-            self._graphs = CardLayers(self._layers, self._embedding, rope)
+            self._graphs = CardLayers(self._layers, ends)
             return f"one graph per layer and token, because {declined}"
         return "one graph per token"
 
@@ -138,22 +141,16 @@ class FusedDecoder:
         """
         if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
-        store, start = self._room_for(len(ids), kv), kv.length
-        if len(ids) == 1 and (card := self._in_one_graph()) is not None:
-            return self._graphed(card, ids[0], store, start).clone()
+        store = self._room_for(len(ids), kv)
         try:
-            return self._pass(ids, store, start)
+            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv.length)) is not None:
+                return logits.clone()
+            return self._pass(ids, store, kv.length)
         finally:
             self._step = None  # its views would keep the store's memory
 
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
-        if len(ids) == 1 and (layers := self._by_layers(ids[0], start, store)) is not None:
-            if not layers.pooled():
-                return self._through(layers.step, self._embedding[:1], store, end)
-            last = layers.run(self._config.num_hidden_layers)
-            store.length = end
-            return self._logits(last)
         rope = self._rope.tables(start, end)
         x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
@@ -166,41 +163,52 @@ class FusedDecoder:
             step = _TorchPass(self._layers, store, rope, start).step
         return self._through(step, x, store, end)
 
-    def _by_layers(self, token: int, position: int, store: GrowingStore) -> CardLayers | None:
-        """Graphs of the layers that are about to compute this token, if there are any."""
-        self._capture()
-        if self._graphs is not None:
-            self._graphs.begin(token, position, store)
+    def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
+        """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
+        count = self._config.num_hidden_layers
+        if self._card is not None and self._card.ready(count):
+            logits = self._card.run(token, position, store)
+        elif (layers := self._layers_now()) is not None:
+            layers.begin(token, position, store)
+            added = None if layers.pooled() else self._walk(layers.step, self._embedding[:1])[1]
+            logits = layers.run(count) if added is None else layers.end(count, added)
+        else:
+            return None
+        store.length = position + 1
+        return logits
+
+    def _layers_now(self) -> CardLayers | None:
+        """The layers' graphs with what is in force captured, if there are any."""
+        try:
+            if self._graphs is not None:
+                self._graphs.prepare()
+        except Unsupported as declined:
+            self._graphs, self._declined = None, str(declined)
+            _log.warning("by torch's operations, because %s", declined)
         return self._graphs
 
-    def _capture(self) -> str:
-        """Capture what layers need now; returns what became of it, in words."""
-        if self._graphs is None:
-            return ""
-        try:
-            self._graphs.prepare()
-        except Unsupported as declined:
-            self._graphs = None
-            _log.warning("by torch's operations, because %s", declined)
-            return f", but by torch's operations, because {declined}"
-        if self._graphs.declined:
-            return f", experts one by one, because {self._graphs.declined}"
-        return ", with the experts in the pool" if self._graphs.pooled() else ""
-
+    @torch.inference_mode()
     def prepare(self) -> None:
         """See `Decoder`."""
-        self.reason += self._capture()
+        if self._graphs is not None:
+            layers = self._layers_now()
+            self.reason += layers.how() if layers else f", but by torch's operations, because {self._declined}"
 
     def _through(self, step: DenseCall, x: Tensor, store: GrowingStore, end: int, keep: int = 1) -> Tensor:
         """Logits (keep, V) of the last tokens after x (T, H) went through layer after layer."""
+        x, added = self._walk(step, x)
+        store.length = end
+        return self._logits(x[-keep:] if added is None else x[-keep:] + added[-keep:])
+
+    def _walk(self, step: DenseCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x (T, H) before the last layer's block, and what that adds to it."""
         self._step = step
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
             x, hidden, routed = step(index, x, added)
             self._stream = x
             added = layer.block(hidden, *routed)
-        store.length = end
-        return self._logits(x[-keep:] if added is None else x[-keep:] + added[-keep:])
+        return x, added
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
         """Keys and values of the layers in use: a benchmark leaves out the last ones."""
@@ -219,29 +227,13 @@ class FusedDecoder:
         store.reserve(kv.length + tokens)
         return store
 
-    def _in_one_graph(self) -> CardToken | None:
-        """What computes the next token in one graph, if that is possible now."""
-        card = self._card
-        return card if card is not None and card.ready(self._config.num_hidden_layers) else None
-
-    def _graphed(self, card: CardToken, token: int, store: GrowingStore, position: int) -> Tensor:
-        """Logits (1, V), which the next token overwrites."""
-        logits = card.run(token, position, store)
-        store.length = position + 1
-        return logits
-
     @torch.inference_mode()
     def several(
         self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
     ) -> tuple[list[int], list[float]] | None:
         """See `Decoder`."""
-        if (card := self._in_one_graph()) is not None:
-            began = time.perf_counter()
-            try:
-                logits = self._graphed(card, token, self._room_for(1, kv), kv.length)
-            except torch.OutOfMemoryError:
-                return None  # `forward` meets it too, and the caller makes room
-            return [sampler.draw(logits)], [time.perf_counter() - began]
+        if self._card is not None or self._graphs is not None:
+            return self._one_by_graphs(token, kv, sampler)
         whole = self._whole
         if whole is None or whole.watched:
             return None
@@ -251,6 +243,17 @@ class FusedDecoder:
         tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
+
+    def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
+        """`several` on a card."""
+        began = time.perf_counter()
+        try:
+            logits = self._by_graphs(token, self._room_for(1, kv), kv.length)
+        except torch.OutOfMemoryError:
+            return None  # `forward` meets it too, and the caller makes room
+        finally:
+            self._step = None
+        return None if logits is None else ([sampler.draw(logits)], [time.perf_counter() - began])
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], keep: int, bits: int) -> Tensor:

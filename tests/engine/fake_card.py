@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_layers, card_lists, card_token, graphs
+from floe_chat.engine.decoder import card_ends, card_layers, card_lists, card_token, graphs
 from floe_chat.engine.decoder.quantized_linear import PackedLinear
 from floe_chat.kernels import operations
 from torch import Tensor
@@ -123,8 +123,9 @@ class FakeCard:
 
         self._kept: list[Tensor] = []
         monkeypatch.setattr(graphs, "possible", possible)
-        for module in (card_token, card_layers, card_lists):
+        for module in (card_ends, card_layers, card_lists):
             monkeypatch.setattr(module, "pinned", pinned)
+        for module in (card_token, card_ends, card_layers, card_lists):
             monkeypatch.setattr(module, "capture", capture)
         for name in OPERATIONS:
             monkeypatch.setattr(operations, name, self._one_operation(name, getattr(operations, name)))

@@ -123,7 +123,7 @@ def feed(decoder: Decoder, kv: KVCache, ids: Sequence[int], pieces: Sequence[int
     out: list[Tensor] = []
     for size in pieces:
         part = ids[kv.length : kv.length + size]
-        out.append(decoder.forward(part, kv)[0])
+        out.append(decoder.forward(part, kv)[0].float().cpu())  # graphs leave them in pinned memory
         kv.computed(part, PRESET)
     return torch.stack(out)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import kv_stores
+from floe_chat.engine.decoder import card_ends, graphs, kv_stores
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore
@@ -35,12 +35,12 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)
     decoder, ids = graphed(model), ids_of(24)
-    assert len(card.captures) == len(model.model.layers)
+    assert len(card.captures) == len(model.model.layers) + 1  # what follows the last one
     found = feed(decoder, KVCache(), ids, [3, *[1] * 21])
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2:]
     assert relative_rms(found, expected) <= 2 * LIMIT
-    assert card.replays == 21 * len(card.captures)
+    assert card.replays == 21 * len(card.captures) and card.waits == 21
 
 
 class Guessing(Noting):
@@ -111,7 +111,7 @@ def test_where_rows_are_changes_no_token(
             found, as_called = fed(loaded, ids)
     layers = len(loaded.model.model.layers)
     assert card.replays >= len(ids) * layers > 0
-    assert card.waits == (0 if predict == "partial" else len(ids) * layers)
+    assert card.waits == len(ids) * (1 if predict == "partial" else layers + 1)  # the logits, and each layer's record
     assert relative_rms(found, expected) <= 1e-4 and as_called == calls
 
 
@@ -152,6 +152,58 @@ def test_what_cannot_be_captured_is_computed_by_torch(monkeypatch: pytest.Monkey
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     assert relative_rms(found, expected) <= LIMIT and card.replays == 0
+
+
+def no_head(patch: pytest.MonkeyPatch) -> None:
+    """The card refuses what follows the last layer."""
+
+    def refuses(_work: graphs.Work, _device: torch.device) -> graphs.Captured:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    patch.setattr(card_ends, "capture", refuses)
+
+
+def test_without_its_graph_the_head_is_launched_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, model, ids = FakeCard(monkeypatch), make_model("mixtral"), ids_of(6)
+    expected = feed(graphed(model), KVCache(), ids, [1] * 6)
+    replays = card.replays
+    no_head(monkeypatch)
+    decoder = graphed(model)
+    decoder.prepare()
+    assert "the last norm and the head one by one, because they could not be captured: Out" in decoder.reason
+    assert relative_rms(feed(decoder, KVCache(), ids, [1] * 6), expected) <= LIMIT
+    assert card.replays == replays + 6 * len(model.model.layers) and card.waits == 6
+
+
+def test_the_chat_says_that_the_head_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [1, 5, 9, 200]
+    loaded.control.preset = PLAIN
+    expected, _ = fed(loaded, ids)
+    FakeCard(monkeypatch)
+    loaded.control.notices.clear()
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        fed(loaded, ids)
+        no_head(monkeypatch)
+        loaded.control.preset = PLAIN  # asks for other graphs
+        assert relative_rms(fed(loaded, ids)[0], expected) <= 1e-4
+        (notice,) = loaded.control.notices
+        assert "the head are launched one by one" in notice.cause and "CUDA out of memory" in notice.cause
+    loaded.control.notices.clear()
+
+
+def test_a_token_may_leave_out_the_last_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a benchmark."""
+    card, model, ids = FakeCard(monkeypatch), make_model("mixtral"), ids_of(5)
+    decoder, layers = graphed(model), model.config.num_hidden_layers
+    before = feed(decoder, KVCache(), ids, [1] * 5)
+    captures = len(card.captures)
+    model.config.num_hidden_layers = 1
+    found = feed(decoder, KVCache(), ids, [1] * 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "_graphs", None)
+        assert relative_rms(found, feed(decoder, KVCache(), ids, [1] * 5)) <= LIMIT
+    model.config.num_hidden_layers = layers
+    assert torch.equal(feed(decoder, KVCache(), ids, [1] * 5), before) and len(card.captures) == captures + 2
 
 
 @pytest.mark.gpu

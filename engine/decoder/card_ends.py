@@ -1,0 +1,79 @@
+"""What comes before the layers and after them on a card; after them as one CUDA graph where each layer is one.
+
+The last norm, the head and the copy of the logits are some five launches of torch's. Captured, they are one, and the
+host waits for the logits once: in pinned memory, where it reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .attention import norm
+from .graphs import Captured, capture, pinned
+
+_log = logging.getLogger("floe_chat.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What comes before the layers and after them.
+
+    Attributes:
+        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits.
+    """
+
+    embedding: Tensor
+    rope: Tensor
+    norm: Tensor
+    eps: float
+    head: nn.Module
+
+    def logits(self, last: Tensor) -> Tensor:
+        """(1, H) after the last layer -> (1, V) float32."""
+        return self.head(norm(last, self.norm, self.eps)).float()
+
+    def pinned_logits(self) -> Tensor:
+        """Where the host reads them, (1, V) float32."""
+        return pinned(1, len(self.embedding), dtype=torch.float32, device=self.embedding.device)
+
+
+class CardHead:
+    """The work after the last layer, for one token on one card.
+
+    Attributes:
+        declined: why torch's operations do it; "" if a graph does.
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends, self._logits = ends, ends.pinned_logits()
+        self._captured: Captured | None = None
+        self.declined = ""
+
+    def capture(self, stream: Tensor, y: Tensor) -> None:
+        """Work behind the layer that leaves its stream and its experts' output here, (1, H) each."""
+        self._captured, self._last = None, (stream, y)
+
+        def work() -> tuple[Tensor, ...]:
+            self._logits.copy_(self._ends.logits(stream + y), non_blocking=True)
+            return ()
+
+        try:
+            self._captured, self.declined = capture(work, self._ends.embedding.device), ""
+        # Whatever a driver or a compiler of kernels raises: torch's operations compute the same.
+        except Exception as error:  # noqa: BLE001
+            self.declined = f"they could not be captured: {type(error).__name__}: {error}"
+            _log.warning("the norm and the head are launched one by one, because %s", self.declined)
+
+    def run(self) -> Tensor:
+        """The logits (1, V), which the next token overwrites. Waits once, or leaves that to whoever reads them."""
+        captured = self._captured
+        if captured is None:
+            stream, y = self._last
+            return self._ends.logits(stream + y)
+        captured.replay()
+        captured.wait()
+        return self._logits
