@@ -28,7 +28,8 @@ class Figures:
             chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
             are dropped -> share of expert work left out.
         hits: share of a model's rows in the pool -> share of the wanted rows that are there.
-        kernels: share of a linear read's rate that our CPU kernels reach, by kind and bits.
+        kernels: share of a linear read's rate that our CPU kernels reach on two cores, by kind and bits. core_bytes_s:
+            rate of one core, likewise.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
@@ -42,6 +43,7 @@ class Figures:
     dropped: Curve
     hits: Curve
     kernels: ByBits
+    core_bytes_s: ByBits
     core_prompt_bytes_s: float
     packed_weights_s: float
     host_s: float
@@ -63,6 +65,7 @@ def figures() -> Figures:
         dropped=_curve(values["dropped"]),
         hits=_curve(values["hits"]),
         kernels=_by_bits(values["kernels"]),
+        core_bytes_s=_by_bits(values["core_bytes_s"], 1e9),
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
         host_s=values["host_ms"] / 1e3,
@@ -74,8 +77,8 @@ def figures() -> Figures:
     )
 
 
-def _by_bits(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[int, float]]:
-    return {part: {int(bits): value for bits, value in by_bits.items()} for part, by_bits in table.items()}
+def _by_bits(table: Mapping[str, Mapping[str, float]], unit: float = 1.0) -> dict[str, dict[int, float]]:
+    return {part: {int(bits): unit * value for bits, value in by_bits.items()} for part, by_bits in table.items()}
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:

@@ -40,6 +40,8 @@ GPU_REACHED = 0.7  # share of a copy within the GPU that kernels on codes reach 
 UNREACHED = 1e9
 UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
 
+Work = Callable[[int], int]  # turn -> bytes that count; other weights in each turn
+
 _TURNS = 5
 _LEAST, _MOST = 64 << 20, 256 << 20  # bytes that CPU kernels work through: twice the last cache, within these
 _BATCH_TOKENS, _BATCH_NEURONS = 32, 1024
@@ -111,6 +113,11 @@ def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "
 
 def row_rate(layout: RowLayout, neurons: int, share: float = 0.5) -> float:
     """Bytes per second of rows that the CPU computes for one token, a random `share` of an expert active."""
+    return best_rate(row_work(layout, neurons, share))
+
+
+def row_work(layout: RowLayout, neurons: int, share: float = 0.5) -> Work:
+    """The work of `row_rate`."""
     neurons = max(1, min(neurons, _MOST // 4 // layout.nbytes))  # wide rows are slow to make
     rows = ExpertRows(layout, _records(layout, _pairs(neurons * layout.nbytes), neurons))
     active = random_weights.random_active(share, neurons, 0)
@@ -120,11 +127,16 @@ def row_rate(layout: RowLayout, neurons: int, share: float = 0.5) -> float:
         kernels.sparse_swiglu(x, rows, random_weights.pair(turn, len(rows.data)), active, x_bits=_x_bits())
         return active.neurons.numel() * layout.nbytes
 
-    return _rate(work)
+    return work
 
 
 def up_rate(shapes: Shapes, bits: int) -> float:
     """Bytes per second of up projections, for one token."""
+    return best_rate(up_work(shapes, bits))
+
+
+def up_work(shapes: Shapes, bits: int) -> Work:
+    """The work of `up_rate`."""
     up = random_weights.make_up(shapes, bits, _pairs(shapes.up_bytes(bits)))
     x, limits = torch.randn(1, shapes.hidden), torch.full((2,), UNREACHED)
 
@@ -132,11 +144,16 @@ def up_rate(shapes: Shapes, bits: int) -> float:
         kernels.up_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())
         return 2 * up.bytes_per_expert()
 
-    return _rate(work)
+    return work
 
 
 def dense_rate(shapes: Shapes, bits: int) -> float:
     """Bytes per second of attention projections, for one token."""
+    return best_rate(dense_work(shapes, bits))
+
+
+def dense_work(shapes: Shapes, bits: int) -> Work:
+    """The work of `dense_rate`."""
     count = _pairs(shapes.hidden * shapes.vector(bits).nbytes)
     layers = [random_weights.make_linear(shapes, bits) for _ in range(count)]
     x = torch.randn(1, shapes.hidden)
@@ -145,11 +162,16 @@ def dense_rate(shapes: Shapes, bits: int) -> float:
         kernels.linear(x, layers[turn % count], x_bits=_x_bits())
         return shapes.hidden * shapes.vector(bits).nbytes
 
-    return _rate(work)
+    return work
 
 
 def batch_rate(shapes: Shapes, bits: int) -> float:
     """Bytes of rows times tokens per second, where tokens share an expert half of whose neurons are active."""
+    return best_rate(batch_work(shapes, bits), turns=3)
+
+
+def batch_work(shapes: Shapes, bits: int) -> Work:
+    """The work of `batch_rate`."""
     up, rows = random_weights.make_up(shapes, min(bits, 8), 1), random_weights.make_rows(shapes, min(bits, 8), 1)
     x = torch.randn(_BATCH_TOKENS, shapes.hidden)
     one = Calls(torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0]))
@@ -159,7 +181,7 @@ def batch_rate(shapes: Shapes, bits: int) -> float:
         kernels.expert_swiglu(x, up, rows, 0, x.new_full(x.shape[:1], limit), x_bits=_x_bits())
         return rows.data.nbytes * len(x)
 
-    return _rate(work, turns=3)
+    return work
 
 
 def gpu_rate(place: str) -> float:
@@ -172,7 +194,7 @@ def gpu_rate(place: str) -> float:
         _finish(place)
         return 2 * _COPIED
 
-    return _rate(work)
+    return best_rate(work)
 
 
 def link_rate(place: str, *, pinned: bool) -> float:
@@ -186,7 +208,7 @@ def link_rate(place: str, *, pinned: bool) -> float:
         _finish(place)
         return _COPIED
 
-    return _rate(work)
+    return best_rate(work)
 
 
 def gpu_flops(place: str) -> float:
@@ -198,7 +220,7 @@ def gpu_flops(place: str) -> float:
         _finish(place)
         return 2 * _SQUARE**3
 
-    return _rate(work)
+    return best_rate(work)
 
 
 def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
@@ -228,11 +250,11 @@ def _read() -> float:
     reader = read_floor.reader("cpu")
     if reader is None:
         data = random_weights.filled(read_floor.LEAST)
-        return _rate(lambda _turn: int(data.view(torch.int64).sum() * 0) + data.nbytes)
+        return best_rate(lambda _turn: int(data.view(torch.int64).sum() * 0) + data.nbytes)
     return max(nbytes / seconds for seconds, nbytes in (reader() for _ in range(_TURNS)))
 
 
-def _rate(work: Callable[[int], int], turns: int = _TURNS) -> float:
+def best_rate(work: Work, turns: int = _TURNS) -> float:
     """The best of several runs after a warm-up: disturbances say nothing about the machine."""
     work(0)
     rates: list[float] = []

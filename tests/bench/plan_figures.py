@@ -4,17 +4,19 @@ benchmarks that measure them, and the table of them in BENCHMARKS.md.
 Active neurons and dropped experts are read from the demo pack's frontier.json, which `floe-chat tune` wrote. The rest
 is measured by the named parts: "widths" tunes a copy of the pack and packs the demo twice more, both on the manual that
 it was trained on, since on a text that it does not know this small model loses far more than large ones do on theirs;
-"hits" runs the bench of eviction, "lenient" `floe-chat eval`. Parts that are not named keep their figures. Figures that
-other sections of BENCHMARKS.md have (kernels, packing, prompts, the host's own time) are written into the file by hand,
-with the command that they came from.
+"hits" runs the bench of eviction, "lenient" `floe-chat eval`, "kernels" `kernel_shares.py` by both instruction sets.
+Parts that are not named keep their figures. Figures that other sections of BENCHMARKS.md have (packing, prompts, the
+host's own time) are written into the file by hand, with the command that they came from.
 
-Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient] [--machine B]
+Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient kernels] [--machine B]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from floe_chat.engine.quality.frontier import WIDTHS
@@ -34,6 +37,9 @@ _SKIPPED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _DROPS = (0.2, 0.4, 0.6)
 _HALVES = ((0.4, 0.8), (0.6, 1.0))  # of drop and major: the second is known by what both together leave out
 Points = Sequence[Mapping[str, Any]]
+_ISAS, _PASSES, _TRIES = ("avx2", "avx512"), 3, 20
+_SPREAD = 0.1  # the middle half of a kernel's rounds; a pass whose kernels have more in the median does not count
+_KINDS = {"up": (2, 3, 4, 8), "rows": (2, 3, 4, 8), "dense": (4, 8), "prompt": (4,)}
 _TEXT_TOKENS = 2048  # read; half of them are predicted, as tune's
 
 
@@ -103,14 +109,69 @@ def lenient() -> float:
     return round(late - strict, 4)
 
 
+Shares = dict[str, dict[str, float]]
+
+
+def kernels() -> tuple[Shares, Shares]:
+    """See `lower`; of passes of `kernel_shares.py`, in which the instruction sets take turns.
+
+    Raises:
+        ValueError: the machine was too busy.
+    """
+    found: dict[str, list[Any]] = {isa: [] for isa in _ISAS}
+    for turn in range(_TRIES):
+        isa = _ISAS[turn % 2]
+        if len(found[isa]) < _PASSES:
+            ran = json.loads(_bench("kernel_shares.py", FLOE_CPU_ISA=isa))
+            calm = ran["isa"] == isa and all(_calm(ran.get(which), ran["wanted"]) for which in ("alone", "all"))
+            found[isa] += [ran] if calm else []
+            print(json.dumps({"counts": calm} | ran), flush=True)
+    if min(map(len, found.values())) < _PASSES:
+        raise ValueError("The machine was too busy")
+    return lower(list(found.values()))
+
+
+def lower(found: Sequence[Sequence[Any]]) -> tuple[Shares, Shares]:
+    """By kind and bits, the share of a linear read that the CPU kernels reach on all cores, and the GB/s of one core.
+
+    Of the medians of each instruction set's passes it is the lower one.
+    """
+
+    def least(which: str, name: str, value: str) -> float:
+        return min(median(ran[which][name][value] for ran in passes) for passes in found)
+
+    # No more than all of the read: what is above that is the reads' own noise. Prompts count rows times tokens.
+    shares = {
+        kind: {
+            str(bits): round(min(1.0 if kind != "prompt" else math.inf, least("all", f"{kind} {bits}", "share")), 2)
+            for bits in widths
+        }
+        for kind, widths in _KINDS.items()
+    }
+    alone = {
+        kind: {str(bits): round(least("alone", f"{kind} {bits}", "gb_s"), 1) for bits in widths}
+        for kind, widths in _KINDS.items()
+        if kind != "prompt"
+    }
+    return shares, alone
+
+
+def _calm(rounds: Any, wanted: int) -> bool:
+    """Whether a pass had its rounds, and they agree."""
+    if rounds is None or rounds["rounds"] < wanted:
+        return False
+    return median(row["spread"] for name, row in rounds.items() if name not in ("rounds", "read")) <= _SPREAD
+
+
 def _floe(*arguments: str) -> str:
     program = str(Path(sys.executable).with_name("floe-chat"))
     return subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _bench(script: str, *arguments: str) -> str:
+def _bench(script: str, *arguments: str, **environment: str) -> str:
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
+    return ran.stdout.splitlines()[-1]
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -142,7 +203,7 @@ def written(document: str, figures: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["widths", "hits", "lenient", []])
+    parser.add_argument("parts", nargs="*", choices=["widths", "hits", "lenient", "kernels", []])
     parser.add_argument("--machine", default="B", help="this one's letter in BENCHMARKS.md")
     options = parser.parse_args()
     file = asset("figures.json")
@@ -161,6 +222,10 @@ def main() -> None:
         put("hits", hits())
     if "lenient" in options.parts:
         put("lenient_kl", lenient())
+    if "kernels" in options.parts:
+        shares, alone = kernels()
+        put("kernels", shares)
+        put("core_bytes_s", alone)
     file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     BENCHMARKS.write_text(written(BENCHMARKS.read_text(encoding="utf-8"), figures), encoding="utf-8")
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from floe_chat.engine.bench.cards import mixes
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.models.catalog import asset
@@ -39,20 +40,27 @@ def test_the_section_on_the_frontier_says_the_same(part: str) -> None:
     assert stated == pytest.approx([figures().quantization[part][bits] for bits in (2, 3, 4, 8)], abs=3e-4)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "figure"),
-    [
-        (r"active at 40, 50, 60, 70 and 80 %", None),
-        (r"`up_gemv` 4 bit / 8 bit, bfloat16 x \|.*\| 69 / 81 %", (("up", 4, 0.69), ("up", 8, 0.81))),
-        (r"\| linear 4 bit \|.*/ 76 % \|", (("dense", 4, 0.76),)),
-        (r"\| `up_gemv` 3 bit \|.*/ 56 % \|", (("up", 3, 0.56),)),
-        (r"the CPU's share \(57 % of its memory's rate", (("rows", 4, 0.57),)),
-    ],
-)
-def test_kernels_reach_what_their_sections_say(pattern: str, figure: tuple[tuple[str, int, float], ...] | None) -> None:
-    assert re.search(pattern, DOCUMENT)
-    for kind, bits, share in figure or ():
-        assert figures().kernels[kind][bits] == share
+def test_one_core_is_known_at_all_widths_and_two_reach_no_more_than_memory_gives() -> None:
+    alone, shares = figures().core_bytes_s, figures().kernels
+    assert set(alone) == set(shares) - {"prompt"}
+    for kind, widths in alone.items():
+        assert set(widths) == set(shares[kind]) and max(shares[kind].values()) <= 1
+
+
+def test_kernels_are_the_slower_ones_of_their_table() -> None:
+    label = r"^\| (`up_gemv`|`sparse_swiglu`|linear 4096 x 4096,) (\d)[ -]bit.*?"
+    found = re.findall(label + r" \| ([\d.]+) / ([\d.]+) \| .* \| (\d+) / (\d+) % \|$", DOCUMENT, re.MULTILINE)
+    assert len(found) == 10
+    kinds = {"`up_gemv`": "up", "`sparse_swiglu`": "rows", "linear 4096 x 4096,": "dense"}
+    for name, bits, *numbers in found:
+        *alone, one, other = map(float, numbers)
+        assert figures().core_bytes_s[kinds[name]][int(bits)] == pytest.approx(1e9 * min(alone))
+        assert figures().kernels[kinds[name]][int(bits)] == pytest.approx(min(one, other) / 100)
+
+
+def test_replays_take_the_share_that_their_section_says() -> None:
+    share = re.search(r"the CPU's share \((\d+) % of its memory's rate", DOCUMENT)
+    assert share and float(share[1]) == pytest.approx(100 * mixes.CPU_REACHED)
 
 
 def test_times_are_those_of_their_sections() -> None:
