@@ -7,9 +7,13 @@ basis for a lasting choice. Everything not given or measured is assumed, and eve
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from ...models.catalog import asset
 from ...models.errors import UsageError
 from ...models.quantities import memory, rate, trimmed
 from ..machine.hardware import Hardware
@@ -111,6 +115,7 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
     prompt = {"prompt 4 bit": cores * figures().core_prompt_bytes_s}
     speeds = Speeds(
         read=known.get(rates.READ, CPU_BYTES_S),
+        cores=cores,
         cpu=prompt | {name: rate for name, rate in known.items() if name.endswith(" bit")},
         disk=known.get(rates.DISK, DISK_BYTES_S),
     )
@@ -225,10 +230,17 @@ def of_card(card: Card, base: Machine) -> Machine:
     told = {
         "card": f"{memory(card.vram_bytes)} of GPU memory, in a typical machine: {card.host}.",
         "figures": "Its speeds are computed from published figures, not measured.",
-        "rest": "RAM, disk and number of cores are taken from this machine unless options say otherwise.",
+        "rest": "RAM and disk are taken from this machine unless options say otherwise.",
     }
     told |= {subject: text for subject, text in base.told.items() if subject == "ram"}
-    return Machine(card.title, base.ram, card.vram_bytes, base.disk_free, base.cores, speeds, ASSUMED_DOUBT, told)
+    return Machine(card.title, base.ram, card.vram_bytes, base.disk_free, _cores(card), speeds, ASSUMED_DOUBT, told)
+
+
+@functools.cache
+def _cores(card: Card) -> int:
+    """Those of the machine around a card."""
+    told: Any = json.loads(asset("devices.json").read_text(encoding="utf-8"))
+    return next(host["cores"]["value"] for host in told["hosts"].values() if host["about"] == card.host)
 
 
 def speeds_of(card: Card, disk: float) -> Speeds:
@@ -236,6 +248,7 @@ def speeds_of(card: Card, disk: float) -> Speeds:
     flops_per_byte = 1.5 * 4 * 4096 / 4608  # the work of three matrices, per byte of 4-bit rows
     return Speeds(
         read=card.cpu_bytes_s,
+        cores=_cores(card),
         cpu={"prompt 4 bit": card.cpu_flops / flops_per_byte},
         disk=disk,
         link=CHUNK_BYTES / card.copy_s(CHUNK_BYTES),

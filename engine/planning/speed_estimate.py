@@ -98,7 +98,8 @@ class Speeds:
     """A machine's speeds, in bytes and operations per second, and in seconds.
 
     Attributes:
-        read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`.
+        read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`
+            and `cores`, counted as ones like those measured; 0 if it is not known how many there are.
         disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
         gpu_flops: what its products reach. launch: one kernel. node: between two of a CUDA graph. host
             and the like: see `measured_figures.Figures`.
@@ -108,6 +109,7 @@ class Speeds:
     cpu: Mapping[str, float] = field(default_factory=dict[str, float])
     disk: float = 5e8
     link: float = 0.0
+    cores: float = 0.0
     link_latency: float = 5e-6
     gpu: float = 0.0
     gpu_flops: float = 2e13
@@ -120,20 +122,28 @@ class Speeds:
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
 
     def of_cpu(self, what: str, bits: int) -> float:
-        """The CPU's rate: measured, or the share of a linear read that such kernels reach on other machines."""
+        """The CPU's rate: measured, or what such kernels reach elsewhere, on as many cores and with such a memory."""
         measured = self.cpu.get(f"{what} {bits} bit")
         if measured:
             return measured
-        table = figures().kernels[what]
-        nearest = min(table, key=lambda known: abs(known - bits))
         # If this machine was measured at other widths, its own kernels predict better than other machines'.
-        own = [rate / table[known] for known in table if (rate := self.cpu.get(f"{what} {known} bit"))]
-        return table[nearest] * (sum(own) / len(own) if own else self.read)
+        known = ((other, self.cpu.get(f"{what} {other} bit")) for other in figures().kernels[what])
+        own = [rate / self._expected(what, other) for other, rate in known if rate]
+        return self._expected(what, bits) * (sum(own) / len(own) if own else 1.0)
+
+    def _expected(self, what: str, bits: int) -> float:
+        shares, alone = figures().kernels[what], figures().core_bytes_s.get(what)
+        nearest = min(shares, key=lambda known: abs(known - bits))
+        if alone is None or not self.cores:
+            return shares[nearest] * self.read
+        # Cores add up until memory is the limit, as it is for codes of 8 bits, with the least arithmetic per byte, on
+        # two cores already. From there all widths read alike: of rows, plain loads reach the same.
+        return min(self.cores * alone[nearest], shares[max(shares)] * self.read)
 
     def times(self, factor: float) -> Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
-        rates = {name: getattr(self, name) * factor for name in ("read", "disk", "link", "gpu", "gpu_flops")}
+        rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
         slower = ("link_latency", "launch", "node", "host", "host_gpu", "host_pool", "host_behind", "host_ram")
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.bench.cards import baselines, prompts
-from floe_chat.engine.bench.cards.mixes import CPU_REACHED, static
+from floe_chat.engine.bench.cards.mixes import static
 from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
 from floe_chat.engine.bench.cards.replay import CONTEXT, KV_BYTES, Played, ReplayDevice, Width, layers_held, play, room
 from floe_chat.engine.bench.cards.trace import Trace, record
@@ -212,9 +212,10 @@ def test_layers_of_each_kind_take_their_own_lanes(small: Card, trace: Trace) -> 
 @pytest.mark.parametrize("mix", [Mix(gpu=2), Mix(cpu=2), Mix(gpu=1, cpu=1)], ids=str)
 def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix) -> None:
     rtx, width = card("sim:rtx3060-12gb"), Width()
-    played = play(rtx, width, trace, HALF, Parts(mix=mix), cpu_share=CPU_REACHED, warm=WARM)
-    active = sum(layer.active for layer in played.counts) / sum(layer.neurons for layer in played.counts)
     speeds = dataclasses.replace(machine.speeds_of(rtx, disk=1e9), host_gpu=0.0, host_ram=0.0)
+    share = speeds.of_cpu("rows", width.rows) / rtx.cpu_bytes_s
+    played = play(rtx, width, trace, HALF, Parts(mix=mix), cpu_share=share, warm=WARM)
+    active = sum(layer.active for layer in played.counts) / sum(layer.neurons for layer in played.counts)
     takes = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
     held = Held(gpu=True, mix=Mix(gpu=16 * mix.gpu, cpu=16 * mix.cpu))
     token = speed_estimate.decode(takes, TokenWork(active=active), speeds, held, context=0)

@@ -31,6 +31,7 @@ def some_speeds() -> Speeds:
     link = RANDOM.uniform(1e9, 50e9)
     return Speeds(
         read=read,
+        cores=RANDOM.choice([0, 2, 8]),
         disk=RANDOM.uniform(1e8, 1e10),
         link=link,
         gpu=(read + link) * RANDOM.uniform(1.5, 20),
@@ -152,6 +153,19 @@ class TestSpeeds:
         table = figures().kernels["rows"]
         assert speeds.of_cpu("rows", 2) == pytest.approx(9e9 * table[2] / table[4])
         assert Speeds(read=1e9).of_cpu("rows", 2) == pytest.approx(1e9 * table[2])
+
+    def test_cores_add_up_until_memory_is_the_limit(self) -> None:
+        alone, shares = figures().core_bytes_s["rows"], figures().kernels["rows"]
+        assert Speeds(read=1e12, cores=3).of_cpu("rows", 4) == pytest.approx(3 * alone[4])
+        assert Speeds(read=1e9, cores=64).of_cpu("rows", 4) == pytest.approx(1e9 * shares[8])
+        for kind, widths in figures().core_bytes_s.items():
+            for bits in widths:
+                rates = [Speeds(read=40e9, cores=cores).of_cpu(kind, bits) for cores in range(1, 9)]
+                assert rates == sorted(rates) and rates[-1] <= 40e9
+        slow, fast = (Speeds(read=1e12, cores=3).times(factor).of_cpu("rows", 4) for factor in (0.5, 2.0))
+        assert (slow, fast) == (pytest.approx(1.5 * alone[4]), pytest.approx(6 * alone[4]))
+        measured = Speeds(read=1e9, cores=64, cpu={"rows 4 bit": 9e9})
+        assert measured.of_cpu("rows", 4) == 9e9 and measured.of_cpu("rows", 3) == pytest.approx(9e9)
 
     def test_doubt_goes_both_ways(self) -> None:
         held = Held(gpu=True, pool=0.3)
