@@ -12,7 +12,7 @@ from floe_chat.engine.planning import speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.prompt_estimate import prefill
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode
+from floe_chat.engine.planning.speed_estimate import TOUCHED, Held, Speeds, TokenWork, at, decode, layer_time
 from floe_chat.models.catalog import described, find
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
@@ -93,7 +93,7 @@ class TestDecode:
     def test_the_cpu_and_the_link_share_what_is_absent(self) -> None:
         """With both lanes of the same rate, half as long as with one of them."""
         speeds = Speeds(
-            read=1.0,
+            read=1e12,
             cpu={"rows 4 bit": 1e9},
             link=1e9,
             link_latency=0,
@@ -107,6 +107,25 @@ class TestDecode:
         assert alone.rows == pytest.approx(64 * 14336 * TAKES.row / 1e9, rel=0.01)
         assert both.rows == pytest.approx(alone.rows / 2, rel=0.01)
         assert both.moved == pytest.approx(alone.moved / 2, rel=0.01)
+
+    def test_both_together_read_no_more_than_memory_gives(self) -> None:
+        """And of all divisions of the absent rows that memory allows, none is faster."""
+        for _ in range(200):
+            speeds, pool = some_speeds(), RANDOM.choice([0.0, 0.1, 0.5])
+            layer = layer_time(TAKES, BALANCED, speeds, "pool", pool)
+            wanted = 2 * BALANCED.calls * 14336 * BALANCED.active
+            absent, each = round(wanted * (1 - layer.hit)), TAKES.row / speeds.read
+            lanes = speeds.rates(TAKES, BALANCED).lanes(TAKES.row, 0.0, 1.0)
+            ends: list[float] = []
+            for on_cpu in (absent * part / 500 for part in range(501)):
+                copied = absent - on_cpu
+                touched = each * (BALANCED.read * on_cpu + TOUCHED * copied)
+                copy = lanes.copy_start + lanes.copy_row * copied if copied else 0.0
+                ends.append(max(lanes.cpu_start + lanes.cpu_row * on_cpu, copy, touched))
+            copied = layer.moved / TAKES.row
+            assert layer.rows >= each * (BALANCED.read * (absent - copied) + TOUCHED * copied) * (1 - 1e-9)
+            own = wanted * layer.hit * TAKES.row * BALANCED.read / speeds.gpu + 2 * speeds.launch
+            assert layer.rows <= max(min(ends), own, speeds.host_behind / 2) * 1.0001
 
     def test_a_whole_model_on_the_gpu_moves_nothing(self) -> None:
         token = decode(TAKES, BALANCED, CARD, Held(gpu=True, pool=1.0))
