@@ -1,8 +1,9 @@
 """Which neurons' rows are in device memory, and in which slots: one pool for all layers.
 
 Bookkeeping only, on one thread: the bytes are in `device_memory.py`'s tensor. Caching is per neuron, as CORM's
-limitations suggest, and experts have no fixed shares. A slot is free, filling (its row is on the way) or ready. It
-keeps its row while filling, and until `release` if the running step uses it. `eviction.py` says which rows give way.
+limitations suggest, and experts have no fixed shares. A slot is free, filling (its row is on the way) or ready, or lent
+to a row that a step copies: such a visitor stays only if it is worth more than others. A slot keeps its row while
+filling, and until `release` if the running step uses its expert. `eviction.py` says which rows give way.
 
 A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/pool.py`.
 """
@@ -17,14 +18,14 @@ from numpy.typing import NDArray
 from ...kernels.cpu.native_pool import make
 from ...kernels.located import Keys, Slots
 from ...kernels.offload.placing import Ahead, Found, Lanes, Placed, Way
-from ...kernels.pool import FREE_COUNT, STEP
+from ...kernels.pool import FREE_COUNT, VISITING
 from ...models.pack.usage_file import Heat
 from . import eviction
 from .eviction import Policy, Uses
 
 __all__ = ["Keys", "RowPool", "Slots"]
 
-SPARED = 32  # at most this small part of the pool is kept free for future rows
+SPARED = 8  # at most this small part of the pool is kept free for visitors
 
 
 class RowPool:
@@ -44,7 +45,7 @@ class RowPool:
         self.table.resize(capacity)
 
     def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
-        """Where a step's active neurons are, and which absent ones get slots. All of these stay until `release`.
+        """Where a step's active neurons are, and which absent ones visit. All of these stay until `release`.
 
         Args:
             found: several calls may name the same neuron. way: to send for copied rows at once.
@@ -91,14 +92,24 @@ class RowPool:
         _check(keys)
         return self.table.reserve(layer, keys, urgent=urgent)
 
-    def spare(self, wanted: int) -> None:
-        """Evict the rows worth least until this many slots are free, for later urgent rows.
+    def visit(self, wanted: int) -> Slots:
+        """Slots for visitors, at most as many as wanted, until `release`."""
+        return self.table.visit(wanted)
 
-        Choosing them takes longer than all else in a step, so it is done while the engine waits anyway. A pool that is
-        small in comparison keeps its rows: they would be missed.
+    def keep(self, layer: int, keys: Keys, slots: Slots) -> Slots:
+        """Let those of the last visitors stay that are worth it, and make room for as many in the next step. What the
+        step waits for is asked for before.
+
+        Args:
+            keys, slots: (N,) of all of them.
+
+        Returns:
+            (M,) the slots of those that stay, filling until they are given to `filled`.
+
+        Raises:
+            ValueError: other slots, or a key out of range or present. Nothing has changed then.
         """
-        if wanted <= self.capacity // SPARED:
-            self.table.spare(wanted)
+        return self.table.keep(layer, keys, slots, SPARED)
 
     def filled(self, slots: Slots) -> None:
         """The bytes of these filling rows are in their slots.
@@ -117,8 +128,8 @@ class RowPool:
         self.table.settle(slots, arrived=False)
 
     def release(self) -> None:
-        """The kernels that read this step's rows have ended: the rows may be evicted. Filling ones stay."""
-        self.table.counters[STEP] += 1
+        """The kernels that read this step's rows have ended: the rows may be evicted, and visitors leave."""
+        self.table.release()
 
     def favoured(self, layer: int) -> list[int]:
         """All experts, those that the router has favoured recently first."""
@@ -136,8 +147,8 @@ class RowPool:
 
     @property
     def used(self) -> int:
-        """Slots that hold a row or wait for one."""
-        return self.capacity - int(self.table.counters[FREE_COUNT])
+        """Slots that hold a row or wait for one that is to stay."""
+        return self.capacity - int(self.table.counters[FREE_COUNT] + self.table.counters[VISITING])
 
     def resize(self, capacity: int) -> None:
         """More slots, all free, or fewer: the rows in slots from `capacity` on are dropped.

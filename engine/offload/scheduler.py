@@ -62,9 +62,9 @@ class Scheduler:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self.ahead: PendingPrefetch | None = None
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor, NDArray[np.int32]]] = {}
-        # Transfers into the pool that are not known to have arrived, the oldest first.
-        self._under_way: dict[Transfer, None] = {}
-        self._first: Transfer | None = None  # of the step that was placed last
+        # Transfers into the pool that are not known to have arrived, the oldest first, and the slots of rows that stay.
+        self._under_way: dict[Transfer, Slots] = {}
+        self._visit: Transfer | None = None  # of the last visitors, unless it is known to have arrived
         self._seen = device.link.bytes_moved, device.link.busy_s
 
     def transfer(
@@ -81,7 +81,7 @@ class Scheduler:
         piece = max(1, slots.size) if urgent else max(PIECE, -(-slots.size // PIECES))
         for start in range(0, slots.size, piece):
             part = slice(start, min(start + piece, slots.size))
-            self._submit(layer, keys[part], slots[part], urgent, score)
+            self._submit(layer, keys[part], slots[part], slots[part], urgent, score)
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
@@ -100,16 +100,15 @@ class Scheduler:
             how to get the share's result, if there is one.
         """
         device, rates, self.ahead = self._device, self._device.rates, None
-        self._pool.release()
+        self.release()
         self.collect()
         self.forget(found.layer)
         queued = device.link.queued_bytes() / rates.link_bytes_s
         lanes = rates.lanes(self._memory.row_bytes, queued, cpu_share)
         placed = self._pool.place(found, lanes)
-        self._first = None
         if placed.slots.size:
             keys = placed.keys[: placed.slots.size].astype(np.int64)
-            self._first = self._submit(found.layer, keys, placed.slots, True, 0.0)
+            self._visit = self._submit(found.layer, keys, placed.slots, placed.slots[:0], True, 0.0)
         if not placed.sizes[BESIDE]:
             if placed.keys.size and cpu_share > 0:
                 rates.unused("cpu")
@@ -122,27 +121,38 @@ class Scheduler:
         small, each to be computed before the next is asked for.
         """
         self._pool.note(found)
-        if placed.slots.size:
-            self._pool.spare(placed.slots.size)  # the next layer will need about as many slots
-        waited, done, transfer = self._await_coming(found.layer, placed.coming), 0, self._first
+        waited, done, slots = 0.0, 0, placed.slots
         while True:
-            last = done
+            last, transfer = done + slots.size, self._visit
+            keys = placed.keys[done:last].astype(np.int64)
+            if transfer is not None:
+                self._under_way[transfer] = self._pool.keep(found.layer, keys, slots)
+            if done == 0:
+                waited += self._await_coming(found.layer, placed.coming)
             if transfer is not None:
                 waited += self._device.wait(transfer)
-                last += transfer.index.size
+                self._visit = None
             self.collect()
-            yield self._arrived(found, placed, done, last), waited
+            yield self._arrived(found, placed, keys, slots, first=done == 0), waited
             if last == placed.keys.size:
                 return
             self._device.finish()
             self.forget(None)
             self.collect()
-            self._pool.release()  # rows that this step has computed may be evicted now
+            self.release()  # rows that this step has computed may be evicted now
             waited, done, keys = 0.0, last, placed.keys[last:].astype(np.int64)
-            slots = self._pool.reserve(found.layer, keys, urgent=True)
-            transfer = self._submit(found.layer, keys[: slots.size], slots, True, 0.0) if slots.size else None
-            if transfer is None:
+            slots = self._pool.visit(keys.size)
+            if slots.size:
+                self._visit = self._submit(found.layer, keys[: slots.size], slots, slots[:0], True, 0.0)
+            else:
                 self.await_all()
+
+    def release(self) -> None:
+        """The device has computed this step's rows. Visitors of one that was given up have to arrive before."""
+        if self._visit is not None:
+            self._device.wait(self._visit)
+            self._visit = None
+        self._pool.release()
 
     def forget(self, layer: int | None) -> None:
         """Drop prefetches for a layer (None: for all) that have not begun."""
@@ -162,7 +172,7 @@ class Scheduler:
         self._seen = moved, busy
         # Others go to a prompt's ring.
         if arrived := [transfer for transfer in finished if transfer in self._under_way]:
-            self._pool.filled(np.concatenate([transfer.slots for transfer in arrived]))
+            self._pool.filled(np.concatenate([self._under_way[transfer] for transfer in arrived]))
             for transfer in arrived:
                 del self._under_way[transfer]
 
@@ -177,11 +187,11 @@ class Scheduler:
         self.forget(None)
         self.await_all()
         self._device.finish()
-        self._pool.release()
+        self.release()
 
-    def _submit(self, layer: int, keys: Keys, slots: Slots, urgent: bool, score: float) -> Transfer:
+    def _submit(self, layer: int, keys: Keys, slots: Slots, stays: Slots, urgent: bool, score: float) -> Transfer:
         transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
-        self._under_way[transfer] = None
+        self._under_way[transfer] = stays
         self._device.link.submit(transfer)
         return transfer
 
@@ -199,12 +209,14 @@ class Scheduler:
                 waited += self._device.wait(transfer)
         return waited
 
-    def _arrived(self, found: Found, placed: Placed, first: int, last: int) -> Part:
-        """The rows that were on their way, if `first` is 0, and those of the keys first..last-1."""
+    def _arrived(self, found: Found, placed: Placed, keys: Keys, slots: Slots, *, first: bool) -> Part:
+        """The copied rows of these keys, and those that were on their way if it is the first load."""
         copied, coming = placed.copied, placed.coming
-        mine = np.isin(copied.places, placed.keys[first:last])
-        places = self._pool.layers[found.layer][copied.places[mine]]
-        came = coming.at.size if first == 0 else 0
+        where = np.full(self._pool.layers.shape[1], -1, np.int32)
+        where[keys] = slots
+        mine = where[copied.places] >= 0
+        places = where[copied.places[mine]]
+        came = coming.at.size if first else 0
         at = np.concatenate((coming.at[:came], copied.at[mine]))
         order = np.argsort(at, kind="stable")
         offsets = np.concatenate(([0], np.cumsum(mine)))[copied.offsets] + np.minimum(coming.offsets, came)
@@ -228,6 +240,6 @@ class Scheduler:
             piece = max(PIECE, -(-(last - first) // PIECES))
             for start in range(first, last, piece):
                 part = slice(start, min(start + piece, last))
-                self._submit(guess.layer, keys[part], found.slots[part], False, weights[call])
+                self._submit(guess.layer, keys[part], found.slots[part], found.slots[part], False, weights[call])
             first = last
         return found

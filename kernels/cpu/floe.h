@@ -277,18 +277,18 @@ FLOE_API int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, 
 
 // The tables of a pool of rows, shapes and words as in `kernels/pool.py`: its Rule, Means and RowTable. One thread's.
 enum {
-    FLOE_POOL_STEP,
     FLOE_POOL_FINDS,
     FLOE_POOL_BROUGHT,
     FLOE_POOL_LAYER,
     FLOE_POOL_FREE,
     FLOE_POOL_HAND,
     FLOE_POOL_SPARE,
-    FLOE_POOL_HELD
+    FLOE_POOL_VISITING,
+    FLOE_POOL_COMING
 };
 
 typedef struct {
-    int32_t word, key, mark;
+    int32_t state, key, mark;
     float mean;
 } floe_cell;
 
@@ -296,12 +296,14 @@ typedef struct {
     int64_t layers, experts, neurons, capacity;
     int32_t by_score, marks_use;
     int64_t sample, smallest_window;
-    double turn, use_rate, largest_growth, score_rate, habit_rate;
+    double bar_share, turn, use_rate, largest_growth, score_rate, habit_rate;
     float prefetch_worth;
     double *recent, *habit, *growth;
     float *raw;
-    int32_t *slots, *free_slots;
+    int32_t *slots, *free_slots, *visitors;
     floe_cell *cells;
+    uint8_t *busy;
+    float *bar;
     int64_t *residents, *counters;
 } floe_pool;
 
@@ -309,8 +311,14 @@ typedef struct {
 FLOE_API int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
                                    int32_t *slots);
 
-// Gives up rows until so many slots are free, as far as there are any, and keeps these for urgent rows.
-FLOE_API int floe_pool_spare(const floe_pool *pool, int64_t wanted);
+// Slots for visitors, at most `wanted`; returns how many.
+FLOE_API int64_t floe_pool_visit(const floe_pool *pool, int64_t wanted, int32_t *slots);
+
+// Lets those of the last visitors (keys and slots: count) stay that are worth it, and evicts for the next step, of
+// which 1 / spared of the pool is kept free at most. Fills kept (count), their slots; returns how many. Nothing has
+// changed where it returns an error.
+FLOE_API int64_t floe_pool_keep(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys,
+                                const int32_t *slots, int64_t spared, int32_t *kept);
 
 // Filling rows have arrived, or never will. Nothing has changed where it returns an error.
 FLOE_API int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived);

@@ -66,13 +66,13 @@ typedef struct {
     FLOE_OPTIONAL uint8_t *target;
 } floe_way;
 
-// Places a step's rows, and sends for those that are copied if a way is given. Rows that are present stay, and so do
-// those that got a slot, until the next step.
+// Places a step's rows, and sends for those that are copied if a way is given: visitors. No row of the step's experts
+// is evicted until the next step.
 FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes,
                                 FLOE_OPTIONAL const floe_way *way, const floe_places *places, floe_placed *placed);
 
-// Notes the use of a step's neurons.
-FLOE_API int floe_offload_note(const floe_pool *pool, const floe_found *found);
+// Notes the use of a step's neurons. places: what floe_offload_place has filled for them, if the caller has it.
+FLOE_API int floe_offload_note(const floe_pool *pool, const floe_found *found, FLOE_OPTIONAL const floe_places *places);
 
 // Slots for the absent ones of a guess's neurons, those of the calls that weigh most first, as many as may be fetched
 // ahead; returns how many. Filled: guessed (total) keys of all; keys, slots (total) of the absent ones; runs
@@ -93,12 +93,13 @@ typedef struct {
 } floe_rates;
 
 // Everything that a step works on. link: its handle. cpu_share: of the threads, which rows in RAM may use; 0 for
-// none of the rows. spared: at most this small part of the pool is kept free for later rows.
+// none of the rows. spared: at most this small part of the pool is kept free for visitors. visit: the transfer of the
+// last ones, 0 where it is known to have arrived.
 // moved, busy: the link's, as last seen.
 typedef struct {
     const floe_pool *pool;
     floe_rates *rates;
-    int64_t link, row_bytes, spared;
+    int64_t link, row_bytes, spared, visit;
     double cpu_share;
     int64_t moved;
     double busy;

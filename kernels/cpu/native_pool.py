@@ -21,7 +21,7 @@ from ..checks import index
 from ..located import Keys, Part, Slots
 from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
 from ..pool import EvictionRule, Means
-from .binding import NativeUnavailableError, check, codes, isa_is_forced, library, records, refused
+from .binding import NativeUnavailableError, codes, isa_is_forced, library, records, refused
 
 # located.require compares these faster than numpy's types.
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -105,7 +105,7 @@ class NativeTable(StepTable):
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
         self._functions = functions = library()
-        self._reserve, self._settle, self._spare = functions.pool_reserve, functions.pool_settle, functions.pool_spare
+        self._reserve, self._settle = functions.pool_reserve, functions.pool_settle
         super().__init__(layers, experts, neurons, rule, means)
         self.flags = np.zeros(self.width, np.uint8)
         self._lists = Lists()
@@ -126,7 +126,7 @@ class NativeTable(StepTable):
     def note(self, found: Found) -> None:
         """See `StepTable`."""
         record = found_record(found)
-        if record is None or refused(self._functions.offload_note(self.native, record)):
+        if record is None or refused(self._functions.offload_note(self.native, record, None)):
             super().note(found)
 
     def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
@@ -160,9 +160,20 @@ class NativeTable(StepTable):
         taken = self._reserve(self.native, layer, keys.size, keys, urgent, slots)
         return super().reserve(layer, keys, urgent=urgent) if refused(taken) else slots[:taken]
 
-    def spare(self, wanted: int) -> None:
+    def visit(self, wanted: int) -> Slots:
         """See `StepTable`."""
-        check(self._spare(self.native, self._slots(wanted)))
+        slots = np.empty(min(max(wanted, 0), self.capacity), np.int32)
+        taken = self._functions.pool_visit(self.native, min(wanted, self.capacity), slots)
+        return super().visit(wanted) if refused(taken) else slots[:taken]
+
+    def keep(self, layer: int, keys: Keys, slots: Slots, spared: int) -> Slots:
+        """See `StepTable`."""
+        index("layer", layer, self.layers)
+        located.require("keys", keys, _INT64, (keys.size,))
+        located.require("slots", slots, _INT32, (keys.size,))
+        kept = np.empty(keys.size, np.int32)
+        total = self._functions.pool_keep(self.native, layer, keys.size, keys, slots, spared, kept)
+        return super().keep(layer, keys, slots, spared) if refused(total) else kept[:total]
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """See `StepTable`."""
@@ -193,6 +204,7 @@ class NativeTable(StepTable):
             marks_use=rule.marks_use,
             sample=rule.sample,
             smallest_window=rule.smallest_window,
+            bar_share=rule.bar,
             turn=rule.turn,
             use_rate=rule.use_rate,
             largest_growth=rule.largest_growth,
@@ -205,6 +217,9 @@ class NativeTable(StepTable):
             raw=means.raw,
             slots=self.slots,
             free_slots=self.free,
+            visitors=self.visitors,
+            busy=self.busy,
+            bar=self.bar,
             cells=self.cells,
             residents=self.residents,
             counters=self.counters,

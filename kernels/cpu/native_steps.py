@@ -89,6 +89,7 @@ class NativeSteps:
             link=link,
             row_bytes=row_bytes,
             spared=spared,
+            visit=0,
             cpu_share=0.0,
             moved=0,
             busy=0.0,

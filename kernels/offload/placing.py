@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import index, indices
 from ..located import Keys, Located, Part, Slots, check_offsets, require
-from ..pool import BROUGHT, FILLING, FINDS, HELD, LAYER, READY, STEP, RowTable, low
+from ..pool import BROUGHT, FILLING, FINDS, LAYER, READY, RowTable, low
 from ..types import Active
 
 Narrow = NDArray[np.int32]
@@ -91,7 +91,7 @@ class Placed:
     Attributes:
         parts: ready and coming are there, and on their way; copied and beside absent, for the link and for the CPU;
             what is absent, or on its way, and done without is in none. sizes: neurons of each.
-        keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them, as many as there are.
+        keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them: the last visitors.
         looked, hit: calls with active neurons, and those of which half the rows are present.
         transfer: number of the transfer that brings the rows, if one was sent.
     """
@@ -133,7 +133,7 @@ class StepTable(RowTable):
     def locate(
         self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
     ) -> Located:
-        """Where a step's active neurons are; those present stay until the next step.
+        """Where a step's active neurons are; no row of their experts is evicted until `release`.
 
         Args:
             experts: (P,). offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the same neuron.
@@ -144,11 +144,8 @@ class StepTable(RowTable):
         """
         keys = self.keys_of(layer, experts, offsets, neurons, width)
         slots = self.slots[layer * self.width + keys]
-        states = self.words[slots] & 3
-        if self.holds_all:
-            self.counters[HELD] = self.counters[STEP]
-        else:
-            self.words[slots] = self.stamp() + states
+        states = self.states[slots]
+        self.busy[layer * self.experts + experts[np.diff(offsets) > 0] * width // self.neurons] = 1
         self.counters[FINDS] += 1
         self.counters[LAYER] = layer
         if self.rule.marks_use:
@@ -197,7 +194,7 @@ class StepTable(RowTable):
         return np.repeat(experts * width, np.diff(offsets)) + neurons
 
     def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
-        """Place a step's rows. Those that are present stay until the next step, and so do those that got a slot.
+        """Place a step's rows. Those that are present stay until `release`; those that are copied are visitors.
 
         Args:
             way: to send for the copied rows at once; not here: compiled.
@@ -213,7 +210,7 @@ class StepTable(RowTable):
         sizes = np.diff(copied.offsets)
         copied, beside = cut(copied, sizes - np.array(share(sizes.tolist(), found.weights.tolist(), lanes), np.int64))
         keys = copied.places if _once(found, experts, offsets, neurons) else np.unique(copied.places)
-        slots = self.reserve(found.layer, keys.astype(np.int64), urgent=True) if keys.size else np.zeros(0, np.int32)
+        slots = self.visit(keys.size)
         active, missing = np.diff(offsets), np.diff(located.absent.offsets)
         parts = [_narrow(part) for part in (located.ready, coming, copied, beside)]
         return Placed(

@@ -157,13 +157,12 @@ def one(pool: RowPool, found: Found) -> int:
     """A step of the engine in which all rows arrive at once; returns how many were there."""
     placed = pool.place(found, LINK)
     pool.note(found)
-    pool.filled(placed.slots)
-    for start in range(
-        placed.slots.size, placed.keys.size, max(1, pool.capacity)
-    ):  # what found no room: in other loads
+    slots, keys = placed.slots, placed.keys.astype(np.int64)
+    while slots.size:  # what finds no room comes in other loads
+        pool.filled(pool.keep(found.layer, keys[: slots.size], slots))
+        keys = keys[slots.size :]
         pool.release()
-        pool.filled(pool.reserve(found.layer, placed.keys[start:].astype(np.int64), urgent=True))
-    pool.spare(placed.slots.size)
+        slots = pool.visit(keys.size)
     pool.release()
     return placed.ready.at.size
 
@@ -230,7 +229,7 @@ def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
     for layer in range(shape.layers):
         keys = rng.permutation(shape.experts * shape.neurons)[: pool.capacity // shape.layers]
         pool.filled(pool.reserve(layer, keys, urgent=True))
-    pool.release()
+        pool.release()
     seconds: list[float] = []
     for step in range(steps):
         layer = step % shape.layers

@@ -38,6 +38,8 @@ def find(pool: RowPool, layer: int, keys: Keys) -> Found:
 
 
 def bring(pool: RowPool, layer: int, keys: Keys, *, urgent: bool = True) -> Slots:
+    """Bring rows when the step that found them missing is over: until then rows of their experts stay."""
+    pool.release()
     slots = pool.reserve(layer, keys, urgent=urgent)
     pool.filled(slots)
     return slots

@@ -113,13 +113,38 @@ def test_a_prefetch_does_not_displace_another_that_is_still_to_be_asked_for() ->
     assert bring(pool, 1, keys_of(4, 5, 6), urgent=False).size == 3
 
 
-def test_a_small_pool_gives_up_no_row_ahead_and_a_large_one_some() -> None:
-    for capacity, given in ((31, 0), (64, 2)):
-        pool = RowPool(1, 1, 100, capacity)
+def test_a_pool_keeps_a_small_part_of_itself_free_for_the_next_step() -> None:
+    for capacity, kept in ((30, 3), (64, 6)):
+        pool = RowPool(1, 2, 100, capacity)
         bring(pool, 0, np.arange(capacity))
         pool.release()
-        pool.spare(2)
-        assert pool.used == capacity - given
+        slots = pool.visit(6)
+        assert slots.size == 6
+        pool.keep(0, np.arange(100, 106), slots)
+        pool.release()
+        assert pool.capacity - pool.used == kept
+    for policy in ("lru", "fifo"):
+        pool = RowPool(1, 2, 100, 30, policy)
+        bring(pool, 0, np.arange(30))
+        pool.release()
+        pool.filled(pool.keep(0, np.arange(100, 106), pool.visit(6)))
+        assert pool.used == 30, "all rows stay that were copied"
+
+
+def test_by_score_rows_that_are_seldom_used_displace_no_others() -> None:
+    """FloE's rows have long tails: what is used once in a while is copied for its step alone."""
+    rng, pool = np.random.default_rng(3), RowPool(4, 2, 400, 400)
+    for turn in range(1200):
+        layer = turn % 4
+        often = np.flatnonzero(rng.random(60) < 0.9)
+        seldom = 60 + np.flatnonzero(rng.random(340) < 0.05)
+        keys = np.concatenate([often, seldom])
+        found = find(pool, layer, keys)
+        absent = keys[found.slots < 0]
+        slots = pool.visit(absent.size)
+        pool.filled(pool.keep(layer, absent[: slots.size], slots))
+        pool.release()
+    assert sum(len(present(pool, layer) & set(range(60))) for layer in range(4)) >= 228
 
 
 def test_scores_that_are_no_numbers_are_forgotten() -> None:

@@ -13,6 +13,7 @@ from floe_chat.engine.offload import eviction
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.pool import SPARE
 
 from .pools import POLICIES, find, keys_of
 
@@ -24,8 +25,8 @@ class Model:
     """What a pool must hold after each call, by the words of its interface alone.
 
     Attributes:
-        place: (layer, key) -> slot. filling, held: those on their way, and those that this step uses.
-        unmarked: whether the step found rows while there was a slot for each.
+        place: (layer, key) -> slot. filling: those on their way. held: layers and experts that this step uses.
+        visitors: slots that are lent.
     """
 
     pool: RowPool
@@ -33,11 +34,14 @@ class Model:
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     filling: set[tuple[int, int]] = field(default_factory=set)
     held: set[tuple[int, int]] = field(default_factory=set)
-    unmarked: bool = False
+    visitors: list[int] = field(default_factory=list)
 
     @property
     def keys(self) -> int:
         return self.pool.slots[0].size
+
+    def expert(self, row: tuple[int, int]) -> tuple[int, int]:
+        return row[0], row[1] // self.pool.slots.shape[2]
 
     def some(self, pool: list[int]) -> Keys:
         return np.array(self.dice.sample(pool, self.dice.randint(0, len(pool))), np.int64)
@@ -55,19 +59,21 @@ class Model:
         assert found.slots.tolist() == [self.place.get(row, -1) for row in rows]
         assert found.ready.tolist() == [row in self.place and row not in self.filling for row in rows]
         assert found.coming.tolist() == [row in self.filling for row in rows]
-        self.held |= {row for row in rows if row in self.place}
-        self.unmarked = self.unmarked or self.pool.capacity >= self.pool.slots.size
+        self.held |= {self.expert(row) for row in rows}
 
     def reserve(self) -> None:
         layer, urgent = self.dice.randrange(len(self.pool.slots)), self.dice.random() < 0.6
         keys = self.some([key for key in range(self.keys) if (layer, key) not in self.place])
-        free = self.pool.capacity - len(self.place)
-        loose = {row for row in self.place if row not in self.filling and row not in self.held}
+        free = self.pool.capacity - len(self.place) - len(self.visitors)
+        spared = int(self.pool.table.counters[SPARE])
+        free = free if urgent else max(0, min(free, free + len(self.visitors) - spared))
+        loose = self.loose()
         slots = self.pool.reserve(layer, keys, urgent=urgent).tolist()
         most, least = min(keys.size, free + len(loose)), min(keys.size, free)
         assert len(slots) == most if urgent else least <= len(slots) <= most
         assert len(set(slots)) == len(slots) and all(0 <= slot < self.pool.capacity for slot in slots)
         owners = {slot: row for row, slot in self.place.items()}
+        assert not {*slots} & {*self.visitors}
         evicted = {owners[slot] for slot in slots if slot in owners}
         assert evicted <= loose and len(evicted) == max(0, len(slots) - free), "as few as possible, none in use"
         for row in evicted:
@@ -75,7 +81,28 @@ class Model:
         rows = [(layer, int(key)) for key in keys[: len(slots)]]
         self.place.update(zip(rows, slots, strict=True))
         self.filling |= set(rows)
-        self.held |= set(rows) if urgent else set()
+        self.held |= {self.expert(row) for row in rows} if urgent else set()
+
+    def loose(self) -> set[tuple[int, int]]:
+        return {row for row in self.place if row not in self.filling and self.expert(row) not in self.held}
+
+    def visit(self) -> None:
+        """Rows are copied for a step, some of which stay."""
+        layer, before = self.dice.randrange(len(self.pool.slots)), dict(self.place)
+        keys = self.some([key for key in range(self.keys) if (layer, key) not in self.place])
+        free, loose = self.pool.capacity - len(self.place) - len(self.visitors), self.loose()
+        slots = self.pool.visit(keys.size)
+        assert slots.size == min(keys.size, free + len(loose)) and not {*slots.tolist()} & {*self.visitors}
+        kept, keys = self.pool.keep(layer, keys[: slots.size], slots), keys[: slots.size]
+        by_slot = dict(zip(slots.tolist(), keys.tolist(), strict=True))
+        rows = {(layer, by_slot[slot]): slot for slot in kept.tolist()}
+        table = self.pool.slots.reshape(len(self.pool.slots), -1)
+        self.place = {row: slot for row, slot in self.place.items() if table[row] == slot}
+        assert {*before} - {*self.place} <= loose, "none that is in use has gone"
+        self.place |= rows
+        self.filling |= {*rows}
+        self.held |= {self.expert(row) for row in rows}
+        self.visitors += [slot for slot in slots.tolist() if slot not in {*kept.tolist()}]
 
     def filled(self) -> None:
         rows, slots = self.some_filling()
@@ -86,14 +113,13 @@ class Model:
         rows, slots = self.some_filling()
         self.pool.abandon(slots)
         self.filling -= set(rows)
-        self.held -= set(rows)
         for row in rows:
             del self.place[row]
 
     def release(self) -> None:
         self.pool.release()
         self.held.clear()
-        self.unmarked = False
+        self.visitors.clear()
 
     def heard(self) -> None:
         layer = self.dice.randrange(len(self.pool.slots))
@@ -102,8 +128,7 @@ class Model:
     def resize(self) -> None:
         capacity = self.dice.choice([0, 1, self.pool.capacity, self.dice.randint(0, self.pool.slots.size + 3)])
         beyond = {row for row, slot in self.place.items() if slot >= capacity}
-        unmarked = self.unmarked and self.pool.slots.size <= self.pool.capacity > capacity
-        if unmarked or beyond & (self.filling | self.held):
+        if self.visitors or any(row in self.filling or self.expert(row) in self.held for row in beyond):
             before = self.pool.slots.copy()
             with pytest.raises(ValueError, match="in use"):
                 self.pool.resize(capacity)
@@ -132,7 +157,7 @@ class Model:
         if there:
             wrong.append(lambda: self.pool.reserve(layer, keys_of(*absent, there[-1]), urgent=False))
         settled = [slot for row, slot in self.place.items() if row not in self.filling]
-        free = sorted(set(range(self.pool.capacity)) - set(self.place.values()))
+        free = sorted({*range(self.pool.capacity)} - {*self.place.values()})
         moving = [self.place[row] for row in sorted(self.filling)]
         for slots in ([*moving, *settled[:1]], [*moving, *free[:1]], [*moving, *moving[:1]]):
             if len(slots) > len(moving):
@@ -154,7 +179,10 @@ class Model:
             np.testing.assert_allclose(self.pool.resident(layer), ready[layer] / neurons, rtol=1e-6)
 
     def step(self) -> None:
-        calls = (self.find, self.reserve, self.filled, self.abandon, self.release, self.heard, self.refusals)
+        calls = (
+            *(self.find, self.reserve, self.visit, self.filled),
+            *(self.abandon, self.release, self.heard, self.refusals),
+        )
         self.dice.choice(calls)()
         if self.dice.random() < 0.05:
             self.resize()

@@ -23,6 +23,7 @@ from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.cpu.native_steps import Beside
 from floe_chat.kernels.offload.placing import Found
+from floe_chat.kernels.pool import FREE_COUNT, VISITING
 from floe_chat.kernels.types import Active
 
 from ..kernels.test_placing import EXPERTS, LAYERS, NEURONS, Walk
@@ -67,11 +68,11 @@ class Side(VirtualDevice):
 
     def told(self) -> list[Any]:
         table, record = self.pool.table, self.clock.record
-        lists = table.slots, table.cells, table.residents, table.counters, table.means.raw, table.means.growth
-        free = np.sort(table.free[: self.pool.capacity - self.pool.used])
+        lists = table.slots, table.cells[:-1], table.residents, table.counters, table.means.raw, table.means.growth
+        free = np.sort(table.free[: table.counters[FREE_COUNT]]), table.visitors[: table.counters[VISITING]], table.busy
         times = [getattr(record, name) for name in ("host", "gpu", "cpu", "link")]
         moved = self.link.bytes_moved, self.link.busy_s, self.link.queued_bytes()
-        return [*lists, free, times, moved, [self.rates.link_bytes_s, self.rates.cpu_bytes_s]]
+        return [*lists, *free, times, moved, [self.rates.link_bytes_s, self.rates.cpu_bytes_s]]
 
 
 def same(one: list[Any], two: list[Any]) -> None:

@@ -67,7 +67,7 @@ def tables(rng: Random) -> str:
         _consistent(compiled)
         if alike:
             assert (found[0] is None) == (found[1] is None), f"compiled: {found[0]}; numpy: {found[1]}"
-            alike = np.array_equal(compiled.slots, plain.slots) and np.array_equal(compiled.words, plain.words)
+            alike = np.array_equal(compiled.slots, plain.slots) and np.array_equal(compiled.states, plain.states)
             # Tables part only where rows had to go, and then as many went from both.
             assert (compiled.slots >= 0).sum() == (plain.slots >= 0).sum() and free == int(plain.counters[FREE_COUNT])
             assert not alike or found[0] is None or _listed(found[0]) == _listed(found[1])
@@ -92,6 +92,7 @@ def _rule(rng: Random) -> EvictionRule:
         marks_use=rng.random() < 0.5,
         sample=some(3, 0, -1),
         smallest_window=some(rng.randrange(1, 5), 0, -7),
+        bar=some(0.3, 1.0, -0.1, float("nan")),
         prefetch_worth=some(0.4, float("nan"), -1.0, float("inf")),
         turn=some(0.5, float("nan"), 1e300),
         use_rate=some(0.02, 1.0, float("nan"), -0.5),
@@ -124,15 +125,19 @@ def _call(rng: Random, table: StepTable) -> Callable[[StepTable], Any]:
             capacity = capacity if not 1 << 20 < capacity < 1 << 31 else 1 << 31
             return lambda one: one.resize(capacity)
         case 1:
-            wanted = number(rng.randrange(6))
-            return lambda one: one.spare(wanted)
+            wanted, spared = number(rng.randrange(6)), number(rng.randrange(1, 9))
+            # More than there could ever be: no list of them is made in earnest.
+            wanted = wanted if not 1 << 20 < wanted < 1 << 62 else 1 << 20
+            absent = np.flatnonzero(table.slots[:width] == -1)
+            keys = array(absent[: rng.randrange(6)].astype(np.int64))
+            return lambda one: _visited(one, layer, wanted, keys, spared)
         case 2:
             absent = np.flatnonzero(table.slots[:width] == -1) if rng.random() < 0.9 else np.arange(width)
             keys = array(absent[: rng.randrange(absent.size + 1)].astype(np.int64))
             urgent = rng.random() < 0.5
             return lambda one: one.reserve(layer, keys, urgent=urgent)
         case 3:
-            filling = np.flatnonzero(table.words[:-1] & 3 == FILLING)
+            filling = np.flatnonzero(table.states[:-1] == FILLING)
             slots, arrived = array(filling[: rng.randrange(filling.size + 1)].astype(np.int32)), rng.random() < 0.7
             return lambda one: one.settle(slots, arrived=arrived)
         case _:
@@ -144,6 +149,15 @@ def _call(rng: Random, table: StepTable) -> Callable[[StepTable], Any]:
             offsets = array(np.cumsum([0, *map(len, chosen)]))
             neurons = array(np.array([one for part in chosen for one in part], np.int64))
             return _step(rng, layer, size, experts, offsets, neurons)
+
+
+def _visited(table: StepTable, layer: int, wanted: int, keys: Any, spared: int) -> Any:
+    """`visit`, `keep` for some of them, and `release`."""
+    slots = table.visit(wanted)
+    try:
+        return slots, table.keep(layer, keys[: slots.size], slots[: keys.size], spared)
+    finally:
+        table.release()
 
 
 def _step(rng: Random, layer: int, width: int, *lists: Any) -> Callable[[StepTable], Any]:
@@ -194,7 +208,7 @@ def _consistent(table: StepTable) -> None:
     slots = table.slots[held]
     assert (slots < table.capacity).all() and np.unique(slots).size == slots.size
     assert np.array_equal(table.keys[slots], held)
-    assert int((table.words[: table.capacity] & 3 != 0).sum()) == held.size
+    assert int((table.states[: table.capacity] != 0).sum()) == held.size
     free = table.free[: int(table.counters[FREE_COUNT])]
     assert not np.intersect1d(free, slots).size and np.unique(free).size == free.size
 

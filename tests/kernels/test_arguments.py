@@ -263,6 +263,7 @@ RULE = EvictionRule(
     by_score=True,
     marks_use=False,
     sample=3,
+    bar=0.3,
     smallest_window=4,
     prefetch_worth=0.4,
     turn=0.5,
@@ -290,7 +291,14 @@ def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[StepTable]) -> No
         kind(1, 2, 3, RULE, means(1, 2, 4))
     with pytest.raises(ValueError, match="growth must be"):
         kind(1, 2, 3, RULE, replace(means(1, 2, 3), growth=np.ones((1, 2), np.float32)))
-    for changes in ({"sample": 0}, {"smallest_window": 0}, {"use_rate": 1.0}, {"largest_growth": float("nan")}):
+    for changes in (
+        {"sample": 0},
+        {"bar": 1.0},
+        {"bar": float("nan")},
+        {"smallest_window": 0},
+        {"use_rate": 1.0},
+        {"largest_growth": float("nan")},
+    ):
         with pytest.raises(ValueError, match="must"):
             replace(RULE, **changes)
 
@@ -300,12 +308,17 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> 
     table = kind(2, 2, 4, RULE, means(2, 2, 4))
     table.resize(5)
     table.reserve(0, np.array([1, 2]), urgent=True)
-    before = [table.slots.copy(), table.words.copy(), table.counters.copy(), table.free.copy()]
+    before = [table.slots.copy(), table.states.copy(), table.counters.copy(), table.free.copy()]
     one, none = np.array([0]), np.zeros(0, np.int64)
     narrow: Any = np.array([0, 1], np.int32)
     for refused in (
-        lambda: table.spare(-1),
-        lambda: table.spare(-(1 << 40)),
+        lambda: table.visit(-1),
+        lambda: table.visit(-(1 << 40)),
+        lambda: table.keep(2, none, narrow[:0], 8),
+        lambda: table.keep(0, none, narrow[:0], 0),
+        lambda: table.keep(0, one, narrow[:1], 8),
+        lambda: table.keep(0, one, narrow, 8),
+        lambda: table.keep(0, one, one, 8),
         lambda: table.resize(-1),
         lambda: table.resize(1 << 40),
         lambda: table.reserve(2, one, urgent=True),
@@ -329,10 +342,9 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> 
     ):
         with pytest.raises(ValueError):
             refused()
-    for now, then in zip([table.slots, table.words, table.counters, table.free], before, strict=True):
+    for now, then in zip([table.slots, table.states, table.counters, table.free], before, strict=True):
         np.testing.assert_array_equal(now, then)
-    table.spare(1 << 64)  # as many as there are
-    assert int(table.counters[6]) == 3
+    assert table.visit(1 << 40).size == 3, "as many as there are"
 
 
 def test_transfers_that_do_not_fit_are_refused() -> None:

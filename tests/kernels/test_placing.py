@@ -15,7 +15,7 @@ from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.located import Slots
 from floe_chat.kernels.offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
-from floe_chat.kernels.pool import FILLING, FINDS, FREE_COUNT, STEP, EvictionRule
+from floe_chat.kernels.pool import FILLING, FINDS, FREE_COUNT, EvictionRule
 from floe_chat.kernels.types import Active
 
 from .test_pool import FIFO, LRU, RULE, SHAPE, assert_equal, both
@@ -86,6 +86,7 @@ class Walk:
         assert_equal(*self.tables)
         for table in self.tables:
             table.note(found)
+        self.kept(layer, one)
         guessed = np.unique(self.rng.integers(0, EXPERTS * NEURONS, self.dice.randint(0, 60))).astype(np.int32)
         assert self.tables[0].right(found, guessed) == self.tables[1].right(found, guessed)
 
@@ -102,23 +103,26 @@ class Walk:
         assert one.slots.size == two.slots.size
         if one.slots.tolist() != two.slots.tolist():
             self.agree(one.slots, two.slots)
-        self.moving.append((layer, one.slots))
+        if isinstance(one, Ahead):
+            self.moving.append((layer, one.slots))
+
+    def kept(self, layer: int, placed: Placed) -> None:
+        """Some of the visitors stay."""
+        keys, spared = placed.keys[: placed.slots.size].astype(np.int64), self.dice.choice([1, 3, 8])
+        one, two = (table.keep(layer, keys, placed.slots, spared) for table in self.tables)
+        np.testing.assert_array_equal(one, two)
+        free = [table.free[: table.counters[FREE_COUNT]] for table in self.tables]
+        assert free[0].size == free[1].size
+        self.agree(*free)
+        self.moving.append((layer, one))
 
     def agree(self, taken: Slots, others: Slots) -> None:
         """Other slots were taken: by score only those of rows with a promise, all of which are worth the same."""
         one, two = self.tables
         assert not self.by_score or {*taken.tolist()} ^ {*others.tolist()} <= self.promised
         two.free[:] = one.free
-        for name in ("slots", "cells", "residents"):
+        for name in ("slots", "cells", "residents", "visitors"):
             getattr(two, name)[:] = getattr(one, name)
-
-    def spare(self) -> None:
-        wanted = self.dice.randint(0, 30)
-        for table in self.tables:
-            table.spare(wanted)
-        free = [table.free[: table.counters[FREE_COUNT]] for table in self.tables]
-        assert free[0].size == free[1].size
-        self.agree(*free)
 
     def arrive(self) -> None:
         if self.moving:
@@ -129,7 +133,7 @@ class Walk:
 
     def release(self) -> None:
         for table in self.tables:
-            table.counters[STEP] += 1
+            table.release()
 
     def resize(self) -> None:
         """Between two steps, with nothing under way."""
@@ -161,8 +165,6 @@ def test_the_compiled_step_leaves_the_tables_of_the_definition(rule: EvictionRul
             walk.place(layer)
         elif action < 0.55:
             walk.ahead(layer)
-        elif action < 0.6:
-            walk.spare()
         elif action < 0.75:
             walk.arrive()
         elif action < 0.98:
@@ -181,7 +183,9 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind: type[Step
         good = walk.found(1)
     ends, neurons = good.active.offsets, good.active.neurons
     table.place(good, walk.lanes())
-    before = [array.copy() for array in (table.slots, table.words, table.counters, table.means.raw, table.means.recent)]
+    before = [
+        array.copy() for array in (table.slots, table.states, table.counters, table.means.raw, table.means.recent)
+    ]
     wrong = [
         replace(good, layer=LAYERS),
         replace(good, layer=-1),
@@ -210,7 +214,7 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind: type[Step
     for call, found in [*((call, found) for call in calls for found in wrong), *((place, found) for found in alone)]:
         with pytest.raises((ValueError, IndexError)):
             call(found)
-        after = (table.slots, table.words, table.counters, table.means.raw, table.means.recent)
+        after = (table.slots, table.states, table.counters, table.means.raw, table.means.recent)
         for now, then in zip(after, before, strict=True):
             np.testing.assert_array_equal(now, then)
 
@@ -230,7 +234,6 @@ def test_nothing_gives_way_where_all_rows_have_slots() -> None:
         for layer in range(LAYERS):
             slots = table.reserve(layer, np.arange(EXPERTS * NEURONS), urgent=False)
             table.settle(slots, arrived=True)
-        table.spare(5)
         assert table.counters[FREE_COUNT] == 0 and (table.slots >= 0).all()
         walk = Walk(RULE, 1, 0)
         for layer in range(LAYERS):
@@ -241,9 +244,9 @@ def test_nothing_gives_way_where_all_rows_have_slots() -> None:
             table.note(found)
         with pytest.raises(ValueError, match="in use"):
             table.resize(50)
-        table.counters[STEP] += 1
+        table.release()
         table.resize(50)  # from here on means are looked at again
-        held = np.flatnonzero(table.words[:-1] & 3)
+        held = np.flatnonzero(table.states[:-1])
         np.testing.assert_array_equal(table.kept[held], table.means.raw.reshape(-1)[table.keys[held]])
 
 
@@ -255,24 +258,27 @@ def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
     moved = 0
     for _ in range(60):
         found = walk.found(walk.dice.randrange(LAYERS))
-        placed, ahead = table.place(found, walk.lanes(), way), table.ahead(found, way)
+        placed = table.place(found, walk.lanes(), way)
+        keys = placed.keys[: placed.slots.size].astype(np.int64)
+        kept, ahead = table.keep(found.layer, keys, placed.slots, 8), table.ahead(found, way)
         ends = [end for _, end in ahead.sent]
         assert ends == sorted({*ends}) and (ends or [0])[-1] == ahead.slots.size and len(ends) <= 2 * len(ahead.runs)
         assert (placed.transfer > 0) == (placed.slots.size > 0)
         for part in (placed, ahead):
             keys, slots = torch.from_numpy(part.keys[: part.slots.size]).long(), torch.from_numpy(part.slots).long()
             assert torch.equal(target[slots], source[keys])
-            table.settle(part.slots, arrived=True)
             moved += part.slots.size
-        table.counters[STEP] += 1
+        for slots in (kept, ahead.slots):
+            table.settle(slots, arrived=True)
+        table.release()
     assert link.bytes_moved == moved * 64 > 0
     placed = table.place(walk.found(0), walk.lanes(), replace(way, rows=5))
     assert placed.transfer == 0, "it leads to other rows"
-    table.settle(placed.slots, arrived=True)
+    table.release()
     link.close()
     free = table.counters[FREE_COUNT]
-    table.counters[STEP] += 1
+    table.release()
     with pytest.raises(RuntimeError, match="closed"):
         for layer in range(LAYERS):
             table.place(walk.found(layer), Lanes(0.0, np.inf, 0.0, 1.0), way)
-    assert table.counters[FREE_COUNT] >= free and not (table.words[:-1] & 3 == FILLING).any()
+    assert table.counters[FREE_COUNT] >= free and not (table.states[:-1] == FILLING).any()

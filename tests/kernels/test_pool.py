@@ -17,13 +17,25 @@ from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.located import Keys, Part, Slots
 from floe_chat.kernels.offload.placing import StepTable, cut
-from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, READY, STEP, EvictionRule, Means
+from floe_chat.kernels.pool import (
+    BROUGHT,
+    COMING,
+    FILLING,
+    FINDS,
+    FREE_COUNT,
+    HAND,
+    LAYER,
+    VISITING,
+    EvictionRule,
+    Means,
+)
 
 RULE = EvictionRule(
     by_score=True,
     marks_use=False,
     sample=3,
     smallest_window=4,
+    bar=0.3,
     prefetch_worth=0.4,
     turn=0.5,
     use_rate=0.02,
@@ -59,19 +71,22 @@ def both(rule: EvictionRule, capacity: int, seed: int = 0) -> tuple[StepTable, N
 
 
 def assert_equal(one: StepTable, two: StepTable) -> None:
-    for name in ("slots", "residents", "counters"):
+    for name in ("slots", "residents", "counters", "busy", "bar"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
-    for name in ("words", "keys", "marks"):  # but for nobody's slot
+    for name in ("states", "keys", "marks"):  # but for nobody's slot
         np.testing.assert_array_equal(getattr(one, name)[:-1], getattr(two, name)[:-1], err_msg=name)
     free = int(one.counters[FREE_COUNT])
     np.testing.assert_array_equal(one.free[:free], two.free[:free])
+    visiting = int(one.counters[VISITING])
+    np.testing.assert_array_equal(one.visitors[:visiting], two.visitors[:visiting])
+    assert one.counters[COMING] == np.count_nonzero(one.states[:-1] == FILLING)
     for name in ("growth", "recent", "habit"):
         np.testing.assert_array_equal(getattr(one.means, name), getattr(two.means, name), err_msg=name)
     np.testing.assert_allclose(one.means.raw, two.means.raw, rtol=1e-6)
     for table in (one, two):
         if table.holds_all:
             continue
-        held = np.flatnonzero(table.words[:-1] & 3)
+        held = np.flatnonzero(table.states[:-1])
         np.testing.assert_array_equal(table.kept[held], table.means.raw.reshape(-1)[table.keys[held]])
 
 
@@ -114,21 +129,32 @@ def test_the_compiled_tables_are_those_of_the_definition(rule: EvictionRule, see
             if reserved[0].tolist() != reserved[1].tolist():  # in another order: go on from there
                 _agree(two, one)
             moving.append(reserved[0])
-        elif action < 0.75 and rule.by_score:
-            wanted = dice.randint(0, 30)
-            for table in (one, two):
-                table.spare(wanted)
-            free = int(one.counters[FREE_COUNT])
-            assert sorted(one.free[:free]) == sorted(two.free[:free])
-            two.free[:free] = one.free[:free]
+        elif action < 0.8 and rule.by_score:
+            moving.append(_visited(one, two, layer, dice, rng))
         elif action < 0.9 and moving:
             slots, arrived = moving.pop(dice.randrange(len(moving))), dice.random() < 0.8
             for table in (one, two):
                 table.settle(slots, arrived=arrived)
         else:
             for table in (one, two):
-                table.counters[STEP] += 1
+                table.release()
         assert_equal(one, two)
+
+
+def _visited(one: StepTable, two: StepTable, layer: int, dice: random.Random, rng: np.random.Generator) -> Slots:
+    """Visitors of both, and the slots of those that stay."""
+    absent = np.flatnonzero(one.slots[layer * one.width : (layer + 1) * one.width] < 0)
+    keys, spared = rng.permutation(absent)[: dice.randint(0, 60)], dice.choice([1, 2, 8])
+    slots = [table.visit(keys.size) for table in (one, two)]
+    assert sorted(slots[0].tolist()) == sorted(slots[1].tolist())
+    _agree(two, one)
+    two.visitors[:] = one.visitors
+    kept, others = (table.keep(layer, keys[: slots[0].size], slots[0], spared) for table in (one, two))
+    np.testing.assert_array_equal(kept, others)
+    free = int(one.counters[FREE_COUNT])
+    assert sorted(one.free[:free]) == sorted(two.free[:free])
+    two.free[:free] = one.free[:free]
+    return kept
 
 
 def _agree(table: StepTable, wanted: StepTable) -> None:
@@ -145,7 +171,7 @@ def test_the_rows_worth_least_go(wanted: int) -> None:
         table = kind(*shape, rule, means(3, shape))
         table.resize(2000)
         table.settle(table.reserve(0, np.arange(2000), urgent=True), arrived=True)
-        table.counters[STEP] += 1
+        table.release()
         before = table.keys[:2000].copy()
         taken = table.reserve(0, np.arange(4000, 4000 + wanted), urgent=True)
         assert taken.size == min(wanted, 2000)
@@ -159,54 +185,71 @@ def test_the_rows_worth_least_go(wanted: int) -> None:
 
 
 @pytest.mark.parametrize("urgent", [True, False])
-@pytest.mark.parametrize("regular", [False, True])
-def test_the_same_rows_of_a_large_window_go(urgent: bool, regular: bool) -> None:
-    """So large that the compiled search first looks at some slots of it, which may be worth less than the others."""
+def test_the_same_rows_of_a_large_window_go(urgent: bool) -> None:
     shape, wanted = (2, 4, 4000), 3000
-    stride = RULE.sample * wanted // 256
     tables = [kind(*shape, RULE, means(5, shape)) for kind in (StepTable, NativeTable)]
     for table in tables:
-        if regular:
-            table.means.raw[0, np.arange(table.width) % stride < 4] *= 1e-3
         table.resize(18_001)
         table.settle(table.reserve(0, np.arange(table.width), urgent=True), arrived=True)
         table.settle(table.reserve(1, np.arange(2001), urgent=False), arrived=True)
-        table.counters[STEP] += 1
-        table.words[:-1:10] = table.stamp() + READY  # in use
+        table.release()
+        table.busy[2] = 1
     for start in (2001, 5001, 8001):
         taken = [table.reserve(1, np.arange(start, start + wanted), urgent=urgent) for table in tables]
         assert taken[0].size == wanted
         assert sorted(taken[0].tolist()) == sorted(taken[1].tolist())
+        assert not ((tables[0].keys[taken[0]] >= 8000) & (tables[0].keys[taken[0]] < 12_000)).any()
         _agree(tables[1], tables[0])
         for table in tables:
             table.settle(taken[0], arrived=True)
+            table.release()
+            table.busy[2] = 1
         assert_equal(*tables)
 
 
 @pytest.mark.parametrize("kind", [StepTable, NativeTable])
-@pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
-def test_slots_that_were_made_free_ahead_are_for_urgent_rows(kind: type[StepTable], rule: EvictionRule) -> None:
-    table = kind(*SHAPE, replace(rule, smallest_window=100), means(4))
-    table.resize(20)
-    for key in range(18):
-        table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
-    table.counters[STEP] += 1
-    table.locate(0, keys_of(0), keys_of(0, 1), keys_of(1), 30)  # in use: stays
-    table.spare(7)
-    assert table.counters[FREE_COUNT] == 7 and table.slots[1] >= 0
-    assert np.count_nonzero(table.slots >= 0) == 13 == table.residents.sum()
-    if not rule.by_score:
-        assert not (table.slots[[0, 2, 3, 4, 5]] >= 0).any() and (table.slots[6:18] >= 0).all()
-    brought = table.reserve(1, np.arange(4), urgent=False)  # takes others' places instead, if it may
-    assert table.counters[FREE_COUNT] == 7
-    table.settle(brought, arrived=True)
-    table.counters[STEP] += 1
-    hand = int(table.counters[HAND])
-    assert table.reserve(2, np.arange(5), urgent=True).size == 5
-    assert (table.counters[FREE_COUNT], table.counters[HAND]) == (2, hand), "nothing else had to go"
-    assert table.reserve(2, np.arange(5, 30), urgent=True).size == 15
-    table.spare(3)
-    assert table.counters[FREE_COUNT] == 0, "all are filling"
+def test_visitors_worth_more_than_the_bar_stay_and_as_many_others_go(kind: type[StepTable]) -> None:
+    shape = (2, 2, 100)
+    table = kind(*shape, replace(RULE, smallest_window=100, prefetch_worth=10.0), means(4, shape))
+    table.means.recent[:] = table.means.growth[:] = 1
+    table.means.raw[0], table.means.raw[1] = np.tile(np.linspace(1, 2, 200), (2, 1))
+    table.resize(100)
+    table.settle(table.reserve(0, np.arange(100), urgent=True), arrived=True)
+    table.release()
+    table.counters[LAYER] = 1  # so that layer 1 has been
+    slots = table.visit(20)
+    assert slots.size == 20 and table.counters[VISITING] == 20, "the worst have gone"
+    assert np.array_equal(np.flatnonzero(table.slots < 0)[:20], np.arange(20))
+    table.means.raw[1, :12], table.means.raw[1, 12:20] = 0.1, 9.0
+    kept = table.keep(1, np.arange(20), slots, 5)
+    np.testing.assert_array_equal(kept, slots[12:])
+    assert table.slots[200:220].tolist() == [-1] * 12 + kept.tolist() and table.counters[COMING] == 8
+    assert (table.counters[FREE_COUNT], table.counters[VISITING]) == (8, 12), "20 slots are free for the next step"
+    assert 1.2 < table.bar[0] < 1.6, "what 30 in a hundred of the rows are worth less than"
+    table.settle(kept, arrived=True)
+    table.release()
+    assert (table.counters[FREE_COUNT], table.counters[VISITING]) == (20, 0)
+    assert table.reserve(0, keys_of(1, 2), urgent=False).size == 2, "a prefetch takes no visitor's place"
+    assert table.counters[FREE_COUNT] == 20
+    there = np.count_nonzero(table.slots >= 0)
+    again = table.visit(20)
+    assert np.count_nonzero(table.slots >= 0) == there and table.counters[FREE_COUNT] == 0
+    table.means.raw[1, 100:120] = 0.1
+    none = table.keep(1, np.arange(100, 120), again, 5)
+    assert none.size == 0 and table.counters[VISITING] == 20, "all are worth less than those that are there"
+
+
+@pytest.mark.parametrize("kind", [StepTable, NativeTable])
+def test_visitors_fill_what_is_free_whatever_they_are_worth(kind: type[StepTable]) -> None:
+    table = kind(*SHAPE, RULE, means(4))
+    table.means.raw[:] = 0
+    table.resize(100)
+    assert table.keep(0, np.arange(30), table.visit(30), 10).size == 30
+    assert table.keep(0, np.arange(30, 90), table.visit(60), 10).size == 60
+    table.settle(table.slots[:90], arrived=True)
+    table.release()
+    kept = table.keep(0, np.arange(90, 100), table.visit(10), 10)
+    assert kept.size == 0 and table.counters[VISITING] == 10, "a tenth of the pool is for visitors"
 
 
 @pytest.mark.parametrize("kind", [StepTable, NativeTable])
@@ -215,7 +258,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[StepTable])
     table.resize(10)
     moving = table.reserve(1, np.arange(4), urgent=True)
     one, ends = np.array([1]), np.array([0, 2])
-    before = [array.copy() for array in (table.slots, table.words, table.counters, table.means.raw)]
+    before = [array.copy() for array in (table.slots, table.states, table.counters, table.means.raw)]
     wrong = {
         "an expert": lambda: table.locate(0, np.array([4]), ends, np.array([0, 1]), 30),
         "an expert is": lambda: table.locate(0, np.array([-1]), ends, np.array([0, 1]), 30),
@@ -231,35 +274,37 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[StepTable])
         "twice": lambda: table.reserve(0, np.array([9, 8, 9]), urgent=False),
         "a slot is out": lambda: table.settle(np.array([10], np.int32), arrived=True),
         "not filling": lambda: table.settle(np.array([*moving, 9], np.int32), arrived=True),
+        "last visitors": lambda: table.keep(1, np.array([9]), moving[:1], 8),
         "named twice": lambda: table.settle(np.array([*moving, moving[0]], np.int32), arrived=False),
     }
     for words, call in wrong.items():
         with pytest.raises(ValueError, match=words):
             call()
-        for array, kept in zip((table.slots, table.words, table.counters, table.means.raw), before, strict=True):
+        for array, kept in zip((table.slots, table.states, table.counters, table.means.raw), before, strict=True):
             np.testing.assert_array_equal(array, kept, err_msg=words)
     assert (table.counters[FINDS], table.counters[BROUGHT], table.counters[HAND]) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", [StepTable, NativeTable])
-def test_steps_and_marks_are_counted_round(kind: type[StepTable]) -> None:
+def test_marks_are_counted_round(kind: type[StepTable]) -> None:
     """Of what is counted a slot keeps the lower bits: nothing changes where they begin anew."""
     for rule, ready in ((RULE, [4, 5]), (LRU, [1, 2])):
         table = kind(*SHAPE, rule, means(2))
         table.means.recent[:] = table.means.growth[:] = 1
         table.means.raw[0, :10] = np.arange(10)
         table.resize(3)
-        table.counters[STEP], table.counters[FINDS] = (1 << 28) - 2, (1 << 31) - 3
+        table.counters[FINDS] = (1 << 31) - 3
         for key in (4, 1, 5):
             table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
-            table.counters[STEP] += 1
+            table.release()
         for key in (1, 2):  # the one used longest ago, or that is worth least, goes
             table.locate(0, keys_of(0), keys_of(0, 1), keys_of(key), 30)
+            table.release()
             if table.slots[key] < 0:
                 table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
-            table.counters[STEP] += 1
+            table.release()
         table.locate(0, keys_of(0), keys_of(0, 1), keys_of(2), 30)
-        table.counters[STEP] += 1
+        table.release()
         found = np.flatnonzero(table.slots[:30] >= 0).tolist()
         assert set(ready) < set(found), (rule, found)
 

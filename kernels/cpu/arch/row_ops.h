@@ -101,9 +101,9 @@ struct Presence {
 
 // What the rows of slots are worth (src/eviction.h), and what is looked for.
 struct Worths {
-    const float *factors;   // by expert
+    const float *factors;   // by expert, below 0 where none of its rows may go
     uint64_t expert_factor; // which is key * expert_factor >> expert_shift
-    int32_t expert_shift, in_use, finds, ready;
+    int32_t expert_shift, finds, ready;
     float prefetch_worth;
     uint32_t limit; // of worths to list, as numbers in the same order
 };

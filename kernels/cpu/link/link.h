@@ -4,6 +4,7 @@
 #include "link/link_queue.h"
 
 #include <mutex>
+#include <new>
 #include <string>
 
 namespace floe {
@@ -24,7 +25,7 @@ class Link {
     virtual int64_t finished(int64_t most, int64_t *numbers) = 0;
     virtual int64_t drop(int64_t layer, int64_t most, int64_t *numbers) = 0;
     // Of transfers to a pool, see LinkQueue.
-    virtual void arrived(std::vector<int32_t> &slots) = 0;
+    virtual int64_t arrived(std::vector<int32_t> &slots) = 0;
     virtual void give_up(int64_t layer, std::vector<int32_t> &slots) = 0;
     virtual int64_t queued_bytes() = 0;
     virtual int drain() = 0;
@@ -42,6 +43,19 @@ class Link {
         std::vector<int64_t> numbers;
         queue_.under_way(layer, marks, numbers);
         return numbers;
+    }
+
+    // These rows of a transfer to a pool stay there; it is not known to have arrived.
+    int stay(int64_t number, int64_t count, const int32_t *slots) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Transfer *const transfer = queue_.find(number);
+        if (transfer == nullptr) return FLOE_BAD_INDEX;
+        try {
+            transfer->stay.assign(slots, slots + count);
+        } catch (const std::bad_alloc &) {
+            return FLOE_NO_MEMORY;
+        }
+        return FLOE_OK;
     }
 
     // Why it takes no transfers; of a link that has ended.

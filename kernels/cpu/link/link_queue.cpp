@@ -114,13 +114,15 @@ int64_t LinkQueue::finished(int64_t most, int64_t *numbers) {
     return count;
 }
 
-void LinkQueue::arrived(std::vector<int32_t> &slots) {
+int64_t LinkQueue::arrived(std::vector<int32_t> &slots) {
+    const int64_t count = (int64_t)arrived_.size();
     for (; !arrived_.empty(); arrived_.pop_front()) {
         Transfer &transfer = *transfers_.at(arrived_.front());
-        slots.insert(slots.end(), transfer.slots.begin(), transfer.slots.end());
+        slots.insert(slots.end(), transfer.stay.begin(), transfer.stay.end());
         transfer.told = true;
         forget(transfer);
     }
+    return count;
 }
 
 void LinkQueue::under_way(int64_t layer, const uint8_t *marks, std::vector<int64_t> &numbers) const {

@@ -17,7 +17,7 @@ namespace floe {
 struct Transfer {
     const uint8_t *source = nullptr;
     uint8_t *target = nullptr;
-    std::vector<int32_t> index, slots;
+    std::vector<int32_t> index, slots, stay; // stay: the slots that `arrived` is to name, of a pool's
     bool urgent = false;
     double score = 0;
     int64_t layer = 0;
@@ -75,8 +75,8 @@ class LinkQueue {
     void done(Transfer &transfer);
     // The transfers done since the last call, `most` of them at most.
     int64_t finished(int64_t most, int64_t *numbers);
-    // Adds the slots of rows that have arrived since the last call.
-    void arrived(std::vector<int32_t> &slots);
+    // Adds the slots of rows that have arrived since the last call, and that stay; returns how many transfers it was.
+    int64_t arrived(std::vector<int32_t> &slots);
     // Adds the numbers of transfers to a layer's slots (-1: to all layers') that are not known to have arrived, the
     // oldest first; with marks, only of those that bring one of the marked rows.
     void under_way(int64_t layer, const uint8_t *marks, std::vector<int64_t> &numbers) const;

@@ -56,9 +56,9 @@ int64_t ThreadedLink::drop(int64_t layer, int64_t most, int64_t *numbers) {
     return queue_.drop(layer, most, numbers);
 }
 
-void ThreadedLink::arrived(std::vector<int32_t> &slots) {
+int64_t ThreadedLink::arrived(std::vector<int32_t> &slots) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.arrived(slots);
+    return queue_.arrived(slots);
 }
 
 void ThreadedLink::give_up(int64_t layer, std::vector<int32_t> &slots) {

@@ -31,7 +31,7 @@ class ThreadedLink : public Link {
     int wait(int64_t number, const floe_stop *stop, double *seconds) override;
     int64_t finished(int64_t most, int64_t *numbers) override;
     int64_t drop(int64_t layer, int64_t most, int64_t *numbers) override;
-    void arrived(std::vector<int32_t> &slots) override;
+    int64_t arrived(std::vector<int32_t> &slots) override;
     void give_up(int64_t layer, std::vector<int32_t> &slots) override;
     int64_t queued_bytes() override { return queue_.queued_bytes; }
     int drain() override;

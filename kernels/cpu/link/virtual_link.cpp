@@ -64,10 +64,10 @@ class VirtualLink : public Link {
         return queue_.drop(layer, most, numbers);
     }
 
-    void arrived(std::vector<int32_t> &slots) override {
+    int64_t arrived(std::vector<int32_t> &slots) override {
         const std::lock_guard<std::mutex> lock(mutex_);
         catch_up();
-        queue_.arrived(slots);
+        return queue_.arrived(slots);
     }
 
     void give_up(int64_t layer, std::vector<int32_t> &slots) override {

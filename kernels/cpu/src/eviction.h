@@ -30,9 +30,6 @@ struct ExpertOf {
     int64_t operator()(int32_t key) const { return (int64_t)(((uint64_t)(uint32_t)key * factor) >> shift); }
 };
 
-// The word of a free slot that this step uses.
-inline int32_t stamp(const floe_pool &p) { return (int32_t)(4 * (p.counters[FLOE_POOL_STEP] & ((1 << 28) - 1))); }
-
 // The lower bits of a count, as marks keep them.
 inline int32_t low(int64_t count) { return (int32_t)(uint32_t)count; }
 
@@ -53,7 +50,7 @@ struct Histogram {
 
     uint32_t of[kBuckets] = {};
 
-    void add(uint32_t worth, bool counts = true) { of[worth >> kShift] += counts; }
+    void add(uint32_t worth) { of[worth >> kShift]++; }
 
     // The bucket in which the smallest `wanted` end, of at least so many; `below`: how many are in those before.
     uint32_t reaches(int64_t wanted, int64_t &below) const {
@@ -65,7 +62,7 @@ struct Histogram {
 
 // What may go: slots and their worth, as numbers that are in the same order.
 struct Candidates {
-    static constexpr uint32_t kAny = INT32_MAX;
+    static constexpr uint32_t kAny = 0x7f800000; // infinity: what is worth that never goes
 
     using Worth = std::pair<uint32_t, int32_t>; // and slot
 
@@ -94,49 +91,49 @@ struct Candidates {
         std::copy(border, border + rest, rows + taken);
         return wanted;
     }
+
+    // The worth that this share of the rows are below.
+    uint32_t quantile(double share) {
+        const int64_t rank = (int64_t)(share * (double)count);
+        std::copy(rows, rows + count, border);
+        std::nth_element(border, border + rank, border + count);
+        return border[rank].first;
+    }
+
+    void leave_out_from(uint32_t limit) {
+        int64_t stays = 0;
+        for (int64_t i = 0; i < count; i++) {
+            rows[stays] = rows[i];
+            stays += rows[i].first < limit;
+        }
+        count = stays;
+    }
 };
 
-// What the row in a slot is worth.
+// What stored means of an expert are multiplied by: score, turn, growth.
+inline float factor_of(const floe_pool &p, int64_t layer, int64_t expert) {
+    const int64_t away = (layer - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers,
+                  at = layer * p.experts + expert;
+    const double turn = 1 - p.turn * (double)away / (double)p.layers;
+    const float factor = (float)(p.recent[at] * turn / p.growth[at]);
+    return factor > 0 ? factor : 0.0f;
+}
+
+// What the row in a slot is worth. factors: of all experts; below 0 where none of its rows may go.
 struct Scores {
     const float *factors;
     float prefetch_worth;
     ExpertOf expert_of;
-    int32_t in_use, finds;
+    int32_t finds;
 
     Scores(const floe_pool &p, const float *by_expert)
-        : factors(by_expert), prefetch_worth(p.prefetch_worth), expert_of(p), in_use(stamp(p) + READY),
-          finds(low(p.counters[FLOE_POOL_FINDS])) {}
+        : factors(by_expert), prefetch_worth(p.prefetch_worth), expert_of(p), finds(low(p.counters[FLOE_POOL_FINDS])) {}
 
-    bool loose(const floe_cell &cell) const { return ((cell.word & 3) == READY) & (cell.word != in_use); }
-
-    uint32_t operator()(const floe_cell &cell) const {
-        const float worth = cell.mean * factors[expert_of(cell.key)];
+    uint32_t operator()(const floe_cell &cell, float factor) const {
+        const float worth = cell.mean * factor;
         return ordered(between(finds, cell.mark) > 0 ? std::max(worth, prefetch_worth) : worth);
     }
 };
-
-// A worth below which a window probably has `wanted` rows and not many more, by a look at some of its slots; `limit`
-// where that cannot be told. To choose among few is cheaper than among all.
-inline uint32_t narrowed(const floe_pool &p, const Scores &score, int64_t start, int64_t window, int64_t wanted,
-                         uint32_t limit) {
-    constexpr int64_t kSide = 4, kLooks = 256; // cells of a line of memory, and lines
-    const int64_t stride = window / kLooks;
-    if (stride < 4 * kSide) return limit;
-    Histogram histogram;
-    int64_t found = 0;
-    for (int64_t look = 0, slot = start; look < kLooks; look++, slot += stride) {
-        if (slot + kSide > p.capacity) slot %= p.capacity - kSide;
-        for (int64_t i = slot; i < slot + kSide; i++) {
-            const uint32_t worth = score(p.cells[i]);
-            const bool fits = score.loose(p.cells[i]) & (worth < limit);
-            histogram.add(worth, fits);
-            found += fits;
-        }
-    }
-    const int64_t goal = 1 + wanted * (kLooks * kSide) * 4 / (3 * window);
-    int64_t below;
-    return goal > found ? limit : std::min(limit, (histogram.reaches(goal, below) + 1) << Histogram::kShift);
-}
 
 #if defined(__SSE2__)
 // `look_by_score`, four slots at a time, as far as there are four; moves `slot` behind them.
@@ -146,8 +143,8 @@ inline int64_t look_by_fours(const floe_pool &p, const Scores &score, int64_t &s
     const floe_cell *__restrict cells = p.cells;
     Candidates::Worth *__restrict rows = found.rows;
     int64_t count = found.count;
-    const __m128i in_use = _mm_set1_epi32(by.in_use), finds = _mm_set1_epi32(by.finds), zero = _mm_setzero_si128();
-    const __m128i three = _mm_set1_epi32(3), is_ready = _mm_set1_epi32(READY), below = _mm_set1_epi32((int)limit);
+    const __m128i finds = _mm_set1_epi32(by.finds), zero = _mm_setzero_si128();
+    const __m128i is_ready = _mm_set1_epi32(READY), below = _mm_set1_epi32((int)limit);
     const __m128i positive = _mm_set1_epi32(INT32_MAX), four = _mm_set1_epi32(4);
     const __m128 least = _mm_set1_ps(by.prefetch_worth);
     __m128i seen = zero, places = _mm_add_epi32(_mm_set1_epi32((int)slot), _mm_set_epi32(3, 2, 1, 0));
@@ -156,7 +153,7 @@ inline int64_t look_by_fours(const floe_pool &p, const Scores &score, int64_t &s
         const __m128i a = _mm_loadu_si128((const __m128i *)c), b = _mm_loadu_si128((const __m128i *)(c + 1));
         const __m128i d = _mm_loadu_si128((const __m128i *)(c + 2)), e = _mm_loadu_si128((const __m128i *)(c + 3));
         const __m128i ab = _mm_unpackhi_epi32(a, b), de = _mm_unpackhi_epi32(d, e);
-        const __m128i word = _mm_unpacklo_epi64(_mm_unpacklo_epi32(a, b), _mm_unpacklo_epi32(d, e));
+        const __m128i state = _mm_unpacklo_epi64(_mm_unpacklo_epi32(a, b), _mm_unpacklo_epi32(d, e));
         const __m128i mark = _mm_unpacklo_epi64(ab, de);
         const __m128 mean = _mm_castsi128_ps(_mm_unpackhi_epi64(ab, de));
         const __m128 factor = _mm_setr_ps(by.factors[by.expert_of(c[0].key)], by.factors[by.expert_of(c[1].key)],
@@ -164,8 +161,8 @@ inline int64_t look_by_fours(const floe_pool &p, const Scores &score, int64_t &s
         const __m128i promised = _mm_cmpgt_epi32(_mm_sub_epi32(mark, finds), zero);
         const __m128 worth = _mm_max_ps(_mm_and_ps(_mm_castsi128_ps(promised), least), _mm_mul_ps(mean, factor));
         const __m128i order = _mm_and_si128(_mm_castps_si128(worth), positive);
-        const __m128i loose =
-            _mm_andnot_si128(_mm_cmpeq_epi32(word, in_use), _mm_cmpeq_epi32(_mm_and_si128(word, three), is_ready));
+        const __m128i held = _mm_cmpgt_epi32(zero, _mm_castps_si128(factor));
+        const __m128i loose = _mm_andnot_si128(held, _mm_cmpeq_epi32(state, is_ready));
         seen = _mm_sub_epi32(seen, loose);
         const int fits = _mm_movemask_ps(_mm_castsi128_ps(_mm_and_si128(loose, _mm_cmpgt_epi32(below, order))));
         const __m128i first = _mm_unpacklo_epi32(order, places), second = _mm_unpackhi_epi32(order, places);
@@ -192,10 +189,9 @@ inline int64_t look_by_score(const floe_pool &p, const Scores &score, int64_t sl
     int64_t ready = 0;
     if (const PoolOps *ops = pool_ops()) {
         static_assert(sizeof(Candidates::Worth) == 8, "a worth in front of its slot");
-        const Worths by = {score.factors,         score.expert_of.factor,
-                           score.expert_of.shift, score.in_use,
-                           score.finds,           READY,
-                           score.prefetch_worth,  limit};
+        const Worths by = {
+            score.factors, score.expert_of.factor, score.expert_of.shift, score.finds, READY, score.prefetch_worth,
+            limit};
         slot = ops->look(p.cells, by, slot, end, (uint64_t *)found.rows, &found.count, &ready);
     }
 #if defined(__SSE2__)
@@ -203,8 +199,9 @@ inline int64_t look_by_score(const floe_pool &p, const Scores &score, int64_t sl
 #endif
     for (; slot < end; slot++) {
         const floe_cell cell = p.cells[slot];
-        const uint32_t worth = score(cell);
-        const bool loose = score.loose(cell);
+        const float factor = score.factors[score.expert_of(cell.key)];
+        const uint32_t worth = score(cell, factor);
+        const bool loose = (cell.state == READY) & (factor >= 0);
         found.rows[found.count] = {worth, (int32_t)slot};
         found.count += loose & (worth < limit);
         ready += loose;
@@ -213,62 +210,74 @@ inline int64_t look_by_score(const floe_pool &p, const Scores &score, int64_t sl
 }
 
 inline int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates &found) {
-    const int32_t in_use = stamp(p) + READY;
+    const ExpertOf expert_of(p);
     const int32_t now = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
     const int64_t before = found.count;
     for (int64_t slot = start; slot < end; slot++) {
         const floe_cell cell = p.cells[slot];
-        if ((cell.word & 3) != READY || cell.word == in_use) continue;
+        if (cell.state != READY || p.busy[expert_of(cell.key)]) continue;
         found.rows[found.count++] = {~(uint32_t)between(cell.mark, now), (int32_t)slot};
     }
     return found.count - before;
 }
 
-// Factors of a row's worth by (layer, expert): score, turn, and what the stored means are multiplied by.
+// Of all experts, for `Scores`.
 inline void fill_factors(const floe_pool &p, float *factors) {
-    for (int64_t l = 0; l < p.layers; l++) {
-        const int64_t away = (l - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers;
-        const double turn = 1 - p.turn * (double)away / (double)p.layers;
-        for (int64_t e = l * p.experts; e < (l + 1) * p.experts; e++)
-            factors[e] = (float)(p.recent[e] * turn / p.growth[e]);
-    }
+    for (int64_t l = 0; l < p.layers; l++)
+        for (int64_t e = 0, at = l * p.experts; e < p.experts; e++, at++)
+            factors[at] = p.busy[at] ? -1.0f : factor_of(p, l, e);
 }
 
+constexpr int64_t kBarSlots = 1024; // `BAR_SLOTS`
+
 // Lists what may go, in one window, or more of them if much is in use and one has too few to choose from, at most once
-// round. Moves `hand` behind.
-inline void look(const floe_pool &p, const Scores &score, int64_t wanted, uint32_t limit, int64_t &hand,
+// round. Moves `hand` behind. by_bar: the first slots set the bar, and of the others only what is worth less is listed.
+inline void look(const floe_pool &p, const Scores &score, int64_t wanted, uint32_t limit, bool by_bar, int64_t &hand,
                  Candidates &found) {
     const int64_t target = std::max(p.sample * wanted, p.smallest_window);
     const int64_t enough = std::max(target / 2, wanted);
+    int64_t left = wanted ? p.capacity : std::min(target, p.capacity), ready = 0, seen = 0;
     found.count = 0;
-    for (int64_t left = p.capacity, ready = 0; left > 0 && ready < enough;) {
+    while (left > 0 && ready < enough) {
         const int64_t end = std::min(hand + std::min(target, left), p.capacity);
-        ready += p.by_score ? look_by_score(p, score, hand, end, limit, found) : look_by_mark(p, hand, end, found);
         left -= end - hand;
-        hand = end % p.capacity;
+        while (hand < end) {
+            const bool first = by_bar && seen < kBarSlots;
+            const int64_t until = first ? std::min(end, hand + kBarSlots - seen) : end;
+            ready +=
+                p.by_score ? look_by_score(p, score, hand, until, limit, found) : look_by_mark(p, hand, until, found);
+            seen += until - hand;
+            hand = until;
+            if (!first || seen < kBarSlots || found.count == 0) continue;
+            limit = found.quantile(p.bar_share);
+            memcpy(p.bar, &limit, sizeof limit);
+            found.leave_out_from(limit);
+        }
+        hand %= p.capacity;
     }
+    if (!by_bar || seen >= kBarSlots || found.count == 0) return;
+    const uint32_t bar = found.quantile(p.bar_share);
+    memcpy(p.bar, &bar, sizeof bar);
 }
 
-// Evict up to `wanted` rows that are ready and not in use. Fills slots with theirs, returns how many.
+// Evict up to `wanted` rows that are ready and not in use, and set the bar anew. Fills slots with theirs, returns how
+// many.
 inline int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, Candidates &found,
                      float *factors) {
-    int64_t &hand = p.counters[FLOE_POOL_HAND];
-    const int64_t start = hand, window = std::min(p.capacity, p.sample * wanted);
     const Scores score(p, factors);
-    const uint32_t most = urgent ? Candidates::kAny : ordered(p.prefetch_worth);
-    uint32_t limit = most;
-    if (p.by_score) {
-        fill_factors(p, factors);
-        limit = narrowed(p, score, start, window, wanted, most);
-    }
-    look(p, score, wanted, limit, hand, found);
-    if (found.count < wanted && limit != most) look(p, score, wanted, most, hand = start, found);
+    if (p.by_score) fill_factors(p, factors);
+    const uint32_t limit = urgent ? Candidates::kAny : std::min(Candidates::kAny, ordered(p.prefetch_worth));
+    int64_t &hand = p.counters[FLOE_POOL_HAND];
+    const int64_t start = hand;
+    const bool by_bar = urgent && p.by_score;
+    look(p, score, wanted, limit, by_bar, hand, found);
+    if (by_bar && found.count < wanted) look(p, score, wanted, limit, false, hand = start, found);
     const int64_t taken = found.select(wanted);
     for (int64_t i = 0; i < taken; i++) {
         if (i + 16 < taken) FLOE_PREFETCH(p.slots + p.cells[found.rows[i + 16].second].key);
         const int32_t slot = slots[i] = found.rows[i].second, key = p.cells[slot].key;
         p.slots[key] = -1;
-        p.cells[slot].word = FREE;
+        p.cells[slot].state = FREE;
         p.residents[score.expert_of(key)]--;
     }
     return taken;

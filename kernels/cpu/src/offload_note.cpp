@@ -32,24 +32,35 @@ float use_of(const floe_pool &p, const floe_found &f, int64_t call) {
 }
 
 // The means of rows in slots are in their cells too, but for pools in which nothing gives way.
-void keep(const floe_pool &p, int64_t slot, float mean) { p.cells[slot < 0 ? p.capacity : slot].mean = mean; }
+void keep_mean(const floe_pool &p, int64_t slot, float mean) { p.cells[slot < 0 ? p.capacity : slot].mean = mean; }
 
 void note_call(const floe_pool &p, const floe_found &f, int64_t call) {
-    const int64_t first = f.layer * expert_width(p) + f.experts[call] * f.width, end = f.offsets[call + 1];
-    const int32_t *__restrict table = p.slots + first;
-    float *__restrict raw = p.raw + first;
+    float *__restrict raw = p.raw + f.layer * expert_width(p) + f.experts[call] * f.width;
     const float use = use_of(p, f, call);
-    if (holds_all(p)) {
-        for (int64_t i = f.offsets[call]; i < end; i++) raw[f.neurons[i]] += use;
-        return;
+    for (int64_t i = f.offsets[call]; i < f.offsets[call + 1]; i++) raw[f.neurons[i]] += use;
+}
+
+// Of these slots.
+void keep_means(const floe_pool &p, int64_t count, const int32_t *slots) {
+    for (int64_t i = 0; i < count; i++) {
+        if (i + 24 < count) FLOE_PREFETCH(p.cells + slots[i + 24]);
+        floe_cell &cell = p.cells[slots[i]];
+        cell.mean = p.raw[cell.key];
     }
-    for (int64_t i = f.offsets[call]; i < end; i++) {
-        if (i + 24 < end) {
-            const int32_t later = table[f.neurons[i + 24]];
-            FLOE_PREFETCH(p.cells + (later < 0 ? p.capacity : later));
+}
+
+// Of all neurons of a step.
+void keep_means(const floe_pool &p, const floe_found &f) {
+    for (int64_t c = 0; c < f.calls; c++) {
+        const int64_t first = f.layer * expert_width(p) + f.experts[c] * f.width, end = f.offsets[c + 1];
+        const int32_t *__restrict table = p.slots + first;
+        for (int64_t i = f.offsets[c]; i < end; i++) {
+            if (i + 24 < end) {
+                const int32_t later = table[f.neurons[i + 24]];
+                FLOE_PREFETCH(p.cells + (later < 0 ? p.capacity : later));
+            }
+            keep_mean(p, table[f.neurons[i]], p.raw[first + f.neurons[i]]);
         }
-        const int32_t neuron = f.neurons[i];
-        keep(p, table[neuron], raw[neuron] += use);
     }
 }
 
@@ -66,7 +77,7 @@ void note_twice(const floe_pool &p, const floe_found &f, float *added) {
         for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
             const int64_t key = f.experts[c] * f.width + f.neurons[i];
             raw[key] = added[i];
-            if (!holds_all(p)) keep(p, table[key], added[i]);
+            if (!holds_all(p)) keep_mean(p, table[key], added[i]);
         }
 }
 
@@ -76,7 +87,7 @@ void shrink(const floe_pool &p, int64_t layer) {
         const float by = (float)p.growth[e];
         for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) {
             p.raw[n] /= by;
-            if (!holds_all(p)) keep(p, p.slots[n], p.raw[n]);
+            if (!holds_all(p)) keep_mean(p, p.slots[n], p.raw[n]);
         }
         p.growth[e] = 1.0;
     }
@@ -97,7 +108,8 @@ int send_pieces(const floe_way &way, const floe_found &f, const int32_t *keys, c
         const int64_t piece = std::max(way.piece, (end - start + way.pieces - 1) / way.pieces);
         for (; start < end; start = sent[1], sent += 2) {
             sent[1] = std::min(start + piece, end);
-            sent[0] = send(way, f.layer, keys + start, slots + start, sent[1] - start, false, f.weights[runs[2 * n]]);
+            sent[0] =
+                send(way, f.layer, keys + start, slots + start, sent[1] - start, false, f.weights[runs[2 * n]], false);
             if (sent[0] < 0) return (int)sent[0];
         }
     }
@@ -109,7 +121,7 @@ int send_pieces(const floe_way &way, const floe_found &f, const int32_t *keys, c
 
 using namespace floe;
 
-int floe_offload_note(const floe_pool *pool, const floe_found *found) {
+int floe_offload_note(const floe_pool *pool, const floe_found *found, const floe_places *places) {
     thread_local Buffer buffer;
     const floe_pool &p = *pool;
     const floe_found &f = *found;
@@ -121,6 +133,13 @@ int floe_offload_note(const floe_pool *pool, const floe_found *found) {
     called(p, f, memory + added);
     if (once) {
         for (int64_t c = 0; c < f.calls; c++) note_call(p, f, c);
+        // Where nothing is on its way, what has a slot was listed.
+        if (places != nullptr && p.counters[FLOE_POOL_COMING] == 0) {
+            if (!holds_all(p))
+                keep_means(p, places->offsets[FLOE_PART_READY * (f.calls + 1) + f.calls], places->places);
+        } else if (!holds_all(p)) {
+            keep_means(p, f);
+        }
     } else {
         note_twice(p, f, (float *)memory);
     }

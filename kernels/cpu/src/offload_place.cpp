@@ -129,10 +129,9 @@ void share(const floe_found &f, const floe_lanes &lanes, const Part &from, const
     }
 }
 
-// Moves the rows that are on their way, and marks all as used by this step.
+// Moves the rows that are on their way, and marks all as used, if the policy asks for that.
 void split(const floe_pool &p, const floe_found &f, const Part &ready, const Part &coming) {
-    const bool stays = holds_all(p); // no row can give way: nothing needs to be marked
-    const int32_t used = stamp(p), mark = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
+    const int32_t mark = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
     const int64_t total = ready.offsets[f.calls];
     int64_t here = 0, moving = 0, start = 0;
     for (int64_t c = 0; c < f.calls; c++) {
@@ -141,36 +140,17 @@ void split(const floe_pool &p, const floe_found &f, const Part &ready, const Par
             if (i + 24 < total) FLOE_PREFETCH(p.cells + ready.places[i + 24]);
             const int32_t at = ready.at[i], slot = ready.places[i];
             floe_cell &cell = p.cells[slot];
-            const int32_t state = cell.word & 3;
-            if (!stays) cell.word = used | state;
             if (p.marks_use) cell.mark = mark;
             ready.at[here] = at;
             ready.places[here] = slot;
-            here += state == READY;
-            if (state != FILLING) continue; // seldom, or many in a row
+            here += cell.state == READY;
+            if (cell.state != FILLING) continue; // seldom, or many in a row
             coming.at[moving] = at;
             coming.places[moving++] = slot;
         }
         start = end;
         ready.offsets[c + 1] = here;
         coming.offsets[c + 1] = moving;
-    }
-}
-
-// Whether nothing of these experts is on its way or can give way.
-bool rests(const floe_pool &p, const floe_found &f) {
-    if (!holds_all(p) || p.marks_use) return false;
-    for (int64_t c = 0; c < f.calls; c++)
-        if (p.residents[f.layer * p.experts + f.experts[c] * f.width / p.neurons] < p.neurons) return false;
-    return true;
-}
-
-// Rows of this step do not give way to each other.
-void hold(const floe_pool &p, const Part &present, int64_t count) {
-    const int32_t used = stamp(p);
-    for (int64_t i = 0; i < count; i++) {
-        int32_t &word = p.cells[present.places[i]].word;
-        word = used | (word & 3);
     }
 }
 
@@ -245,23 +225,20 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     hear(p, f, heard);
     p.counters[FLOE_POOL_FINDS]++;
     p.counters[FLOE_POOL_LAYER] = f.layer;
-    if (holds_all(p)) p.counters[FLOE_POOL_HELD] = p.counters[FLOE_POOL_STEP];
-    int64_t taken = take_free(p, wanted, true, d.slots);
-    if (taken < wanted) {
-        hold(p, ready, ready.offsets[f.calls]);
-        taken += evict(p, wanted - taken, true, d.slots + taken, candidates, factors);
-    }
+    for (int64_t c = 0; c < f.calls; c++)
+        if (f.offsets[c + 1] > f.offsets[c]) hold(p, f.layer, f.experts[c] * f.width / p.neurons);
+    const int64_t taken = visit(p, wanted, d.slots, candidates, factors);
     placed->reserved = taken;
     if (way != nullptr && taken > 0) {
-        placed->transfer = send(*way, f.layer, d.keys, d.slots, taken, true, 0.0);
+        placed->transfer = send(*way, f.layer, d.keys, d.slots, taken, true, 0.0, true);
         if (placed->transfer < 0) {
             give_back(p, taken, d.slots);
             return (int)placed->transfer;
         }
     }
-    if (rests(p, f)) std::fill(coming.offsets, coming.offsets + f.calls + 1, (int64_t)0);
-    else split(p, f, ready, coming);
+    lent(p, taken, d.slots);
+    if (p.counters[FLOE_POOL_COMING] || p.marks_use) split(p, f, ready, coming);
+    else std::fill(coming.offsets, coming.offsets + f.calls + 1, (int64_t)0);
     leave_out(f, coming);
-    if (wanted > 0) book(p, f.layer, d.keys, taken, true, d.slots);
     return FLOE_OK;
 }

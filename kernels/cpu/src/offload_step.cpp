@@ -1,6 +1,7 @@
 // A layer's step, begun and ended: what has arrived, what is placed, sent for and waited for.
 // `engine/offload/scheduler.py` defines it.
 #include "floe_offload.h"
+#include "buffers.h"
 #include "found.h"
 #include "pool_slots.h"
 #include "way.h"
@@ -29,8 +30,7 @@ floe_lanes lanes_of(const floe_offload &o, double queued_bytes) {
 int collect(floe_offload &o, Link &link, bool others) {
     thread_local std::vector<int32_t> slots;
     slots.clear();
-    link.arrived(slots);
-    if (slots.empty() && !others) return FLOE_OK;
+    if (link.arrived(slots) == 0 && !others) return FLOE_OK;
     int64_t moved;
     double busy;
     link.moved(&moved, &busy);
@@ -71,6 +71,32 @@ struct List {
         : offsets(d.offsets + part * (calls + 1)), at(d.at + part * d.room), places(d.places + part * d.room) {}
 };
 
+// The device has computed the last step. Visitors of one that was given up have to arrive before their slots are used.
+int end_step(floe_offload &o, Link &link) {
+    double waited = 0;
+    if (o.visit != 0)
+        if (const int error = await(link, o.visit, nullptr, waited)) return error;
+    o.visit = 0;
+    release(*o.pool);
+    return FLOE_OK;
+}
+
+// Lets those of the last visitors stay that are worth it, while they are on their way.
+int keep_some(floe_offload &o, Link &link, int64_t layer, const floe_places &d, floe_placed &placed) {
+    thread_local Buffer buffer;
+    Candidates candidates;
+    float *factors = nullptr;
+    const int64_t count = placed.reserved;
+    if (count == 0) return FLOE_OK;
+    uint8_t *memory = buffer.take(3 * aligned(4 * count));
+    if (memory == nullptr || !make_room(*o.pool, candidates, factors)) return FLOE_NO_MEMORY;
+    int32_t *stays = carve<int32_t>(memory, count);
+    int32_t *kept_keys = carve<int32_t>(memory, count), *kept = carve<int32_t>(memory, count);
+    const int64_t total = keep(*o.pool, layer, count, d.keys + std::max(placed.done, (int64_t)0), d.slots, o.spared,
+                               stays, kept_keys, kept, candidates, factors);
+    return link.stay(placed.transfer, total, kept);
+}
+
 // Waits for the transfers that bring rows of this list.
 int await_coming(floe_offload &o, Link &link, const floe_found &f, const List &coming, uint8_t *marks,
                  const floe_stop *stop, double &waited) {
@@ -85,36 +111,36 @@ int await_coming(floe_offload &o, Link &link, const floe_found &f, const List &c
     return FLOE_OK;
 }
 
-// The first load's rows that were on their way, and those copied that it brings, in the order of the active neurons.
-// first, last: of the `wanted` keys.
-void list_arrived(const floe_pool &p, const floe_found &f, const floe_places &d, int64_t first, int64_t last,
-                  int64_t wanted, uint8_t *marks) {
+// This load's copied rows, and with the first one those that were on their way, in the order of the active neurons.
+void list_arrived(const floe_pool &p, const floe_found &f, const floe_places &d, const floe_placed &placed) {
     const List coming(d, f.calls, FLOE_PART_COMING), copied(d, f.calls, FLOE_PART_COPIED);
     const List arrived(d, f.calls, FLOE_PART_ARRIVED);
-    const int32_t *table = p.slots + f.layer * expert_width(p);
-    const bool all = first == 0 && last == wanted;
+    const int32_t *const keys = d.keys + placed.done;
     const int64_t rows = copied.offsets[f.calls];
-    if (all && rows == wanted && coming.offsets[f.calls] == 0 && std::equal(d.keys, d.keys + rows, copied.places)) {
+    const bool all = placed.reserved == placed.wanted;
+    if (all && rows == placed.wanted && coming.offsets[f.calls] == 0 && std::equal(keys, keys + rows, copied.places)) {
         std::copy(copied.offsets, copied.offsets + f.calls + 1, arrived.offsets);
         std::copy(copied.at, copied.at + rows, arrived.at);
         std::copy(d.slots, d.slots + rows, arrived.places);
         return;
     }
+    thread_local std::vector<int32_t> where; // slots by key, -1 between two calls
+    if ((int64_t)where.size() < expert_width(p)) where.resize((size_t)expert_width(p), -1);
+    for (int64_t i = 0; i < placed.reserved; i++) where[keys[i]] = d.slots[i];
     int64_t count = 0;
     arrived.offsets[0] = 0;
-    for (int64_t i = first; i < last && !all; i++) marks[d.keys[i]] = 1;
     for (int64_t c = 0; c < f.calls; c++) {
-        int64_t came = first == 0 ? coming.offsets[c] : coming.offsets[c + 1];
+        int64_t came = placed.done == 0 ? coming.offsets[c] : coming.offsets[c + 1];
         const int64_t came_end = coming.offsets[c + 1];
         for (int64_t i = copied.offsets[c]; i < copied.offsets[c + 1]; i++) {
-            const int32_t key = copied.places[i], at = copied.at[i];
-            if (!all && !marks[key]) continue;
+            const int32_t slot = where[copied.places[i]], at = copied.at[i];
+            if (slot < 0) continue;
             for (; came < came_end && coming.at[came] < at; came++, count++) {
                 arrived.at[count] = coming.at[came];
                 arrived.places[count] = coming.places[came];
             }
             arrived.at[count] = at;
-            arrived.places[count++] = all && i < last && d.keys[i] == key ? d.slots[i] : table[key];
+            arrived.places[count++] = slot;
         }
         for (; came < came_end; came++, count++) {
             arrived.at[count] = coming.at[came];
@@ -122,50 +148,40 @@ void list_arrived(const floe_pool &p, const floe_found &f, const floe_places &d,
         }
         arrived.offsets[c + 1] = count;
     }
-    for (int64_t i = first; i < last && !all; i++) marks[d.keys[i]] = 0;
+    for (int64_t i = 0; i < placed.reserved; i++) where[keys[i]] = -1;
 }
 
-// Slots for keys that are absent and named once each, and a transfer of them; returns for how many.
-template <class Key>
-int64_t fetch_urgent(floe_offload &o, int64_t layer, const floe_way &way, int64_t count, const Key *keys,
-                     int32_t *slots, int64_t &transfer) {
-    const floe_pool &p = *o.pool;
-    Candidates candidates;
-    float *factors = nullptr;
-    if (free_slots(p, true) < count && !make_room(p, candidates, factors)) return FLOE_NO_MEMORY;
-    int64_t taken = take_free(p, count, true, slots);
-    if (taken < count) taken += evict(p, count - taken, true, slots + taken, candidates, factors);
-    if (taken == 0) return 0;
-    transfer = send(way, layer, keys, slots, taken, true, 0.0);
-    if (transfer < 0) {
-        give_back(p, taken, slots);
-        return transfer;
-    }
-    book(p, layer, keys, taken, true, slots);
-    return taken;
-}
-
-// The next rows of a step that got no slot: those of the loads before may give way, the device has computed them. Where
-// all others are on their way these are waited for, and the device has to be, before they give way.
+// The next rows of a step that got no slot, in those of the loads before, which the device has computed. Where all
+// others are on their way these are waited for, and the device has to be, before they give way.
 int next_load(floe_offload &o, Link &link, const floe_found &f, const floe_way &way, const floe_places &d,
               floe_placed &placed) {
+    const floe_pool &p = *o.pool;
+    const int64_t wanted = placed.wanted - placed.done;
+    Candidates candidates;
+    float *factors = nullptr;
+    placed.reserved = placed.transfer = 0;
     if (const int error = forget(o, link, -1)) return error;
     if (const int error = collect(o, link, false)) return error;
-    o.pool->counters[FLOE_POOL_STEP]++;
-    placed.transfer = 0;
-    const int64_t taken =
-        fetch_urgent(o, f.layer, way, placed.wanted - placed.done, d.keys + placed.done, d.slots, placed.transfer);
-    placed.reserved = std::max(taken, (int64_t)0);
-    return taken > 0 ? FLOE_OK : taken < 0 ? (int)taken : await_all(o, link);
+    if (const int error = end_step(o, link)) return error;
+    if (free_slots(p, true) < wanted && !make_room(p, candidates, factors)) return FLOE_NO_MEMORY;
+    const int64_t taken = visit(p, wanted, d.slots, candidates, factors);
+    if (taken == 0) return await_all(o, link);
+    const int64_t number = send(way, f.layer, d.keys + placed.done, d.slots, taken, true, 0.0, true);
+    if (number < 0) {
+        give_back(p, taken, d.slots);
+        return (int)number;
+    }
+    lent(p, taken, d.slots);
+    placed.reserved = taken;
+    placed.transfer = o.visit = number;
+    return keep_some(o, link, f.layer, d, placed);
 }
 
 int first_load(floe_offload &o, Link &link, const floe_found &f, uint8_t *marks, const floe_stop *stop,
                const floe_places &d, floe_placed &placed) {
-    const floe_pool &p = *o.pool;
-    if (const int error = floe_offload_note(&p, &f)) return error;
+    if (const int error = floe_offload_note(o.pool, &f, &d)) return error;
+    if (const int error = keep_some(o, link, f.layer, d, placed)) return error;
     placed.done = 0;
-    if (placed.reserved > 0 && placed.reserved <= p.capacity / o.spared)
-        if (const int error = floe_pool_spare(&p, placed.reserved)) return error;
     return await_coming(o, link, f, List(d, f.calls, FLOE_PART_COMING), marks, stop, placed.waited);
 }
 
@@ -179,11 +195,12 @@ int floe_offload_start(floe_offload *offload, const floe_found *found, const flo
     floe_offload &o = *offload;
     const std::shared_ptr<Link> link = link_of(way->link);
     if (link == nullptr || !way->pooled) return FLOE_BAD_SHAPE;
-    o.pool->counters[FLOE_POOL_STEP]++;
+    if (const int error = end_step(o, *link)) return error;
     if (const int error = collect(o, *link, false)) return error;
     if (const int error = forget(o, *link, found->layer)) return error;
     const floe_lanes lanes = lanes_of(o, (double)link->queued_bytes());
     if (const int error = floe_offload_place(o.pool, found, &lanes, way, places, placed)) return error;
+    o.visit = placed->transfer;
     if (places->offsets[FLOE_PART_BESIDE * (found->calls + 1) + found->calls] > 0)
         return beside == nullptr ? FLOE_OK : floe_share_start(beside, found, places);
     if (placed->wanted > 0 && o.cpu_share > 0) o.rates->cpu_bytes_s *= o.rates->hope;
@@ -201,8 +218,9 @@ int floe_offload_finish(floe_offload *offload, const floe_found *found, const fl
     if (error) return error;
     if (placed->transfer > 0)
         if (const int code = await(*link, placed->transfer, stop, placed->waited)) return code;
+    o.visit = 0;
     if (const int code = collect(o, *link, false)) return code;
-    list_arrived(*o.pool, f, *places, placed->done, placed->done + placed->reserved, placed->wanted, marks);
+    list_arrived(*o.pool, f, *places, *placed);
     placed->done += placed->reserved;
     return placed->done < placed->wanted ? FLOE_MORE : FLOE_OK;
 }
@@ -221,7 +239,7 @@ int64_t floe_offload_fetch(floe_offload *offload, int64_t layer, const floe_way 
     const int64_t piece = urgent ? taken : std::max(way->piece, (taken + way->pieces - 1) / way->pieces);
     for (int64_t start = 0; start < taken; start += piece) {
         const int64_t rows = std::min(piece, taken - start);
-        const int64_t number = send(*way, layer, narrow + start, slots + start, rows, urgent != 0, score);
+        const int64_t number = send(*way, layer, narrow + start, slots + start, rows, urgent != 0, score, false);
         if (number >= 0) continue;
         floe_pool_settle(&p, taken - start, slots + start, false);
         return number;

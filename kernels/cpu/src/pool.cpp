@@ -40,20 +40,34 @@ int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, c
     return taken;
 }
 
-int floe_pool_spare(const floe_pool *pool, int64_t wanted) {
+int64_t floe_pool_visit(const floe_pool *pool, int64_t wanted, int32_t *slots) {
     const floe_pool &p = *pool;
-    int64_t &free_count = p.counters[FLOE_POOL_FREE];
+    Candidates found;
+    float *factors = nullptr;
     if (wanted < 0) return FLOE_BAD_SHAPE;
-    if (holds_all(p)) return FLOE_OK;
-    wanted = std::min(wanted, p.capacity); // so that no product of it is too large
-    if (free_count < wanted) {
-        Candidates found;
-        float *factors = nullptr;
-        if (!make_room(p, found, factors)) return FLOE_NO_MEMORY;
-        free_count += evict(p, wanted - free_count, true, p.free_slots + free_count, found, factors);
-    }
-    p.counters[FLOE_POOL_SPARE] = std::min(wanted, free_count);
-    return FLOE_OK;
+    if (free_slots(p, true) < wanted && !make_room(p, found, factors)) return FLOE_NO_MEMORY;
+    const int64_t taken = visit(p, wanted, slots, found, factors);
+    lent(p, taken, slots);
+    return taken;
+}
+
+int64_t floe_pool_keep(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, const int32_t *slots,
+                       int64_t spared, int32_t *kept) {
+    thread_local Buffer buffer;
+    const floe_pool &p = *pool;
+    if (count < 0 || layer < 0 || layer >= p.layers || spared < 1) return FLOE_BAD_SHAPE;
+    if (!within(keys, count, expert_width(p))) return FLOE_BAD_INDEX;
+    if (count > p.counters[FLOE_POOL_VISITING]) return FLOE_BAD_INDEX;
+    if (!std::equal(slots, slots + count, p.visitors + p.counters[FLOE_POOL_VISITING] - count)) return FLOE_BAD_INDEX;
+    int32_t *table = p.slots + layer * expert_width(p);
+    Candidates found;
+    float *factors = nullptr;
+    uint8_t *memory = buffer.take(2 * aligned(4 * count));
+    if (memory == nullptr || !make_room(p, found, factors)) return FLOE_NO_MEMORY;
+    if (const int error = claim(table, count, keys)) return error;
+    for (int64_t i = 0; i < count; i++) table[keys[i]] = -1;
+    int32_t *stays = carve<int32_t>(memory, count);
+    return keep(p, layer, count, keys, slots, spared, stays, (int32_t *)memory, kept, found, factors);
 }
 
 int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived) {
@@ -62,20 +76,20 @@ int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots,
     const int state = arrived ? READY : FREE;
     for (int64_t i = 0; i < count; i++) {
         if (i + 16 < count && slots[i + 16] >= 0 && slots[i + 16] < p.capacity) FLOE_PREFETCH(p.cells + slots[i + 16]);
-        const bool fits = slots[i] >= 0 && slots[i] < p.capacity && (p.cells[slots[i]].word & 3) == FILLING;
+        const bool fits = slots[i] >= 0 && slots[i] < p.capacity && p.cells[slots[i]].state == FILLING;
         if (fits) {
-            p.cells[slots[i]].word += state - FILLING; // one that is named twice is not filling the second time
+            p.cells[slots[i]].state = state; // one that is named twice is not filling the second time
             continue;
         }
-        for (int64_t back = 0; back < i; back++) p.cells[slots[back]].word -= state - FILLING;
+        for (int64_t back = 0; back < i; back++) p.cells[slots[back]].state = FILLING;
         return FLOE_BAD_INDEX;
     }
+    p.counters[FLOE_POOL_COMING] -= count;
     for (int64_t i = 0; i < count; i++) {
         const int32_t slot = slots[i], key = p.cells[slot].key;
         if (arrived) {
             p.residents[expert_of(key)]++;
         } else {
-            p.cells[slot].word = FREE;
             p.slots[key] = -1;
             p.free_slots[p.counters[FLOE_POOL_FREE]++] = slot;
         }

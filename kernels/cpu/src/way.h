@@ -16,9 +16,9 @@ inline bool leads(const floe_pool &p, const floe_way &way) {
            (full || (way.source == nullptr && way.target == nullptr)) && link_of(way.link) != nullptr;
 }
 
-// The transfer's number, or an error. Keys and slots are the pool's own.
+// The transfer's number, or an error. Keys and slots are the pool's own, or visitors'.
 inline int64_t send(const floe_way &way, int64_t layer, const int32_t *keys, const int32_t *slots, int64_t count,
-                    bool urgent, double score) {
+                    bool urgent, double score, bool visiting) {
     const std::shared_ptr<Link> link = link_of(way.link);
     if (link == nullptr) return FLOE_BAD_INDEX;
     try {
@@ -27,6 +27,7 @@ inline int64_t send(const floe_way &way, int64_t layer, const int32_t *keys, con
         transfer->target = way.target;
         transfer->index.assign(keys, keys + count);
         transfer->slots.assign(slots, slots + count);
+        if (!visiting) transfer->stay = transfer->slots;
         transfer->urgent = urgent;
         transfer->score = score;
         transfer->layer = layer;

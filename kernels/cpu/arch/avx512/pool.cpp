@@ -37,8 +37,7 @@ int64_t classify(const int32_t *table, const int32_t *neurons, int64_t start, in
 int64_t look(const floe_cell *cells, const Worths &by, int64_t slot, int64_t end, uint64_t *rows, int64_t *count,
              int64_t *ready) {
     int64_t listed = *count, seen = 0;
-    const __m512i in_use = _mm512_set1_epi32(by.in_use), finds = _mm512_set1_epi32(by.finds);
-    const __m512i three = _mm512_set1_epi32(3), is_ready = _mm512_set1_epi32(by.ready);
+    const __m512i finds = _mm512_set1_epi32(by.finds), is_ready = _mm512_set1_epi32(by.ready);
     const __m512i limit = _mm512_set1_epi32((int)by.limit), positive = _mm512_set1_epi32(INT32_MAX);
     const __m512i factor = _mm512_set1_epi64((long long)by.expert_factor), zero = _mm512_setzero_si512();
     const __m128i shift = _mm_cvtsi32_si128(by.expert_shift);
@@ -55,18 +54,19 @@ int64_t look(const floe_cell *cells, const Worths &by, int64_t slot, int64_t end
         const __m512i low = _mm512_permutex2var_epi32(a, front, b), high = _mm512_permutex2var_epi32(d, front, e);
         const __m512i low_back = _mm512_permutex2var_epi32(a, back, b);
         const __m512i high_back = _mm512_permutex2var_epi32(d, back, e);
-        const __m512i word = _mm512_shuffle_i64x2(low, high, 0x44), key = _mm512_shuffle_i64x2(low, high, 0xee);
+        const __m512i state = _mm512_shuffle_i64x2(low, high, 0x44), key = _mm512_shuffle_i64x2(low, high, 0xee);
         const __m512i mark = _mm512_shuffle_i64x2(low_back, high_back, 0x44);
         const __m512 mean = _mm512_castsi512_ps(_mm512_shuffle_i64x2(low_back, high_back, 0xee));
         const __m512i even = _mm512_srl_epi64(_mm512_mul_epu32(key, factor), shift);
         const __m512i odd = _mm512_srl_epi64(_mm512_mul_epu32(_mm512_srli_epi64(key, 32), factor), shift);
         const __m512i expert = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-        const __m512 worth = _mm512_mul_ps(mean, _mm512_i32gather_ps(expert, by.factors, 4));
+        const __m512 factors = _mm512_i32gather_ps(expert, by.factors, 4);
+        const __m512 worth = _mm512_mul_ps(mean, factors);
         const __mmask16 promised = _mm512_cmpgt_epi32_mask(_mm512_sub_epi32(mark, finds), zero);
         const __m512i order =
             _mm512_and_si512(_mm512_castps_si512(_mm512_mask_max_ps(worth, promised, least, worth)), positive);
-        const __mmask16 loose = _mm512_mask_cmpneq_epi32_mask(
-            _mm512_cmpeq_epi32_mask(_mm512_and_si512(word, three), is_ready), word, in_use);
+        const __mmask16 may_go = (__mmask16)~_mm512_movepi32_mask(_mm512_castps_si512(factors));
+        const __mmask16 loose = _mm512_mask_cmpeq_epi32_mask(may_go, state, is_ready);
         const __mmask16 fits = _mm512_mask_cmplt_epi32_mask(loose, order, limit);
         seen += _mm_popcnt_u32(loose);
         const __m512i orders = _mm512_maskz_compress_epi32(fits, order);
