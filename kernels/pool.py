@@ -20,11 +20,11 @@ from .checks import index
 from .located import Keys, Slots, require
 
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
-# So many of the rows that a step copies are examined, whether they are worth keeping; the next ones in each step. What is
-# needed often is soon copied again.
+# So many of the rows that a step copies are examined, whether they are worth keeping; the next ones in each step. What
+# is needed often is soon copied again.
 EXAMINED = 2048
 BAR_SLOTS = 1024  # of a window, whose rows set the bar
-FEWER = 64  # as many slots are kept free as the last steps needed at most, less this small part for each step since
+FEWER = 512  # as many slots are kept free as the last steps needed at most, less this small part for each step since
 FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE, VISITING, COMING = range(8)  # places in `RowTable.counters`
 
 # A slot's fields, side by side, so that scanning many reads memory once.

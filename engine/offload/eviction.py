@@ -18,8 +18,8 @@ SAMPLE, SMALLEST_WINDOW = 6, 256  # slots examined for each one wanted, and at l
 # What a prefetched row is worth: as much as one that is active at each call of an expert with this many times the mean
 # score. For Mixtral about one use in two steps.
 PREFETCH_WORTH = 2.0
-# A row that was copied stays if it is worth more than this share of the others. From 0.08 to 0.3 the hit rates are alike;
-# the highest evicts least.
+# A row that was copied stays if it is worth more than this share of the others. From 0.08 to 0.3 the hit rates are
+# alike; the highest evicts least.
 BAR = 0.3
 # Rows of the layer that has just run count this much less: all others are needed before them.
 TURN = 0.5

@@ -87,7 +87,7 @@ inline void lent(const floe_pool &p, int64_t count, const int32_t *slots) {
     p.counters[FLOE_POOL_VISITING] += count;
 }
 
-constexpr int64_t kExamined = 2048, kFewer = 64; // `EXAMINED`, `FEWER`
+constexpr int64_t kExamined = 2048, kFewer = 512; // `EXAMINED`, `FEWER`
 
 // Which of the last visitors stay, as positions in their order: the first ones for which there is room in any case, and
 // of some of the others those that are worth more than the bar. Returns how many.
