@@ -9,6 +9,7 @@ Python, three of them graphs; what was computed is counted for all layers at onc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,6 +100,7 @@ class CardExperts:
         self._forms: dict[object, Form] = {}
         self._layers = [None if block is None else self._made(block, top_k) for block in blocks]
         self._pooled = [one for one in self._layers if one is not None]
+        self._served = [0, *itertools.accumulate(int(one is not None) for one in self._layers)]  # of so many layers
         self.counts = CardCounts(self._pooled, total.reached)
         for one, noted in zip(self._pooled, self.counts.noted, strict=True):
             one.noted = noted
@@ -215,6 +217,6 @@ class CardExperts:
     def end(self, layers: int) -> None:
         """Count a token that went through so many layers, if tokens are counted."""
         if self._control.counting:
-            self.counts.add(sum(one is not None for one in self._layers[:layers]))
+            self.counts.add(self._served[layers])
         else:
             self.counts.leave_out()
