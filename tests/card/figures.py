@@ -14,6 +14,7 @@ from floe_chat.engine.bench.kernels import gpu
 from floe_chat.engine.bench.kernels.gpu_expert import Stopwatch, Watch, make_expert
 from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.machine.random_weights import MIXTRAL, Shapes, make_linear
+from floe_chat.engine.planning.rates import UNREACHED
 from floe_chat.kernels import operations
 from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
@@ -97,7 +98,7 @@ def _operations(shapes: Shapes, up: int, rows: int, device: str) -> list[tuple[s
     some = made.active[0.5]
     out = torch.empty(int(some), made.rows.layout.nbytes, dtype=torch.uint8, device=device)
     neurons = [each.neurons[: len(out)].contiguous() for each in listed]
-    nothing = torch.full((1,), torch.inf, device=device)
+    nothing = torch.full((1,), UNREACHED, device=device)
 
     def signal(expert: int) -> object:
         return fast.moe_step(x, made.up, made.rows, calls[expert], nothing)
