@@ -83,7 +83,7 @@ class Card:
 
     def rates(self, flops_per_byte: float) -> Rates:
         """The rates that a measurement of this machine would give, for rows with this many operations per byte and
-        token.
+        token. RAM's is left out: on a virtual clock the lanes do not compete for it.
         """
         batch = self.cpu_flops / flops_per_byte
         return Rates(

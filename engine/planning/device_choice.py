@@ -26,7 +26,7 @@ from ...models.quantities import memory as size
 from ..machine import hardware
 from ..offload import cards
 from ..offload.device import Device
-from ..offload.lane_rates import Rates, rates_file
+from ..offload.lane_rates import TOUCHED, Rates, rates_file
 from ..offload.links import pinning
 from ..offload.links.compiled_cuda import open_cuda_link
 from ..offload.links.compiled_link import CompiledLink, throttled_link
@@ -41,7 +41,7 @@ from . import disk_tier, machine
 from .footprint import kv_element
 from .memory_plan import DeviceShares
 from .opened_pack import Asked, OpenedPack, UsableGpu
-from .rates import measured_rates
+from .rates import measured_rates, memory_rate
 
 THROTTLED = "throttled:"
 # Defaults for what cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while
@@ -248,7 +248,10 @@ def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer
     rows = layers[0].rows
     kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
     rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
-    link, rates.link_bytes_s, how = open_link(ends, wanted, [layer.rows.data for layer in layers])
+    link, kind, rates.link_bytes_s, how = open_link(ends, wanted, [layer.rows.data for layer in layers])
+    rates.touched = TOUCHED[kind]
+    if ends.place != "cpu":  # a test device's link is slowed down, and RAM feeds it easily
+        rates.ram_bytes_s = memory_rate()
     device = Device(ends.device, ends.place, link, rates, cpu_share, kept)
     device.moves = how
     return device

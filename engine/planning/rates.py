@@ -111,6 +111,15 @@ def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "
     return rates
 
 
+def memory_rate() -> float:
+    """Bytes per second of a plain read of RAM: saved, or measured (about 0.5 s)."""
+    saved = reliable()
+    if saved is not None and READ in saved.rates:
+        return saved.rates[READ]
+    with computing(None, MIXTRAL.hidden, MIXTRAL.neurons):
+        return _read()
+
+
 def row_rate(layout: RowLayout, neurons: int, share: float = 0.5) -> float:
     """Bytes per second of rows that the CPU computes for one token, a random `share` of an expert active."""
     return best_rate(row_work(layout, neurons, share))

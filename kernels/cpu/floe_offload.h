@@ -32,8 +32,9 @@ typedef struct {
 } floe_found;
 
 // Seconds before a lane's first row, and for each: CPU and link. cpu_row is infinite where the CPU takes no share.
+// memory_cpu, memory_copy: of RAM, which both read, for a row on each lane; 0 if it is no limit.
 typedef struct {
-    double cpu_start, cpu_row, copy_start, copy_row;
+    double cpu_start, cpu_row, copy_start, copy_row, memory_cpu, memory_copy;
 } floe_lanes;
 
 // Parts of the active neurons that are not done without: there; on their way; copied; computed by the CPU from RAM.
@@ -88,8 +89,10 @@ FLOE_API int64_t floe_offload_right(const floe_pool *pool, const floe_found *fou
 
 // engine/offload/lane_rates.py: what rows take, corrected by what was seen: a new observation has the weight `step` in
 // the mean and counts as `farthest` times the mean at most; a lane without work is believed `hope` times as fast.
+// ram_bytes_s: of plain reads, infinite if not known; touched: times that a copied byte crosses RAM's bus.
 typedef struct {
-    double link_bytes_s, link_latency_s, cpu_bytes_s, cpu_latency_s, gpu_bytes_s, launch_s, step, farthest, hope;
+    double link_bytes_s, link_latency_s, cpu_bytes_s, cpu_latency_s, gpu_bytes_s, launch_s, ram_bytes_s, touched;
+    double step, farthest, hope;
 } floe_rates;
 
 // Everything that a step works on. link: its handle. cpu_share: of the threads, which rows in RAM may use; 0 for

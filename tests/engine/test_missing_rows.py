@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.offload import missing_rows
-from floe_chat.engine.offload.lane_rates import RateName, Rates, rates_file
+from floe_chat.engine.offload.lane_rates import TOUCHED, RateName, Rates, rates_file
 from floe_chat.engine.offload.missing_rows import Lane, prefill
-from floe_chat.kernels.offload.placing import share
+from floe_chat.kernels.offload.placing import Lanes, cpu_rows, share
 
 RANDOM = random.Random()
 
@@ -96,6 +97,55 @@ class TestShare:
     def test_weights_that_are_no_numbers_come_last(self) -> None:
         lanes = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0).lanes(1000, 0.0, 1.0)
         assert share([100, 100, 100], [math.nan, 0.6, 0.4], lanes) == [0, 50, 100]
+
+
+class TestMemory:
+    @staticmethod
+    def end(lanes: Lanes, cpu: int, total: int) -> float:
+        ends = [lanes.memory_cpu * cpu + lanes.memory_copy * (total - cpu)]
+        if cpu:
+            ends.append(lanes.cpu_start + lanes.cpu_row * cpu)
+        if cpu < total:
+            ends.append(lanes.copy_start + lanes.copy_row * (total - cpu))
+        return max(ends)
+
+    @pytest.mark.parametrize("most", [1, 3, 40])
+    def test_of_the_soonest_splits_it_is_the_one_that_copies_most(self, most: int) -> None:
+        """Times are whole numbers, so that none is rounded, and many are equal."""
+        for _ in range(1500):
+            starts, each, memory = ([float(RANDOM.randint(low, 3 * most)) for _ in range(2)] for low in (0, 1, 0))
+            memory = RANDOM.choice([memory, [memory[0]] * 2, [0.0] * 2])
+            lanes = Lanes(starts[0], each[0], starts[1], each[1], *memory)
+            total = RANDOM.randint(0, most)
+            best = min(range(total + 1), key=lambda cpu: (self.end(lanes, cpu, total), cpu))
+            assert cpu_rows(lanes, total) == best, (lanes, total)
+
+    def test_no_split_ends_sooner(self) -> None:
+        for _ in range(300):
+            rates, nbytes, total = some_rates(), RANDOM.choice([64, 1024, 16384]), RANDOM.randint(0, 300)
+            rates.ram_bytes_s, rates.touched = 10 ** RANDOM.uniform(9.5, 11.5), RANDOM.choice([*TOUCHED.values()])
+            lanes = rates.lanes(nbytes, RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1), RANDOM.random())
+            best = min(self.end(lanes, cpu, total) for cpu in range(total + 1))
+            assert self.end(lanes, cpu_rows(lanes, total), total) <= best * (1 + 1e-9), (lanes, total)
+
+    def test_where_copies_wait_for_memory_the_cpu_takes_more(self) -> None:
+        rates = Rates(13e9, 5e-6, 27e9, 27e9, 1e-5, 250e9, 5e-6)
+        shares: list[int] = []
+        for ram, touched in ((math.inf, 3), (38e9, 1), (38e9, 3)):
+            rates.ram_bytes_s, rates.touched = ram, touched
+            shares.append(sum(share([2000, 2000], [0.6, 0.4], rates.lanes(4096, 0.0, 1.0))))
+        assert shares[1] <= shares[0] < shares[2] - 100
+
+    def test_a_row_takes_ram_no_longer_than_the_cpu(self) -> None:
+        """Where the CPU reads little of its rows, they would hide a CPU that is as fast as RAM."""
+        rates = Rates(13e9, 5e-6, 48e9, 48e9, 1e-5, 250e9, 5e-6, ram_bytes_s=38e9)
+        lanes = rates.lanes(4096, 0.0, 1.0)
+        assert lanes.memory_cpu == lanes.cpu_row and 0 < cpu_rows(lanes, 9000) < 9000
+        assert rates.lanes(4096, 0.0, 1.0, 0.5).memory_cpu == pytest.approx(0.5 * 4096 / 38e9)
+
+    def test_an_unknown_rate_is_no_limit(self) -> None:
+        lanes = some_rates().lanes(4096, 0.0, 1.0)
+        assert lanes.memory_cpu == lanes.memory_copy == 0.0 and lanes == Lanes(*lanes[:4])
 
 
 class TestPrefill:
@@ -271,6 +321,8 @@ class TestRates:
             rates.save(file)
             assert Rates.load(file) == rates and not lines
         assert [path.name for path in file.parent.iterdir()] == ["machine.json"]
+        dataclasses.replace(rates, ram_bytes_s=4e10, touched=1).save(file)
+        assert Rates.load(file) == rates, "RAM's rate and the link's kind are found out at each start"
         if os.name == "posix":
             assert file.stat().st_mode & 0o077 == 0
 
@@ -318,7 +370,7 @@ class TestRates:
 
 
 def rates_of(rates: Rates) -> dict[str, float]:
-    return {name: getattr(rates, name) for name in Rates.__slots__}
+    return dataclasses.asdict(rates)
 
 
 @contextmanager

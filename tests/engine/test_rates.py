@@ -126,6 +126,16 @@ def test_rates_to_begin_with_are_those_of_the_layout(gate: int, down: int) -> No
     assert found == changed and found.cpu_bytes_s != GUESS.cpu_bytes_s
 
 
+def test_rams_rate_is_the_saved_one_unless_other_programs_disturbed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_read", lambda: 1e9)
+    file = rates.kept_file()
+    for saved, want in ((None, 1e9), (SOME, 3e10), (replace(SOME, busy=9.0), 1e9), (Measured({"gpu": 2e11}), 1e9)):
+        if saved is not None:
+            saved.save(file)
+        assert rates.memory_rate() == want
+    file.unlink()
+
+
 def test_copies_are_timed_without_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor stands for the device: what is tested is that the work is done, not its speed."""
     monkeypatch.setattr(rates, "_COPIED", 1 << 16)

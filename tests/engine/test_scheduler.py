@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -91,6 +92,9 @@ class Steps:
         """Returns in how many loads the copied rows came."""
         found, share = self.walk.found(layer, late=self.dice.random() < 0.3), self.dice.choice([0.0, 0.5, 1.0])
         ahead = self.walk.found(guess) if guess is not None else None
+        ram, touched = self.dice.choice([math.inf, 10 ** self.dice.uniform(7, 10)]), self.dice.choice([1, 3])
+        for side in self.sides:
+            side.rates.ram_bytes_s, side.rates.touched = ram, touched
         starts = [side.scheduler.start(found, _beside(found), share) for side in self.sides]
         (one, first), (two, second) = starts
         assert (first is None) == (second is None) == (not one.sizes[3])

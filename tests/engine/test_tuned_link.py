@@ -216,9 +216,10 @@ def moves(link: MeasuredLink, rows: Sequence[Tensor], target: Tensor) -> bool:
 def test_the_link_is_opened_as_it_was_kept(kind: Kind, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
     known = Tuned("fake", NBYTES, SLOW, QUICK) if kind == "in place" else Tuned("fake", NBYTES, QUICK, SLOW)
     known.save(tuned_link.file_of("fake", NBYTES))
-    link, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
+    link, opened, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
     assert isinstance(link, CudaLink) and link.zero_copy == (kind == "in place") and link.chunk == 400
-    assert reached == known.rate(kind) and how == f"rows are {known.describe(kind)} ({known.beside(kind)})"
+    assert opened == kind and reached == known.rate(kind)
+    assert how == f"rows are {known.describe(kind)} ({known.beside(kind)})"
     assert all(part.is_pinned() for part in rows) == (kind == "in place")
     with cuda.running():
         assert moves(link, rows, target)
@@ -230,14 +231,14 @@ def test_the_link_is_opened_as_it_was_kept(kind: Kind, cuda: FakeCuda, rows: lis
 def test_the_link_is_measured_once(wanted: TransferMode, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
     ends = LinkEnds("fake", "cpu", make, "")
     with cuda.running():
-        link, reached, how = open_link(ends, wanted, rows)
+        link, opened, reached, how = open_link(ends, wanted, rows)
         kept = Tuned.load(tuned_link.file_of("fake", NBYTES))
         assert kept is not None and sorted(kept.staged) == list(CHUNKS) and reached == kept.rate(link_kind(link))
         assert sorted(kept.in_place) == (list(CHUNKS) if wanted == "in place" else [])
-        assert link_kind(link) == wanted and how.endswith("(asked for)")
+        assert link_kind(link) == opened == wanted and how.endswith("(asked for)")
         link.close()
         made = len(cuda.streams)
-        again, _, _ = open_link(ends, wanted, rows)
+        again, _, _, _ = open_link(ends, wanted, rows)
         assert len(cuda.streams) == made + 2 and again.chunk == link.chunk  # one more link
         assert moves(again, rows, target)
         again.close()
@@ -253,8 +254,8 @@ def test_a_driver_that_refuses_leaves_rows_staged(
 ) -> None:
     cuda.refused, cuda.refused_after = "out of memory", after
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
-    link, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
-    assert link_kind(link) == "staged" and reached == 2e9 and not cuda.registered
+    link, opened, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
+    assert link_kind(link) == opened == "staged" and reached == 2e9 and not cuda.registered
     assert "not read in place, because" in how and how.endswith("cannot be pinned: out of memory)")
     with cuda.running():
         assert moves(link, rows, target)

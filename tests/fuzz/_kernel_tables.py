@@ -179,7 +179,8 @@ def _step(rng: Random, layer: int, width: int, *lists: Any) -> Callable[[StepTab
         late,
         rng.choice((None, torch.rand(tokens, rng.randrange(4)))),
     )
-    lanes = Lanes(rng.random(), rng.choice((rng.random(), float("inf"))), rng.random(), rng.random())
+    memory = rng.choice((0.0, rng.random())), rng.choice((0.0, rng.random()))
+    lanes = Lanes(rng.random(), rng.choice((rng.random(), float("inf"))), rng.random(), rng.random(), *memory)
     guessed = np.array([rng.randrange(6) for _ in range(rng.randrange(4))], np.int32)
     return rng.choice(
         (

@@ -74,7 +74,9 @@ class Walk:
 
     def lanes(self) -> Lanes:
         start, each = self.rng.random(2) * 10, self.rng.random(2)
-        return Lanes(start[0], np.inf if self.dice.random() < 0.2 else each[0], start[1], each[1])
+        # RAM is no limit, or each costs it the same, or any of them more.
+        memory = self.dice.choice([np.zeros(2), np.repeat(self.rng.random(1), 2), self.rng.random(2)])
+        return Lanes(start[0], np.inf if self.dice.random() < 0.2 else each[0], start[1], each[1], *memory)
 
     def place(self, layer: int) -> None:
         found, lanes = self.found(layer, late=self.dice.random() < 0.3), self.lanes()

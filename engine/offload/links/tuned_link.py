@@ -123,14 +123,14 @@ class LinkEnds:
     staged: str = STAGED
 
 
-def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[MeasuredLink, float, str]:
+def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[MeasuredLink, Kind, float, str]:
     """The best link for these rows, by saved or new measurements.
 
     Args:
         wanted: "auto": the faster kind. rows: (E, F, nbytes) uint8 in RAM, all that may cross; the first are measured.
 
     Returns:
-        the link, its bytes per second, and in words how rows cross it and why.
+        the link, its kind, its bytes per second, and in words how rows cross it and why.
 
     Raises:
         UsageError: "in place" is wanted and cannot be. Exception: what a link failed with.
@@ -164,7 +164,7 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
     beside = "asked for" if wanted != "auto" else tuned.beside(kind)
     how = f"rows are {tuned.describe(kind, ends.staged)}" + (f" ({beside})" if beside else "")
     try:
-        return ends.make(kind, tuned.chunk(kind), pinned), tuned.rate(kind), how
+        return ends.make(kind, tuned.chunk(kind), pinned), kind, tuned.rate(kind), how
     except Exception:  # any error: it is raised again, once nothing is pinned
         if pinned is not None:
             pinned.release()

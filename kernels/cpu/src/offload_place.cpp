@@ -76,27 +76,39 @@ void leave_out(const floe_found &f, const Part &part) {
     }
 }
 
-// How many of `total` rows the CPU computes so that it and the link end together.
-int64_t cpu_rows(const floe_lanes &lanes, int64_t total) {
-    if (!(lanes.cpu_row < INFINITY) || total == 0) return 0;
+double split_end(const floe_lanes &l, double rows, double total) {
+    const double cpu = rows > 0 ? l.cpu_start + l.cpu_row * rows : 0.0;
+    const double copy = rows < total ? l.copy_start + l.copy_row * (total - rows) : 0.0;
+    return std::max(std::max(cpu, copy), l.memory_copy * total - (l.memory_copy - l.memory_cpu) * rows);
+}
+
+// How many of `total` rows the CPU computes so that it, the link and RAM end soonest.
+int64_t cpu_rows(const floe_lanes &l, int64_t total) {
+    if (!(l.cpu_row < INFINITY) || total == 0) return 0;
     const double all = (double)total;
     int64_t best = 0;
-    double best_end = lanes.copy_start + lanes.copy_row * all;
-    if (total > 1) {
-        const double crossing =
-            (lanes.copy_start - lanes.cpu_start + lanes.copy_row * all) / (lanes.copy_row + lanes.cpu_row);
+    double best_end = split_end(l, 0, all);
+    const auto look = [&](int64_t rows) {
+        const double end = split_end(l, (double)rows, all);
+        if (end > best_end || (end == best_end && rows >= best)) return;
+        best = rows;
+        best_end = end;
+    };
+    const auto look_beside = [&](double crossing) {
         const int64_t below = crossing > 1 ? (crossing < all - 1 ? (int64_t)crossing : total - 1) : 1;
-        for (int64_t rows : {below, std::min(below + 1, total - 1)}) {
-            const double own = (double)rows;
-            const double end =
-                std::max(lanes.cpu_start + lanes.cpu_row * own, lanes.copy_start + lanes.copy_row * (all - own));
-            if (end < best_end) {
-                best = rows;
-                best_end = end;
-            }
+        look(below);
+        look(std::min(below + 1, total - 1));
+    };
+    if (total > 1) {
+        look_beside((l.copy_start - l.cpu_start + l.copy_row * all) / (l.copy_row + l.cpu_row));
+        if (l.memory_cpu != 0 || l.memory_copy != 0) {
+            const double saved = l.memory_copy - l.memory_cpu;
+            if (l.cpu_row + saved > 0) look_beside((l.memory_copy * all - l.cpu_start) / (l.cpu_row + saved));
+            if (saved <= 0) look_beside((l.copy_start + (l.copy_row - l.memory_copy) * all) / (l.copy_row - saved));
         }
     }
-    return lanes.cpu_start + lanes.cpu_row * all < best_end ? total : best;
+    look(total);
+    return best;
 }
 
 // Moves the CPU's share from one part to the other: of the calls that weigh least, the last neurons of each.

@@ -23,8 +23,12 @@ void observed(const floe_rates &r, double &rate, double latency, double bytes, d
 floe_lanes lanes_of(const floe_offload &o, double queued_bytes) {
     const floe_rates &r = *o.rates;
     const double row = (double)o.row_bytes;
-    return {r.cpu_latency_s, o.cpu_share > 0 ? row / (r.cpu_bytes_s * o.cpu_share) : INFINITY,
-            queued_bytes / r.link_bytes_s + r.link_latency_s + r.launch_s, row / r.link_bytes_s + row / r.gpu_bytes_s};
+    return {r.cpu_latency_s,
+            o.cpu_share > 0 ? row / (r.cpu_bytes_s * o.cpu_share) : INFINITY,
+            queued_bytes / r.link_bytes_s + r.link_latency_s + r.launch_s,
+            row / r.link_bytes_s + row / r.gpu_bytes_s,
+            row / std::max(r.ram_bytes_s, r.cpu_bytes_s),
+            row * r.touched / r.ram_bytes_s};
 }
 
 int collect(floe_offload &o, Link &link, bool others) {
