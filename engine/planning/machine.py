@@ -19,13 +19,14 @@ from ...models.quantities import memory, rate, trimmed
 from ..machine.hardware import Hardware
 from ..offload import cards
 from ..offload.cards import CHUNK_BYTES, LANE_BYTES_S, LINK_REACHED, Card
+from ..offload.lane_rates import TOUCHED
 from . import rates
 from .measured_figures import figures
 from .rates import GPU_REACHED, Measured
-from .speed_estimate import TOUCHED, Speeds
+from .speed_estimate import Speeds
 
 MEASURED_DOUBT, ASSUMED_DOUBT = 0.15, 0.35  # share by which rates may be off
-PACKED = 1 / TOUCHED  # share of a linear read at which the CPU packs rows (assets/devices.json, pack_bytes_s)
+PACKED = 1 / TOUCHED["staged"]  # share of a linear read at which the CPU packs rows (assets/devices.json, pack_bytes_s)
 NO_CARD = "none"
 FREE = 0.8  # share of the memory counted on; if less is free now, the plan says so
 AGAIN = "floe-chat doctor --measure"

@@ -1,8 +1,8 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split as in the engine (`placing.cpu_rows`), as far as RAM can feed both lanes. Expectations come from
-benchmarks (`measured_figures.py`). Beside a GPU each layer has the time of its kind (`LayerTime`).
+absent rows is split as in the engine (`placing.cpu_rows`). Expectations come from benchmarks (`measured_figures.py`).
+Beside a GPU each layer has the time of its kind (`LayerTime`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...kernels.offload.placing import cpu_rows
+from ...kernels.offload.placing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
@@ -24,9 +24,6 @@ from .measured_figures import Curve, figures
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
 # the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md, A pack of twice the memory).
 SCATTERED = 0.6
-# Times that RAM moves each byte of a row on its way to the GPU: it is packed (read and written), and read by the copy
-# engine. With caches that keep what was just packed it may be less; that was not measured on a card.
-TOUCHED = 3
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared
 
@@ -169,6 +166,7 @@ class Speeds:
             cpu_latency_s=2 * self.link_latency,
             gpu_bytes_s=self.gpu / work.read,
             launch_s=self.launch,
+            ram_bytes_s=self.read,
         )
 
 
@@ -318,7 +316,7 @@ def layer_time(
     absent, host = wanted * (1 - hit), speeds.host_pool
     own = wanted * hit * row * work.read / speeds.gpu + launches
     rates = speeds.rates(takes, work)
-    end, copied = _absent_end(absent, row, rates, cpu, work, speeds.read)
+    end, copied = _absent_end(absent, row, rates, cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
     # The device and the link work behind half of the rest of the host's own time; the other half follows when their
     # rows are there. Nothing is fetched ahead: see `Device.looks_ahead`.
@@ -364,29 +362,11 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
     )
 
 
-def _absent_end(
-    rows: float, nbytes: float, rates: Rates, cpu: bool, work: TokenWork, memory: float
-) -> tuple[float, float]:
-    """The end of both lanes, and how many rows went over the link.
-
-    RAM gives both together `memory` bytes a second: of a row that the CPU computes it reads a part, of a copied one it
-    moves the whole TOUCHED times. The more rows the CPU computes, the later it ends, and the earlier the link and the
-    memory do: least time is where the CPU's end meets the later one of these. The engine balances by the lanes' rates
-    alone, as it observes them while both run, and may copy more.
-    """
+def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool, work: TokenWork) -> tuple[float, int]:
+    """The end of both lanes and of RAM, which feeds both, and how many rows went over the link."""
     count = round(rows)
     if not count:
-        return 0.0, 0.0
-    lanes, touch = rates.lanes(nbytes, 0.0, 1.0 if cpu else 0.0), nbytes / memory
-    on_cpu: float = cpu_rows(lanes, count)
-    if cpu:
-        # cpu_start + cpu_row level = touch (read level + TOUCHED (count - level))
-        level = (TOUCHED * touch * count - lanes.cpu_start) / (lanes.cpu_row + touch * (TOUCHED - work.read))
-        on_cpu = min(float(count), max(on_cpu, level))
-    copied = count - on_cpu
-    ends = [touch * (work.read * on_cpu + TOUCHED * copied)]
-    if copied:
-        ends.append(lanes.copy_start + lanes.copy_row * copied)
-    if on_cpu:
-        ends.append(lanes.cpu_start + lanes.cpu_row * on_cpu)
-    return max(ends), copied
+        return 0.0, 0
+    lanes = rates.lanes(nbytes, 0.0, 1.0 if cpu else 0.0, work.read)
+    on_cpu = cpu_rows(lanes, count)
+    return split_end(lanes, on_cpu, count), count - on_cpu

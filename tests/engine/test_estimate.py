@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from floe_chat.engine import quality_presets
+from floe_chat.engine.offload.lane_rates import TOUCHED
 from floe_chat.engine.planning import speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.prompt_estimate import prefill
-from floe_chat.engine.planning.speed_estimate import TOUCHED, Held, Speeds, TokenWork, at, decode, layer_time
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode, layer_time
 from floe_chat.models.catalog import described, find
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
@@ -114,16 +115,16 @@ class TestDecode:
             speeds, pool = some_speeds(), RANDOM.choice([0.0, 0.1, 0.5])
             layer = layer_time(TAKES, BALANCED, speeds, "pool", pool)
             wanted = 2 * BALANCED.calls * 14336 * BALANCED.active
-            absent, each = round(wanted * (1 - layer.hit)), TAKES.row / speeds.read
+            absent, each, moved = round(wanted * (1 - layer.hit)), TAKES.row / speeds.read, TOUCHED["staged"]
             lanes = speeds.rates(TAKES, BALANCED).lanes(TAKES.row, 0.0, 1.0)
             ends: list[float] = []
             for on_cpu in (absent * part / 500 for part in range(501)):
                 copied = absent - on_cpu
-                touched = each * (BALANCED.read * on_cpu + TOUCHED * copied)
+                touched = each * (BALANCED.read * on_cpu + moved * copied)
                 copy = lanes.copy_start + lanes.copy_row * copied if copied else 0.0
                 ends.append(max(lanes.cpu_start + lanes.cpu_row * on_cpu, copy, touched))
             copied = layer.moved / TAKES.row
-            assert layer.rows >= each * (BALANCED.read * (absent - copied) + TOUCHED * copied) * (1 - 1e-9)
+            assert layer.rows >= each * (BALANCED.read * (absent - copied) + moved * copied) * (1 - 1e-9)
             own = wanted * layer.hit * TAKES.row * BALANCED.read / speeds.gpu + 2 * speeds.launch
             assert layer.rows <= max(min(ends), own, speeds.host_behind / 2) * 1.0001
 
