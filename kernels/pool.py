@@ -23,6 +23,7 @@ FREE, FILLING, READY = 0, 1, 2  # a slot's state
 # So many of the rows that a step copies are examined, whether they are worth keeping; the next ones in each step. What
 # is needed often is soon copied again.
 EXAMINED = 2048
+REMEMBERED = 8  # each of so many times that a row is used, its mean is copied into its cell
 BAR_SLOTS = 1024  # of a window, whose rows set the bar
 FEWER = 512  # as many slots are kept free as the last steps needed at most, less this small part for each step since
 FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE, VISITING, COMING = range(8)  # places in `RowTable.counters`
@@ -104,7 +105,7 @@ class RowTable:
         cells: (S + 1,) of `CELL` by slot, one more than there are: slot -1 of an absent neuron reads and writes
             nobody's. Parts of them by themselves are states; keys: flat; marks: by score the find for which a row was
             prefetched, else when it was used or brought, the lower 32 bits of the count; kept: `Means.raw` of the row's
-            neuron, unless there is a slot for every row.
+            neuron when it was last copied, unless there is a slot for every row.
         busy: (L · E,) uint8, whether the running step uses the expert: none of its rows is evicted.
         free: (S,) int32, a stack. visitors: (S,) int32, slots. bar: (1,) float32, see `EvictionRule`.
         counters: (8,) int64, see FINDS and so on; SPARE slots are for urgent rows, VISITING are visitors', COMING are
@@ -264,6 +265,11 @@ class RowTable:
         self.counters[FREE_COUNT] = self.counters[HAND] = self.counters[SPARE] = 0
         self._put_free(np.concatenate([fresh, free[free < capacity]]))
         self.capacity = capacity
+
+    def remember(self, slots: Slots) -> None:
+        """Copy the means of the rows in these slots."""
+        if not self.holds_all:
+            self.kept[slots] = self.means.raw.reshape(-1)[self.keys[slots]]
 
     def recall(self) -> None:
         """The means were changed elsewhere: copy those of the rows in slots again."""

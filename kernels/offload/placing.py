@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..checks import index, indices
 from ..located import Keys, Located, Part, Slots, check_offsets, require
-from ..pool import BROUGHT, FILLING, FINDS, LAYER, READY, RowTable, low
+from ..pool import BROUGHT, FILLING, FINDS, LAYER, READY, REMEMBERED, RowTable, low
 from ..types import Active
 
 Narrow = NDArray[np.int32]
@@ -185,11 +185,13 @@ class StepTable(RowTable):
         raw, growth = self.means.raw[layer], self.means.growth[layer]
         growth[np.bincount(expert, minlength=self.experts) > 0] /= 1 - rate
         raw[keys] += (rate * growth).astype(np.float32)[expert]
+        slots = self.slots[layer * self.width + keys]
+        self.remember(slots[slots >= 0][self.counters[FINDS] // self.layers % REMEMBERED :: REMEMBERED])
         for large in np.flatnonzero(growth > self.rule.largest_growth):
             raw.reshape(self.experts, -1)[large] /= np.float32(growth[large])
             growth[large] = 1.0
-        if not self.holds_all:
-            self.kept[self.slots[layer * self.width : (layer + 1) * self.width]] = raw
+            slots = self.slots.reshape(self.layers, self.experts, -1)[layer, large]
+            self.remember(slots[slots >= 0])
 
     def keys_of(
         self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int

@@ -31,35 +31,37 @@ float use_of(const floe_pool &p, const floe_found &f, int64_t call) {
     return (float)(p.use_rate * p.growth[f.layer * p.experts + f.experts[call] * f.width / p.neurons]);
 }
 
-// The means of rows in slots are in their cells too, but for pools in which nothing gives way.
-void keep_mean(const floe_pool &p, int64_t slot, float mean) { p.cells[slot < 0 ? p.capacity : slot].mean = mean; }
-
 void note_call(const floe_pool &p, const floe_found &f, int64_t call) {
     float *__restrict raw = p.raw + f.layer * expert_width(p) + f.experts[call] * f.width;
     const float use = use_of(p, f, call);
     for (int64_t i = f.offsets[call]; i < f.offsets[call + 1]; i++) raw[f.neurons[i]] += use;
 }
 
+// The means of rows in slots are copied into their cells, which eviction looks at: of each `REMEMBERED` of a step one,
+// another one in each of the next steps.
+constexpr int64_t kRemembered = 8;
+
+int64_t turn_of(const floe_pool &p) { return p.counters[FLOE_POOL_FINDS] / p.layers % kRemembered; }
+
+void remember(const floe_pool &p, int64_t slot) { p.cells[slot].mean = p.raw[p.cells[slot].key]; }
+
 // Of these slots.
-void keep_means(const floe_pool &p, int64_t count, const int32_t *slots) {
-    for (int64_t i = 0; i < count; i++) {
-        if (i + 24 < count) FLOE_PREFETCH(p.cells + slots[i + 24]);
-        floe_cell &cell = p.cells[slots[i]];
-        cell.mean = p.raw[cell.key];
+void remember_some(const floe_pool &p, int64_t count, const int32_t *slots) {
+    for (int64_t i = turn_of(p); i < count; i += kRemembered) {
+        if (i + 4 * kRemembered < count) FLOE_PREFETCH(p.cells + slots[i + 4 * kRemembered]);
+        remember(p, slots[i]);
     }
 }
 
-// Of all neurons of a step.
-void keep_means(const floe_pool &p, const floe_found &f) {
+// Of all neurons of a step that have slots.
+void remember_some(const floe_pool &p, const floe_found &f) {
+    const int64_t turn = turn_of(p);
+    int64_t there = 0;
     for (int64_t c = 0; c < f.calls; c++) {
-        const int64_t first = f.layer * expert_width(p) + f.experts[c] * f.width, end = f.offsets[c + 1];
-        const int32_t *__restrict table = p.slots + first;
-        for (int64_t i = f.offsets[c]; i < end; i++) {
-            if (i + 24 < end) {
-                const int32_t later = table[f.neurons[i + 24]];
-                FLOE_PREFETCH(p.cells + (later < 0 ? p.capacity : later));
-            }
-            keep_mean(p, table[f.neurons[i]], p.raw[first + f.neurons[i]]);
+        const int32_t *table = p.slots + f.layer * expert_width(p) + f.experts[c] * f.width;
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
+            const int32_t slot = table[f.neurons[i]];
+            if (slot >= 0 && there++ % kRemembered == turn) remember(p, slot);
         }
     }
 }
@@ -67,18 +69,13 @@ void keep_means(const floe_pool &p, const floe_found &f) {
 // Where a neuron may be named twice: in two passes, so that it is counted once.
 void note_twice(const floe_pool &p, const floe_found &f, float *added) {
     float *raw = p.raw + f.layer * expert_width(p);
-    const int32_t *table = p.slots + f.layer * expert_width(p);
     for (int64_t c = 0; c < f.calls; c++) {
         const float use = use_of(p, f, c);
         for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++)
             added[i] = raw[f.experts[c] * f.width + f.neurons[i]] + use;
     }
     for (int64_t c = 0; c < f.calls; c++)
-        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
-            const int64_t key = f.experts[c] * f.width + f.neurons[i];
-            raw[key] = added[i];
-            if (!holds_all(p)) keep_mean(p, table[key], added[i]);
-        }
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) raw[f.experts[c] * f.width + f.neurons[i]] = added[i];
 }
 
 void shrink(const floe_pool &p, int64_t layer) {
@@ -87,7 +84,7 @@ void shrink(const floe_pool &p, int64_t layer) {
         const float by = (float)p.growth[e];
         for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) {
             p.raw[n] /= by;
-            if (!holds_all(p)) keep_mean(p, p.slots[n], p.raw[n]);
+            if (!holds_all(p) && p.slots[n] >= 0) remember(p, p.slots[n]);
         }
         p.growth[e] = 1.0;
     }
@@ -131,18 +128,13 @@ int floe_offload_note(const floe_pool *pool, const floe_found *found, const floe
     if (memory == nullptr) return FLOE_NO_MEMORY;
     if (const int error = check_found(p, f, memory + added, once)) return error;
     called(p, f, memory + added);
-    if (once) {
+    if (once)
         for (int64_t c = 0; c < f.calls; c++) note_call(p, f, c);
-        // Where nothing is on its way, what has a slot was listed.
-        if (places != nullptr && p.counters[FLOE_POOL_COMING] == 0) {
-            if (!holds_all(p))
-                keep_means(p, places->offsets[FLOE_PART_READY * (f.calls + 1) + f.calls], places->places);
-        } else if (!holds_all(p)) {
-            keep_means(p, f);
-        }
-    } else {
-        note_twice(p, f, (float *)memory);
-    }
+    else note_twice(p, f, (float *)memory);
+    // Where nothing is on its way, what has a slot was listed.
+    const bool listed = places != nullptr && p.counters[FLOE_POOL_COMING] == 0;
+    const int64_t ready = FLOE_PART_READY * (f.calls + 1) + f.calls;
+    if (!holds_all(p)) listed ? remember_some(p, places->offsets[ready], places->places) : remember_some(p, f);
     shrink(p, f.layer);
     return FLOE_OK;
 }
