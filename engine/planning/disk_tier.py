@@ -1,7 +1,8 @@
 """A pack that RAM does not hold: its up projections and the rows used most stay there, the others are read from the
 disk by many requests at once, as soon as a token or the predictor names them.
 
-The system's own cache would read them one by one, each when it is needed, and drop what is needed next.
+The system's own cache reads them one by one, each when it is needed, with its neighbours, and drops what is needed
+next. But it can use all memory that is free: where RAM is only a little short, it reads less, and the tier is not used.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import psutil
 import torch
 
 from ...kernels.cpu.binding import NativeUnavailableError, library
+from ...models.checkpoint import read_config
 from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
+from .. import quality_presets
 from ..machine import hardware
 from ..offload.links.compiled_link import CompiledLink
 from ..offload.links.disk_files import DiskFiles, RowFile, disk_link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind
 from ..offload.links.tuned_link import LinkEnds
+from .footprint import Footprint
 from .memory_plan import PROGRAM, RAM_LEAST, RAM_SHARE, Needs
+from .speed_estimate import TokenWork, disk_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +61,33 @@ def wanted(packed: PackedModel, needs: Needs) -> DiskTier | str:
         library()
     except NativeUnavailableError as error:
         return f"{lacking}; the system reads the rest as it is needed, because {error}"
+    pages = budget + reserve()
+    if pages >= needs.whole():
+        return ""
     if budget < needs.least():
         return f"{lacking}, less than the {size(needs.least())} of what every token reads: the system reads the rest"
+    takes = Footprint.of_pack(packed.manifest, read_config(packed.folder))
+    work, beside = TokenWork.of(quality_presets.get(quality_presets.DEFAULT, packed.manifest)), _beside(takes, needs)
+    in_ram, cached = ((nbytes - beside) / (takes.ups + takes.rows) for nbytes in (budget, pages))
+    if not disk_reads(takes, work, in_ram, cached)[1]:
+        return f"{lacking}: the system reads the rest as it is needed, which is less than rows that are asked for"
     return DiskTier(needs, budget, f"{lacking}: the rows used most stay there, the others are read from the disk")
 
 
 def room() -> int:
     """Bytes of RAM that weights, keys and values may take now: what is free, less what the program will still use."""
-    total, free = hardware.ram()
-    stays = max(int(total * RAM_SHARE), RAM_LEAST)
-    return free - stays - max(0, PROGRAM - psutil.Process().memory_info().rss)
+    free = hardware.ram()[1]
+    return free - reserve() - max(0, PROGRAM - psutil.Process().memory_info().rss)
+
+
+def reserve() -> int:
+    """Bytes of RAM that stay free for other programs. The system's cache may use them meanwhile."""
+    return max(int(hardware.ram()[0] * RAM_SHARE), RAM_LEAST)
+
+
+def _beside(takes: Footprint, needs: Needs) -> int:
+    """What takes RAM besides the experts."""
+    return needs.whole() - takes.ups - takes.rows
 
 
 def ends(packed: PackedModel, layers: Sequence[PackedLayer]) -> LinkEnds:

@@ -241,32 +241,37 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen:
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + seen / speeds.read
-    disk, hit = _disk_s(takes, work, speeds, held.ram) if held.ram < 1 else (0.0, 0.0)
+    disk, hit = disk_reads(takes, work, held.ram)
     return Token(
         dense=dense,
         up=calls * speeds.up_s(takes),
         rows=calls * sizes.intermediate * work.active * work.read * speeds.row_s(takes),
-        disk=disk,
+        disk=disk / speeds.disk,
         host=sizes.layers * (speeds.host_pool + speeds.host_behind if hit else speeds.host),
         hit=hit,
         moved=0.0,
     )
 
 
-def _disk_s(takes: Footprint, work: TokenWork, speeds: Speeds, ram: float) -> tuple[float, float]:
-    """Seconds of reading what is not in RAM, of which the experts have that share; and the share of rows found there.
+def disk_reads(takes: Footprint, work: TokenWork, ram: float, pages: float | None = None) -> tuple[float, float]:
+    """What a token reads from the disk, in bytes of a large read, if RAM has the share `ram` of the experts; and the
+    share of rows found in RAM, 0 where the system's cache is used.
 
-    Where RAM has room for the up projections, they and the rows used most are there (`disk_tier.py`). Where it has not,
-    the system reads what it dropped, with neighbouring pages: of a used expert nearly all.
+    Where RAM has room for the up projections, they and the rows used most may be kept there (`disk_tier.py`). Else the
+    system reads what it dropped, with neighbouring pages: of a used expert nearly all. The lesser counts.
+
+    Args:
+        pages: what the system's cache has room for; None: the same share.
     """
     calls = takes.sizes.layers * takes.sizes.top_k * work.calls
+    pages = min(1.0, ram if pages is None else pages)
+    whole = (1 - pages) * calls * (takes.up + takes.sizes.intermediate * takes.row)
     pool = (ram * (takes.ups + takes.rows) - takes.ups) / takes.rows
     if pool <= 0:
-        whole = calls * (takes.up + takes.sizes.intermediate * takes.row)
-        return (1 - ram) * whole / speeds.disk, 0.0
-    hit = at(figures().hits, pool)
-    rows = (1 - hit) * calls * takes.sizes.intermediate * work.active
-    return rows * takes.row / (SCATTERED * speeds.disk), hit
+        return whole, 0.0
+    hit = at(figures().hits, min(1.0, pool))
+    rows = (1 - hit) * calls * takes.sizes.intermediate * work.active * takes.row / SCATTERED
+    return (rows, hit) if rows < whole else (whole, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

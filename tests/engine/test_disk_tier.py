@@ -38,9 +38,10 @@ def needs(pack: Path) -> Needs:
     return replace(found, dense=disk_tier.dense_bytes(packed))
 
 
-def opened(pack: Path, room: int, patch: pytest.MonkeyPatch) -> tuple[LoadedModel, str]:
-    """The pack with so much room in RAM, and how it was opened."""
+def opened(pack: Path, room: int, patch: pytest.MonkeyPatch, reserve: int = 0) -> tuple[LoadedModel, str]:
+    """The pack with so much room in RAM, and so much that stays free; and how it was opened."""
     patch.setattr(disk_tier, "room", lambda: room)
+    patch.setattr(disk_tier, "reserve", lambda: reserve)
     loaded, told = load(pack, None, "cpu", silent)
     return loaded, told.reason
 
@@ -52,6 +53,7 @@ def test_answers_are_those_of_a_pack_in_ram(
     whole = open_model(pack)
     prompt, want = clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens)
     room = needs.least() + int(share * (needs.whole() - needs.least()))
+    monkeypatch.setattr(disk_tier, "disk_reads", lambda *_given: (0.0, 1.0))  # even where the system's cache would do
     loaded, reason = opened(pack, room, monkeypatch)
     assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
     assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
@@ -64,6 +66,20 @@ def test_answers_are_those_of_a_pack_in_ram(
 def test_a_pack_that_fits_is_mapped(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, reason = opened(pack, needs.whole(), monkeypatch)
     assert loaded.offload is None and "RAM" not in reason
+    loaded.close()
+
+
+def test_at_the_edge_the_systems_cache_has_what_stays_free(
+    pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold the pack, or nearly: then the tier's smaller share would read more from the disk."""
+    reserve = (needs.whole() - needs.least()) // 2
+    for lacking, words in ((0, ""), (reserve // 8, "the system reads the rest")):
+        loaded, reason = opened(pack, needs.whole() - reserve - lacking, monkeypatch, reserve)
+        assert loaded.offload is None and words in reason and ("RAM" in reason) == bool(words)
+        loaded.close()
+    loaded, reason = opened(pack, needs.whole() - reserve // 4, monkeypatch)
+    assert loaded.offload is not None and "the rows used most stay there" in reason
     loaded.close()
 
 
