@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ...models import typed_names
 from ...models.catalog import asset
 from ...models.errors import UsageError
 from ...models.quantities import memory
-from .lane_rates import Rates
+from .lane_rates import TOUCHED, Rates
 
 PREFIX = "sim:"
 CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an urgent row waits at most 47 us
@@ -44,7 +45,8 @@ _OTHERS = (
 class Card:
     """A GPU and the machine around it: bytes, bytes per second, operations per second, seconds.
 
-    GPU figures are published peaks; link_bytes_s is of large pinned copies, pack_bytes_s of the CPU gathering rows.
+    GPU figures are published peaks; link_bytes_s is of large pinned copies, pack_bytes_s of the CPU gathering rows,
+    infinite where the device reads them in place.
 
     Attributes:
         name: as sim:NAME has it. title: as its maker writes it. host: the machine around it, in words.
@@ -83,7 +85,7 @@ class Card:
 
     def rates(self, flops_per_byte: float) -> Rates:
         """The rates that a measurement of this machine would give, for rows with this many operations per byte and
-        token. RAM's is left out: on a virtual clock the lanes do not compete for it.
+        token. On a virtual clock the lanes do not compete for RAM: rows are divided so that they need not.
         """
         batch = self.cpu_flops / flops_per_byte
         return Rates(
@@ -94,6 +96,8 @@ class Card:
             cpu_latency_s=2 * self.link_latency_s,
             gpu_bytes_s=self.gpu_bytes_s * REACHED,
             launch_s=self.launch_s,
+            ram_bytes_s=self.cpu_bytes_s,
+            touched=TOUCHED["staged" if math.isfinite(self.pack_bytes_s) else "in place"],
         )
 
 

@@ -5,9 +5,10 @@ demo's manual, read as if they were written, and greedy answers to held-out ques
 tuned on the first; the other two were not looked at. Beside the policies stands the bound that knows the future
 (Belady: the row needed last goes first; rows that are missing are always brought). "chosen" is "score" where only the
 experts that the router chose are heard, as in a prompt. The pool is the engine's, and so are its calls. The first
-tokens fill the pool and are not counted. Then the first tokens of the last text, by what had filled the pool before:
-the experts' popularity, as for a model that was never used, or chance (Fiddler, appendix C). Last, what the bookkeeping
-of one layer costs at Mixtral's sizes.
+tokens fill the pool and are not counted. Then the three texts as layers of one model: a step
+needs a smaller part of its pool, as in a large model. Then the first tokens of the last text, by what had filled the
+pool before: the experts' popularity, as for a model that was never used, or chance (Fiddler, appendix C). Last, what
+the bookkeeping of one layer costs at Mixtral's sizes.
 
 Run: .venv/bin/python tests/bench/eviction.py [PACK] [--preset Balanced] [--tokens 500]. The last line is one JSON
 object.
@@ -244,6 +245,33 @@ def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
     return seconds
 
 
+def stacked(traces: list[Trace], layers: int) -> Trace:
+    """As if each was of layers of its own in one model, for as many tokens as all have."""
+    whole = Trace()
+    for token in range(min(len(trace.keys) for trace in traces) // layers):
+        for trace in traces:
+            part = slice(token * layers, (token + 1) * layers)
+            whole.scores += trace.scores[part]
+            whole.keys += trace.keys[part]
+    return whole
+
+
+def table(name: str, trace: Trace, shape: Shape) -> dict[str, list[float]]:
+    """Hit rates by policy, printed."""
+    active = statistics.mean(keys.size for keys in trace.keys)
+    print(f"{name}: {len(trace.keys) // shape.layers} tokens, {active:.0f} active neurons a layer")
+    print(f"  {'pool':>6}" + "".join(f"{name:>8}" for name in (*POLICIES, "bound")))
+    rates = {name: list[float]() for name in (*POLICIES, "bound")}
+    for share in SHARES:
+        capacity = int(shape.rows * share)
+        for name, (policy, all_scores) in POLICIES.items():
+            pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
+            rates[name].append(round(hit_rate(trace, shape, pool, FILL_TOKENS, all_scores=all_scores), 4))
+        rates["bound"].append(round(bound(trace, shape, capacity), 4))
+        print(f"  {share:6.0%}" + "".join(f"{found[-1]:8.1%}" for found in rates.values()), flush=True)
+    return rates
+
+
 def main() -> None:
     """Print a table per text and the cost, then the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -265,21 +293,11 @@ def main() -> None:
         "manual, second half": lambda: read_as_written(loaded, ids[half : half + options.tokens]),
         "answers": lambda: answers(loaded, ChatFormat(options.pack), options.tokens),
     }
-    rates: dict[str, dict[str, list[float]]] = {}
-    trace = Trace()
-    for text, record in texts.items():
-        trace = record()
-        active = statistics.mean(keys.size for keys in trace.keys)
-        print(f"{text}: {len(trace.keys) // shape.layers} tokens, {active:.0f} active neurons a layer")
-        print(f"  {'pool':>6}" + "".join(f"{name:>8}" for name in (*POLICIES, "bound")))
-        rates[text] = {name: [] for name in (*POLICIES, "bound")}
-        for share in SHARES:
-            capacity = int(shape.rows * share)
-            for name, (policy, all_scores) in POLICIES.items():
-                pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
-                rates[text][name].append(round(hit_rate(trace, shape, pool, FILL_TOKENS, all_scores=all_scores), 4))
-            rates[text]["bound"].append(round(bound(trace, shape, capacity), 4))
-            print(f"  {share:6.0%}" + "".join(f"{found[-1]:8.1%}" for found in rates[text].values()), flush=True)
+    traces = {text: record() for text, record in texts.items()}
+    rates = {text: table(text, trace, shape) for text, trace in traces.items()}
+    whole = replace(shape, layers=len(traces) * shape.layers)
+    rates["stacked"] = table("the three as one model", stacked([*traces.values()], shape.layers), whole)
+    trace = traces["answers"]
     begun = {
         name: [
             round(hit_rate(trace, shape, filled(shape, int(shape.rows * share), heat), 0, FIRST), 4) for share in SHARES

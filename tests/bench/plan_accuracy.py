@@ -109,10 +109,10 @@ def virtual_cards() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in offload.CARDS:
         card = cards.named(name, study=True)
-        played = replay.play(card, width, trace, balanced, Parts(), cpu_share=mixes.CPU_REACHED, warm=TOKENS // 3)
+        played = replay.play(card, width, trace, balanced, Parts(), cpu_share=mixes.cpu_reached(card), warm=TOKENS // 3)
         rows = replay.room(card, width, trace)
         share = rows / (trace.index.shape[1] * MODEL.experts * MODEL.intermediate)
-        speeds = _of_card(card, mixes.CPU_REACHED)
+        speeds = _of_card(card)
         token = speed_estimate.decode(takes, TokenWork.of(balanced), speeds, Held(gpu=True, pool=share), context=0)
         replayed, guess = 1 / played.seconds, 1 / token.seconds
         hit = sum(c.ready + c.coming for c in played.counts) / max(1, sum(_wanted(c) for c in played.counts))
@@ -126,11 +126,11 @@ def _wanted(counts: Any) -> int:
     return counts.ready + counts.coming + counts.copied + counts.on_cpu
 
 
-def _of_card(card: cards.Card, reached: float) -> Speeds:
+def _of_card(card: cards.Card) -> Speeds:
     """A card without Python's time."""
     base = machine.Machine("", 0, 0, None, 1, Speeds(read=1.0), 0.0)
     speeds = machine.of_card(card, base).speeds
-    cpu = {**speeds.cpu, "rows 4 bit": reached * speeds.read, "rows 16 bit": speeds.read}
+    cpu = {**speeds.cpu, "rows 4 bit": mixes.cpu_reached(card) * speeds.read, "rows 16 bit": speeds.read}
     return dataclasses.replace(speeds, cpu=cpu, host=0.0, host_gpu=0.0, host_pool=0.0, host_behind=0.0)
 
 
@@ -168,13 +168,13 @@ def papers() -> dict[str, Any]:
     """(c): tokens per second by policy and memory, Python counting for nobody."""
     result: dict[str, Any] = {"figure 8": {}, "fiddler": {}}
     print(f"{'RTX 3090, GB':<28}" + "".join(f"{vram:>8}" for vram in PAPER_VRAM))
-    speeds = _of_card(cards.named("rtx3090-24gb", study=True), mixes.CPU_REACHED)
+    speeds = _of_card(cards.named("rtx3090-24gb", study=True))
     for policy in FIGURE_8:
         row = [_played(policy, speeds, int(vram * 2**30 / (1 - KEPT_FREE))) for vram in PAPER_VRAM]
         print(f"{policy.name:<28}" + "".join(f"{rate:8.1f}" if rate else f"{'-':>8}" for rate in row))
         result["figure 8"][policy.name] = dict(zip(PAPER_VRAM, row, strict=True))
     for name, resident in (("quadrortx6000-24gb", 56), ("l4-24gb", 52)):
-        speeds = _of_card(cards.named(name, study=True), mixes.CPU_REACHED)
+        speeds = _of_card(cards.named(name, study=True))
         fiddler, own = FIGURE_8[4], FIGURE_8[5]
         takes = Footprint.of(MODEL, fiddler.spec)
         held = Held(gpu=True, pool=resident / 256, cpu=True)

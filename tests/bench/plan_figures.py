@@ -89,9 +89,11 @@ def widths() -> dict[str, dict[str, float]]:
 
 
 def hits() -> list[list[float]]:
-    """Share of the rows in the pool -> share of the wanted rows found there, by the default policy, for answers."""
+    """Share of the rows in the pool -> share of the wanted rows found there, by the default policy, for three texts
+    as layers of one model: a step needs as small a part of the pool as of a large model's.
+    """
     ran = json.loads(_bench("eviction.py", "--tokens", "300"))
-    rates = ran["hit_rates"]["answers"]["score"]
+    rates = ran["hit_rates"]["stacked"]["score"]
     return [
         [0.0, 0.0],
         *([share, round(rate, 3)] for share, rate in zip(ran["shares"], rates, strict=True)),

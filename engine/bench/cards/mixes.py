@@ -21,9 +21,6 @@ from ...quality_presets import PRESETS, Preset
 from .replay import CONTEXT, Played, Width, layers_held, play
 from .trace import Trace
 
-# Of a linear read's rate, what the CPU's kernels reach on 4-bit rows, half of them active: by AVX2 0.57 to 0.81 in four
-# undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
-CPU_REACHED = 0.57
 MIXTRAL = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
 _RAM = 1 << 40  # bytes: it is not what is compared
 
@@ -38,6 +35,12 @@ def speeds(card: Card, *, host: bool) -> Speeds:
     found = machine.speeds_of(card, disk=1e9)
     free = {} if host else dict.fromkeys(("host_gpu", "host_pool", "host_behind", "host_ram"), 0.0)
     return dataclasses.replace(found, **free)
+
+
+def cpu_reached(card: Card) -> float:
+    """Of a linear read's rate, what our kernels reach on 4-bit rows by the card's CPU, as the planner has it."""
+    found = speeds(card, host=False)
+    return found.of_cpu("rows", 4) / found.read
 
 
 def planned(card: Card, *, host: bool) -> Placed | None:
@@ -56,7 +59,11 @@ def placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None:
 
     def one(mix: Mix) -> list[Played]:
         parts = Parts(mix=mix)
-        return [play(card, Width(), trace, balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)]
+        return [
+            play(
+                card, Width(), trace, balanced(), parts, ahead=False, cpu_share=cpu_reached(card), warm=warm, host=host
+            )
+        ]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
 
@@ -68,7 +75,9 @@ def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Wi
 
     def one(mix: Mix) -> list[Played]:
         parts = Parts(predictor="none", mix=mix)
-        return [play(card, width, trace, balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)]
+        return [
+            play(card, width, trace, balanced(), parts, ahead=False, cpu_share=cpu_reached(card), warm=warm, host=host)
+        ]
 
     held, layers = layers_held(card, width, trace), trace.index.shape[1]
     return between([(Mix(gpu, 0, layers - gpu), part) for gpu, part in _around(held)], one)[0]

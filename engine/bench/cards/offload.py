@@ -11,6 +11,7 @@ of prompts follow (prompts.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from ...offload.offload import Parts
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from . import baselines, mixes, prompts
-from .mixes import CPU_REACHED
 from .replay import Played, Width, play
 from .trace import Trace, record
 
@@ -31,7 +31,6 @@ OTHERS = "FloE, 90 %"  # the baseline of all comparisons
 PLACED = "Balanced, layers placed one by one", "Balanced, static placement"
 COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
 _FLOE = Parts(eviction="lru", cpu=False)
-_IN_PLACE = 1e15  # bytes per second of packing, if nothing is packed
 
 
 def run(
@@ -75,12 +74,13 @@ _NOTES = (
     "Python around the layers is not in it.",
     "Rows of other engines are the same in both sections: their host time cannot be measured here, so none is counted.",
     "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
-    "with 2-bit up and 16-bit rows. The CPU computes quantized rows at "
-    f"{CPU_REACHED:.0%} of its memory's rate, as measured by AVX2, and 16-bit experts (Fiddler) at all of it.",
+    "with 2-bit up and 16-bit rows. The CPU computes quantized rows at the share of its memory's rate that plans count "
+    "with, and 16-bit experts (Fiddler) at all of it.",
     "Layers placed one by one: the planner's mix for the whole model, in the proportion of the trace's layers. Static "
     "placement: all experts of as many layers as fit on the card, those of the others by the CPU, as with "
     "llama.cpp's --n-cpu-moe, at this engine's widths and with its kernels.",
-    "Packing and the CPU's computing share the memory, which is not modelled; rows read in place are not packed.",
+    "The CPU's rows and copies share the memory: rows are divided so that both together need no more than it gives. "
+    "Rows read in place are not packed.",
     prompts.NOTE,
 )
 
@@ -125,8 +125,8 @@ def _timed(name: str, played: Played) -> Timed:
 
 def _played(card: Card, step: Variant, traces: Mapping[str, Trace], warm: int, *, host: bool) -> Played | None:
     _, width, preset, parts, guesses, in_place = step
-    own = dataclasses.replace(card, pack_bytes_s=_IN_PLACE) if in_place else card
-    share = CPU_REACHED if parts.cpu else 1.0
+    own = dataclasses.replace(card, pack_bytes_s=math.inf) if in_place else card
+    share = mixes.cpu_reached(card) if parts.cpu else 1.0
     try:
         given = (own, width, traces[guesses or "auto"], preset, parts)
         return play(*given, ahead=bool(guesses), cpu_share=share, warm=warm, host=host)

@@ -93,7 +93,7 @@ def played(
         ValueError: the card has no room for a pool.
     """
     given = (card, width, trace, mixes.balanced(), Parts(mix=mix))
-    stage = Stage(*given, ahead=False, cpu_share=mixes.CPU_REACHED, host=host)
+    stage = Stage(*given, ahead=False, cpu_share=mixes.cpu_reached(card), host=host)
     for token in range(warm):
         stage.step([token])
     found: list[Played] = []
