@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.native_steps import Beside
-from ...kernels.located import Part
+from ...kernels.offload.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
 from ..offload.device import Joined

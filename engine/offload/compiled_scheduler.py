@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.cpu.native_pool import NativeTable
 from ...kernels.cpu.native_steps import Beside, NativeSteps, Share, StepLists
-from ...kernels.located import Part
+from ...kernels.offload.located import Part
 from ...kernels.offload.placing import Ahead, Found, Placed, Way
 from .device import Device, Joined, Partial
 from .device_memory import DeviceMemory

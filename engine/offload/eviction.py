@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...kernels.pool import EvictionRule, Means
+from ...kernels.offload.pool import EvictionRule, Means
 from ...models.pack.usage_file import Heat
 
 Policy = Literal["score", "lru", "fifo"]

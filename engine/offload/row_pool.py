@@ -5,7 +5,7 @@ limitations suggest, and experts have no fixed shares. A slot is free, filling (
 to a row that a step copies: such a visitor stays only if it is worth more than others. A slot keeps its row while
 filling, and until `release` if the running step uses its expert. `eviction.py` says which rows give way.
 
-A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/pool.py`.
+A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/offload/pool.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.cpu.native_pool import make
-from ...kernels.located import Keys, Slots
+from ...kernels.offload.located import Keys, Slots
 from ...kernels.offload.placing import Ahead, Found, Lanes, Placed, Way
-from ...kernels.pool import FREE_COUNT, VISITING
+from ...kernels.offload.pool import FREE_COUNT, VISITING
 from ...models.pack.usage_file import Heat
 from . import eviction
 from .eviction import Policy, Uses

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.cpu.native_steps import Beside
-from ...kernels.located import Part
+from ...kernels.offload.located import Part
 from ...kernels.offload.placing import Ahead, Found, Placed
 from ...kernels.types import Active
 from .asked import Asked

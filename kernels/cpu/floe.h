@@ -275,7 +275,8 @@ FLOE_API int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_by
 FLOE_API int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int64_t *slot, int64_t count,
                                int threads, const uint8_t *records);
 
-// The tables of a pool of rows, shapes and words as in `kernels/pool.py`: its Rule, Means and RowTable. One thread's.
+// The tables of a pool of rows, shapes and words as in `kernels/offload/pool.py`: its Rule, Means and RowTable. One
+// thread's.
 enum {
     FLOE_POOL_FINDS,
     FLOE_POOL_BROUGHT,

@@ -1,4 +1,4 @@
-"""`placing.StepTable` compiled from C++ (pool.cpp): the same tables, worked on in one call where numpy takes dozens.
+"""`placing.StepTable` compiled from C++ (offload/): the same tables, worked on in one call where numpy takes dozens.
 
 If the library refuses, the definition runs instead, which finds and reports the reason.
 """
@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import located
 from ..checks import index
-from ..located import Keys, Part, Slots
+from ..offload import located
+from ..offload.located import Keys, Part, Slots
 from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
-from ..pool import EvictionRule, Means
+from ..offload.pool import EvictionRule, Means
 from .binding import NativeUnavailableError, codes, isa_is_forced, library, records, refused
 
 # located.require compares these faster than numpy's types.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checks import index
 from ..listed import Portion
-from ..located import Keys, Part
+from ..offload.located import Keys, Part
 from ..offload.placing import Found, Placed, Way
 from ..types import Calls
 from ..weights import ExpertRows

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checks import index, indices
-from ..located import Keys, Located, Part, Slots, check_offsets, require
-from ..pool import BROUGHT, FILLING, FINDS, LAYER, READY, REMEMBERED, RowTable, low
 from ..types import Active
+from .located import Keys, Located, Part, Slots, check_offsets, require
+from .pool import BROUGHT, FILLING, FINDS, LAYER, READY, REMEMBERED, RowTable, low
 
 Narrow = NDArray[np.int32]
 

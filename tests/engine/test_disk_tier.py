@@ -46,6 +46,10 @@ def opened(pack: Path, room: int, patch: pytest.MonkeyPatch, reserve: int = 0) -
     return loaded, told.reason
 
 
+def _always(*_given: object) -> tuple[float, float]:
+    return 0.0, 1.0
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_answers_are_those_of_a_pack_in_ram(
     pack: Path, needs: Needs, share: float, monkeypatch: pytest.MonkeyPatch
@@ -53,7 +57,7 @@ def test_answers_are_those_of_a_pack_in_ram(
     whole = open_model(pack)
     prompt, want = clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens)
     room = needs.least() + int(share * (needs.whole() - needs.least()))
-    monkeypatch.setattr(disk_tier, "disk_reads", lambda *_given: (0.0, 1.0))  # even where the system's cache would do
+    monkeypatch.setattr(disk_tier, "disk_reads", _always)  # even where the system's cache would do
     loaded, reason = opened(pack, room, monkeypatch)
     assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
     assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room

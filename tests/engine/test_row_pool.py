@@ -13,7 +13,7 @@ from floe_chat.engine.offload import eviction
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.pool import SPARE
+from floe_chat.kernels.offload.pool import SPARE
 
 from .pools import POLICIES, find, keys_of
 

@@ -24,7 +24,7 @@ from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.cpu.native_steps import Beside
 from floe_chat.kernels.offload.placing import Found
-from floe_chat.kernels.pool import FREE_COUNT, VISITING
+from floe_chat.kernels.offload.pool import FREE_COUNT, VISITING
 from floe_chat.kernels.types import Active
 
 from ..kernels.test_placing import EXPERTS, LAYERS, NEURONS, Walk

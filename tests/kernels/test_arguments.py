@@ -12,9 +12,9 @@ import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
-from floe_chat.kernels.located import landing as plain_landing
+from floe_chat.kernels.offload.located import landing as plain_landing
 from floe_chat.kernels.offload.placing import StepTable
-from floe_chat.kernels.pool import EvictionRule, Means
+from floe_chat.kernels.offload.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
 from torch import Tensor

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from floe_chat.kernels import located
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.located import Keys, Part, Slots
+from floe_chat.kernels.offload import located
+from floe_chat.kernels.offload.located import Keys, Part, Slots
 from floe_chat.kernels.offload.placing import StepTable, cut
-from floe_chat.kernels.pool import (
+from floe_chat.kernels.offload.pool import (
     BROUGHT,
     COMING,
     FILLING,

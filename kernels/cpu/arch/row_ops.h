@@ -99,7 +99,7 @@ struct Presence {
     int32_t *here_at, *slots, *gone_at, *keys;
 };
 
-// What the rows of slots are worth (src/eviction.h), and what is looked for.
+// What the rows of slots are worth (offload/eviction.h), and what is looked for.
 struct Worths {
     const float *factors;   // by expert, below 0 where none of its rows may go
     uint64_t expert_factor; // which is key * expert_factor >> expert_shift

@@ -4,7 +4,7 @@
 // What delays the transfer of absent rows comes first: whether a neuron is present is all that has to be known for
 // asking. Lists are compacted without branches: what is there and what is not alternates in a way that no processor
 // foresees.
-#include "buffers.h"
+#include "src/buffers.h"
 #include "floe_offload.h"
 #include "found.h"
 #include "pool_slots.h"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import index
+from ..checks import index
 from .located import Keys, Slots, require
 
 FREE, FILLING, READY = 0, 1, 2  # a slot's state

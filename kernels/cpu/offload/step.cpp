@@ -1,7 +1,7 @@
 // A layer's step, begun and ended: what has arrived, what is placed, sent for and waited for.
 // `engine/offload/scheduler.py` defines it.
 #include "floe_offload.h"
-#include "buffers.h"
+#include "src/buffers.h"
 #include "found.h"
 #include "pool_slots.h"
 #include "way.h"

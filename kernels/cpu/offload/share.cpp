@@ -1,8 +1,8 @@
 // The CPU's share of a step: rows in RAM, computed by the threads of the other operations while the caller continues.
 #include "floe_offload.h"
 #include "found.h"
-#include "sparse_sum.h"
-#include "thread_pool.h"
+#include "src/sparse_sum.h"
+#include "src/thread_pool.h"
 
 #include <atomic>
 #include <chrono>

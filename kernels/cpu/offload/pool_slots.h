@@ -1,4 +1,4 @@
-// What the pool's operations have in common: taking slots and booking rows. `kernels/pool.py` defines it.
+// What the pool's operations have in common: taking slots and booking rows. `kernels/offload/pool.py` defines it.
 #pragma once
 
 #include "eviction.h"

@@ -1,8 +1,8 @@
-// Who gives way in the pool of rows; `kernels/pool.py` defines it.
+// Who gives way in the pool of rows; `kernels/offload/pool.py` defines it.
 #pragma once
 
 #include "arch/row_ops.h"
-#include "buffers.h"
+#include "src/buffers.h"
 #include "floe.h"
 
 #if defined(__SSE2__)

@@ -1,7 +1,7 @@
-// The tables of the pool of rows: slots for rows, and rows that arrive. `kernels/pool.py` defines all of it.
-#include "buffers.h"
+// The tables of the pool of rows: slots for rows, and rows that arrive. `kernels/offload/pool.py` defines all of it.
+#include "src/buffers.h"
 #include "floe.h"
-#include "marks.h"
+#include "src/marks.h"
 #include "pool_slots.h"
 
 #include <algorithm>

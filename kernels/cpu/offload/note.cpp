@@ -1,6 +1,6 @@
 // What a step notes once its transfers are under way: how much each neuron is used, what was guessed right, and what to
 // fetch ahead. `kernels/offload/placing.py` defines it.
-#include "buffers.h"
+#include "src/buffers.h"
 #include "floe_offload.h"
 #include "found.h"
 #include "pool_slots.h"
