@@ -7,7 +7,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -247,3 +249,16 @@ def test_a_file_that_is_taken_away_is_told_once_and_not_made_again(file: Path, h
     opened = open_history(file)
     assert opened.notices == () and read_all(opened.store) == (120 if how == "replaced" else 0)
     opened.store.close()
+
+
+def test_programs_that_start_at_the_same_moment_share_a_new_history(tmp_path: Path) -> None:
+    """One of them could not switch to the write-ahead log, and went on with a history that was not saved."""
+    for turn in range(30):
+        file, together = tmp_path / str(turn) / "history.db", threading.Barrier(4)
+
+        def opened(_starter: int, file: Path = file, together: threading.Barrier = together) -> None:
+            together.wait()
+            open_history(file).store.close()
+
+        with ThreadPoolExecutor(4) as starters:
+            list(starters.map(opened, range(4)))

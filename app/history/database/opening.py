@@ -128,7 +128,7 @@ def _open(file: Path) -> OpenedHistory:
     _refuse_foreign(file)
     connection = connect(file)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection)
         try:
             migrate(connection)
         except sqlite3.Error as error:
@@ -139,6 +139,19 @@ def _open(file: Path) -> OpenedHistory:
     except BaseException:
         connection.close()
         raise
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log. Where another program switches at the same time SQLite does not wait by itself."""
+    until = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
 
 
 def _tidied(connection: sqlite3.Connection, file: Path) -> OpenedHistory:
