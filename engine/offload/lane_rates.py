@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ...kernels.cpu.binding import records
-from ...kernels.offload.placing import Lanes
+from ...kernels.offload.sharing import Lanes
 from ..machine import saved_figures
 from .links.transfer import Kind
 

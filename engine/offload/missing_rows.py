@@ -1,7 +1,7 @@
 """Where absent rows are computed: copied to the GPU, or by the CPU from RAM (Fiddler; FloE; CORM).
 
 Every choice minimises the time at which the later of the two lanes ends, by the rates in `lane_rates.py`. A decode step
-is split by rows (kernels/offload/placing.py), a prompt by experts.
+is split by rows (kernels/offload/sharing.py), a prompt by experts.
 """
 
 from __future__ import annotations

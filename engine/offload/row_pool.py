@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from ...kernels.cpu.native_pool import make
 from ...kernels.offload.located import Keys, Slots
-from ...kernels.offload.placing import Ahead, Found, Lanes, Placed, Way
+from ...kernels.offload.placing import Ahead, Found, Placed, Way
 from ...kernels.offload.pool import FREE_COUNT, VISITING
+from ...kernels.offload.sharing import Lanes
 from ...models.pack.usage_file import Heat
 from . import eviction
 from .eviction import Policy, Uses

@@ -1,7 +1,7 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split as in the engine (`placing.cpu_rows`). Expectations come from benchmarks (`measured_figures.py`).
+absent rows is split as in the engine (`sharing.cpu_rows`). Expectations come from benchmarks (`measured_figures.py`).
 Beside a GPU each layer has the time of its kind (`LayerTime`).
 """
 
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...kernels.offload.placing import cpu_rows, split_end
+from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates

@@ -19,8 +19,9 @@ from torch import Tensor
 from ..checks import index
 from ..offload import located
 from ..offload.located import Keys, Part, Slots
-from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
+from ..offload.placing import Ahead, Found, Placed, StepTable, Way
 from ..offload.pool import EvictionRule, Means
+from ..offload.sharing import Lanes
 from .binding import NativeUnavailableError, codes, isa_is_forced, library, records, refused
 
 # located.require compares these faster than numpy's types.

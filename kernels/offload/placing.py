@@ -8,9 +8,9 @@ Shapes: B tokens, K experts of each, P calls, N active neurons, E experts, F neu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ..checks import index, indices
 from ..types import Active
 from .located import Keys, Located, Part, Slots, check_offsets, require
 from .pool import BROUGHT, FILLING, FINDS, LAYER, READY, REMEMBERED, RowTable, low
+from .sharing import Lanes, lightest, share
 
 Narrow = NDArray[np.int32]
 
@@ -48,22 +49,6 @@ class Found:
     late: Tensor | None = None
     heard: Tensor | None = None
     native: Any = field(init=False, repr=False, compare=False, default=None)
-
-
-class Lanes(NamedTuple):
-    """Seconds until a lane has its first row, and for each: CPU and link. `cpu_row` is infinite where the CPU may not
-    take a share.
-
-    Both lanes read the same RAM. memory_cpu, memory_copy: seconds that it takes for a row on each; 0 if its rate is not
-    known or no limit.
-    """
-
-    cpu_start: float
-    cpu_row: float
-    copy_start: float
-    copy_row: float
-    memory_cpu: float = 0.0
-    memory_copy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +246,7 @@ class StepTable(RowTable):
         slots = self.slots[guess.layer * self.width :]
         wanted: dict[int, None] = {}
         runs: list[tuple[int, int]] = []
-        for call in _lightest(-guess.weights.float().numpy()):
+        for call in lightest(-guess.weights.float().numpy()):
             before = len(wanted)
             keys = guessed[offsets[call] : offsets[call + 1]]
             wanted.update(dict.fromkeys(keys[slots[keys] < 0].tolist()))
@@ -278,61 +263,6 @@ class StepTable(RowTable):
         """
         indices("guess", torch.from_numpy(guessed), self.width)
         return int(np.isin(self.keys_of(found.layer, *_numbers(found), found.width), guessed).sum())
-
-
-def share(missing: Sequence[int], weights: Sequence[float], lanes: Lanes) -> list[int]:
-    """Split a step's absent rows between the link and the CPU so that both end together (Fiddler).
-
-    With c of M rows on the CPU, it ends at cpu_start + c · cpu_row, the link (and the device behind it) at copy_start +
-    (M - c) · copy_row; a lane without rows ends at 0. RAM ends at c · memory_cpu + (M - c) · memory_copy. The
-    best split is none, all, or next to a crossing of two of the lines. Of equally quick splits the one that copies more
-    is taken, and the CPU gets the rows of the calls with the lowest router weights: copied rows stay in the pool, and
-    experts with high scores are needed again soonest.
-
-    Args:
-        missing: absent rows of each call. weights: the router's weight of each call.
-
-    Returns:
-        Rows of each call that the CPU computes.
-    """
-    rows = cpu_rows(lanes, sum(missing))
-    taken = [0] * len(missing)
-    for call in _lightest(np.array(weights, np.float64)):
-        taken[call] = min(rows, missing[call])
-        rows -= taken[call]
-    return taken
-
-
-def cpu_rows(lanes: Lanes, total: int) -> int:
-    """How many of so many rows the CPU computes."""
-    if lanes.cpu_row == np.inf or not total:
-        return 0
-    splits = [0, total]
-    if total > 1:
-        for crossing in _crossings(lanes, total):
-            below = int(min(max(crossing, 1.0), total - 1))
-            splits += below, min(below + 1, total - 1)
-    return min(splits, key=lambda rows: (split_end(lanes, rows, total), rows))
-
-
-def split_end(lanes: Lanes, rows: int, total: int) -> float:
-    """When all of so many rows are done if the CPU computes `rows` of them."""
-    cpu = lanes.cpu_start + lanes.cpu_row * rows if rows else 0.0
-    copy = lanes.copy_start + lanes.copy_row * (total - rows) if rows < total else 0.0
-    return max(cpu, copy, lanes.memory_copy * total - (lanes.memory_copy - lanes.memory_cpu) * rows)
-
-
-def _crossings(lanes: Lanes, total: int) -> Iterator[float]:
-    """How many rows the CPU computes where its line crosses the link's, and where it crosses memory's."""
-    ahead = lanes.copy_start - lanes.cpu_start + lanes.copy_row * total
-    yield ahead / (lanes.copy_row + lanes.cpu_row)
-    if not (lanes.memory_cpu or lanes.memory_copy):
-        return
-    saved = lanes.memory_copy - lanes.memory_cpu  # by a row on the CPU
-    if lanes.cpu_row + saved > 0:
-        yield (lanes.memory_copy * total - lanes.cpu_start) / (lanes.cpu_row + saved)
-    if saved <= 0:  # memory ends no sooner then: the link's line crosses its line at a best split too
-        yield (lanes.copy_start + (lanes.copy_row - lanes.memory_copy) * total) / (lanes.copy_row - saved)
 
 
 def cut(part: Part, first: Keys) -> tuple[Part, Part]:
@@ -380,11 +310,6 @@ def _numbers(found: Found) -> tuple[Keys, Keys, Keys]:
     active = found.active
     offsets, neurons = active.offsets.numpy(), active.neurons.numpy().astype(np.int64)
     return found.experts.numpy(), offsets, neurons[: max(int(offsets.flat[-1]), 0)] if offsets.size else neurons
-
-
-def _lightest(weights: NDArray[np.floating]) -> list[int]:
-    """Calls by weight, those that weigh nothing that is a number last."""
-    return np.argsort(np.where(np.isnan(weights), np.inf, weights), kind="stable").tolist()
 
 
 def _narrow(part: Part) -> Part:

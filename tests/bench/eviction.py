@@ -35,7 +35,8 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.offload.placing import Found, Lanes
+from floe_chat.kernels.offload.placing import Found
+from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.catalog import asset
 from floe_chat.models.demo.facts import read_heldout

@@ -18,7 +18,7 @@ import pytest
 from floe_chat.engine.offload import missing_rows
 from floe_chat.engine.offload.lane_rates import TOUCHED, RateName, Rates, rates_file
 from floe_chat.engine.offload.missing_rows import Lane, prefill
-from floe_chat.kernels.offload.placing import Lanes, cpu_rows, share
+from floe_chat.kernels.offload.sharing import Lanes, cpu_rows, share
 
 RANDOM = random.Random()
 

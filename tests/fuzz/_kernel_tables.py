@@ -12,8 +12,9 @@ import torch
 from floe_chat.kernels.cpu import native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.offload.located import landing
-from floe_chat.kernels.offload.placing import Found, Lanes, StepTable
+from floe_chat.kernels.offload.placing import Found, StepTable
 from floe_chat.kernels.offload.pool import FILLING, FREE_COUNT, EvictionRule, Means
+from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active
 
 from . import _operands as made

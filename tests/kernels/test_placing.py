@@ -14,8 +14,9 @@ import torch
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.offload.located import Slots
-from floe_chat.kernels.offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
+from floe_chat.kernels.offload.placing import Ahead, Found, Placed, StepTable, Way
 from floe_chat.kernels.offload.pool import FILLING, FINDS, FREE_COUNT, EvictionRule
+from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active
 
 from .test_pool import FIFO, LRU, RULE, SHAPE, assert_equal, both
