@@ -270,7 +270,7 @@ class _Experts:
         mix, shared = self._pack.choice.shares.mix, self._shared
         where = "gpu" if mix is None else mix.places[index]
         layer = _to(rows, self._pack.choice.place, up=where != "cpu", rows=where == "gpu")
-        self.nbytes += 0 if where == "cpu" else layer.up.nbytes
+        self.nbytes += 0 if where == "cpu" else layer.signal.nbytes
         if shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
         if where == "gpu":
@@ -337,7 +337,7 @@ def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer
     """A layer on the device, with or without its up projections and rows."""
     if device == "cpu":
         return layer
-    ups, own = layer.up, layer.rows
+    ups, own = layer.signal, layer.rows
     ups = replace(ups, q=ups.q.to(device), scale=ups.scale.to(device), zero=ups.zero.to(device)) if up else ups
     own = replace(own, data=own.data.to(device)) if rows else own
     return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device))

@@ -15,7 +15,7 @@ from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits
-from .weights import ExpertRows, LinearWeights, UpWeights
+from .weights import ExpertRows, LinearWeights, SignalWeights
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
@@ -54,10 +54,10 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         indices("position", kept.position, len(rope))
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:
-    """See `kernels.up_gemv`."""
-    _x(x, up.layout.vector.n, x_bits)
-    up.check(x.device)
+def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:
+    """See `kernels.signal_gemv`."""
+    _x(x, signal.layout.vector.n, x_bits)
+    signal.check(x.device)
     _calls(x, calls)
     _limits("thresholds", thresholds, calls.experts, x)
 
@@ -71,7 +71,7 @@ def sparse_swiglu(
     x_bits: int,
 ) -> None:
     """See `kernels.sparse_swiglu`."""
-    _x(x, rows.layout.gate.n, x_bits)
+    _x(x, rows.layout.other.n, x_bits)
     rows.check(x.device)
     _calls(x, calls)
     require("offsets", active.offsets, INDICES, (calls.experts.numel() + 1,), whole=False)
@@ -83,7 +83,7 @@ def sparse_swiglu(
 
 def moe_step(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
@@ -91,20 +91,22 @@ def moe_step(
     x_bits: int,
 ) -> None:
     """See `kernels.moe_step`."""
-    _x(x, up.layout.vector.n, x_bits)
-    up.check(x.device)
+    _x(x, signal.layout.vector.n, x_bits)
+    signal.check(x.device)
     rows.check(x.device)
-    _same_experts(up, rows)
+    _same_experts(signal, rows)
     _calls(x, calls)
     _limits("thresholds", thresholds, calls.experts, x)
     _limits("down_thresholds", down_thresholds, calls.experts, x)
 
 
-def list_active(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int) -> None:
+def list_active(
+    x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int
+) -> None:
     """See `kernels.list_active`."""
-    up_gemv(x, up, calls, thresholds, x_bits)
+    signal_gemv(x, signal, calls, thresholds, x_bits)
     count = calls.experts.numel()
-    room = (count * up.q.shape[1],)
+    room = (count * signal.q.shape[1],)
     require("values", listing.values, (x.dtype,), room, x.device)
     require("offsets", listing.offsets, INDICES, (count + 1,), x.device)
     require("neurons", listing.neurons, (torch.int32,), room, x.device)
@@ -122,7 +124,7 @@ def add_listed(
     x_bits: int,
 ) -> None:
     """See `kernels.add_listed`."""
-    _x(x, rows.layout.gate.n, x_bits)
+    _x(x, rows.layout.other.n, x_bits)
     rows.check(x.device)
     if rows.experts != 1:
         raise ValueError(f"rows must be of one expert, not of {rows.experts}")
@@ -139,7 +141,7 @@ def add_listed(
 
 def expert_swiglu(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     expert: int,
     thresholds: Tensor,
@@ -147,10 +149,10 @@ def expert_swiglu(
     x_bits: int,
 ) -> None:
     """See `kernels.expert_swiglu`."""
-    _x(x, up.layout.vector.n, x_bits)
-    up.check(x.device)
+    _x(x, signal.layout.vector.n, x_bits)
+    signal.check(x.device)
     rows.check(x.device)
-    _same_experts(up, rows)
+    _same_experts(signal, rows)
     index("expert", expert, rows.data.shape[0])
     for name, limits in (("thresholds", thresholds), ("down_thresholds", down_thresholds)):
         if limits is not None:
@@ -252,7 +254,7 @@ def _limits(name: str, limits: Tensor | None, experts: Tensor, x: Tensor) -> Non
         require(name, limits, FLOATS, tuple(experts.shape), x.device, whole=False)
 
 
-def _same_experts(up: UpWeights, rows: ExpertRows) -> None:
-    mine, theirs = (*up.q.shape[:2], up.layout.vector.n), (rows.experts, rows.neurons, rows.layout.gate.n)
+def _same_experts(signal: SignalWeights, rows: ExpertRows) -> None:
+    mine, theirs = (*signal.q.shape[:2], signal.layout.vector.n), (rows.experts, rows.neurons, rows.layout.other.n)
     if mine != theirs:
-        raise ValueError(f"up has (experts, neurons, hidden) {tuple(mine)}, but rows have {theirs}")
+        raise ValueError(f"the signal has (experts, neurons, hidden) {tuple(mine)}, but rows have {theirs}")

@@ -14,7 +14,7 @@ from .cpu import native
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import Active, Calls, Limits, Work
-from .weights import ExpertRows, LinearWeights, UpWeights
+from .weights import ExpertRows, LinearWeights, SignalWeights
 
 TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
 
@@ -26,8 +26,8 @@ class Backend:
     Attributes:
         name: "native ..." (our C++ on the CPU), "triton" (on a GPU) or "reference" (plain torch).
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
-        up_list: `up_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and values,
-            valid up to the last end. None if not available.
+        up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
+            values, valid up to the last end. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
             of `attend_one` and of the operations of `listed.py` are always checked there.
     """
@@ -37,17 +37,19 @@ class Backend:
     reason: str
     checks: bool
     select: Callable[[Tensor, Tensor, Limits, Rule], Work]
-    up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
+    signal_gemv: Callable[[Tensor, SignalWeights, Calls, Tensor, int], Active]
     sparse_swiglu: Callable[[Tensor, ExpertRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
-    moe_step: Callable[[Tensor, UpWeights, ExpertRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]]
+    moe_step: Callable[[Tensor, SignalWeights, ExpertRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    expert_swiglu: Callable[
+        [Tensor, SignalWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]
+    ]
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
-    up_list: Callable[[Tensor, UpWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
+    up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @cache
@@ -88,7 +90,7 @@ def _cuda(index: int) -> Backend:
         reason=f"Triton kernels for {of}",
         checks=False,
         select=triton.select,
-        up_gemv=triton.up_gemv,
+        signal_gemv=triton.signal_gemv,
         up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
         moe_step=triton.moe_step,
@@ -115,7 +117,7 @@ def _cpu() -> Backend:
         reason=isa.reason,
         checks=True,
         select=native.select,
-        up_gemv=native.up_gemv,
+        signal_gemv=native.signal_gemv,
         sparse_swiglu=native.sparse_swiglu,
         moe_step=native.moe_step,
         expert_swiglu=native.expert_swiglu,
@@ -123,7 +125,7 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=step.attend_one,
-        list_active=partial(listed.list_active, native.up_gemv),
+        list_active=partial(listed.list_active, native.signal_gemv),
         add_listed=partial(listed.add_listed, native.sparse_swiglu),
     )
 
@@ -135,7 +137,7 @@ def _reference(device: str, reason: str) -> Backend:
         reason=reason,
         checks=False,
         select=reference.select,
-        up_gemv=reference.up_gemv,
+        signal_gemv=reference.signal_gemv,
         sparse_swiglu=reference.sparse_swiglu,
         moe_step=reference.moe_step,
         expert_swiglu=reference.expert_swiglu,
@@ -143,6 +145,6 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=step.attend_one,
-        list_active=partial(listed.list_active, reference.up_gemv),
+        list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),
     )

@@ -63,46 +63,48 @@ class VectorLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The record of one neuron: its gate row, then its down column, padded to `ALIGN` bytes.
+    """The record of one neuron: its row of the projection that is not the signal, then its down column, padded to
+    `ALIGN` bytes.
 
     Attributes:
-        gate, down: the two vectors of H values; their widths may differ.
+        other, down: the two vectors of H values; their widths may differ.
         float16: what 16-bit vectors hold, float16 or bfloat16.
     """
 
-    gate: VectorLayout
+    other: VectorLayout
     down: VectorLayout
     float16: torch.dtype
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
-        if self.gate.n != self.down.n:
-            raise ValueError(f"a gate row of {self.gate.n} values, but a down column of {self.down.n}")
+        if self.other.n != self.down.n:
+            raise ValueError(f"a row of {self.other.n} values, but a down column of {self.down.n}")
 
     @property
     def nbytes(self) -> int:
         """Bytes from one record to the next."""
-        return align(self.gate.nbytes + self.down.nbytes)
+        return align(self.other.nbytes + self.down.nbytes)
 
-    def join(self, gate: Tensor, down: Tensor) -> Tensor:
-        """(N, gate.nbytes) and (N, down.nbytes) uint8 -> (N, nbytes) records."""
-        records = torch.zeros(gate.shape[0], self.nbytes, dtype=torch.uint8)
-        records[:, : self.gate.nbytes] = gate
-        records[:, self.gate.nbytes : self.gate.nbytes + self.down.nbytes] = down
+    def join(self, other: Tensor, down: Tensor) -> Tensor:
+        """(N, other.nbytes) and (N, down.nbytes) uint8 -> (N, nbytes) records."""
+        records = torch.zeros(other.shape[0], self.nbytes, dtype=torch.uint8)
+        records[:, : self.other.nbytes] = other
+        records[:, self.other.nbytes : self.other.nbytes + self.down.nbytes] = down
         return records
 
     def read(self, records: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(N, nbytes) records -> gate rows (N, H) and down columns (N, H) of `dtype`."""
-        start = self.gate.nbytes
+        """(N, nbytes) records -> rows of the other projection (N, H) and down columns (N, H) of `dtype`."""
+        start = self.other.nbytes
         return (
-            self.gate.read(records[:, :start], self.float16, dtype),
+            self.other.read(records[:, :start], self.float16, dtype),
             self.down.read(records[:, start : start + self.down.nbytes], self.float16, dtype),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class UpLayout:
-    """The up projection of one expert: F vectors of H values, scales in tensors of their own (they stay in VRAM).
+class SignalLayout:
+    """The signal projection of one expert, which is computed for all of its neurons: F vectors of H values,
+    scales in tensors of their own (they stay in VRAM).
 
     Attributes:
         vector: one row of the projection. float16: what 16-bit rows hold.

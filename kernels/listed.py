@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .types import Active, Calls
-from .weights import ExpertRows, UpWeights
+from .weights import ExpertRows, SignalWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class Total:
     reached: Tensor
 
 
-Find = Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
+Find = Callable[[Tensor, SignalWeights, Calls, Tensor, int], Active]
 Add = Callable[[Tensor, ExpertRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
 
 
 def list_active(
-    find: Find, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int
+    find: Find, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int
 ) -> None:
-    """The definition of `kernels.list_active`, by an `up_gemv`."""
-    active = find(x, up, calls, thresholds, x_bits)
+    """The definition of `kernels.list_active`, by an `signal_gemv`."""
+    active = find(x, signal, calls, thresholds, x_bits)
     total = active.neurons.numel()
     listing.offsets.copy_(active.offsets)
     listing.neurons[:total].copy_(active.neurons)

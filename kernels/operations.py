@@ -20,7 +20,7 @@ from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits, Work
-from .weights import ExpertRows, LinearWeights, UpWeights
+from .weights import ExpertRows, LinearWeights, SignalWeights
 
 __all__ = [
     "X_BITS",
@@ -43,8 +43,8 @@ __all__ = [
     "moe_step",
     "pool_scatter",
     "select",
+    "signal_gemv",
     "sparse_swiglu",
-    "up_gemv",
 ]
 
 
@@ -70,21 +70,22 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     return backend.select(index, weights, limits, rule)
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, x_bits: int = 22) -> Active:
+def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, x_bits: int = 22) -> Active:
     """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
 
     Args:
-        x: (B, H) floating point. up: the layer's up projections. thresholds: (P,) one per call, 0 keeps all. A v that
-            is not a number is kept, so that it reaches the result. Calls with an infinite threshold are left out.
+        x: (B, H) floating point. signal: the layer's signal projections. thresholds: (P,) one per call, 0 keeps all. A
+            v that is not a number is kept, so that it reaches the result. A call with an infinite threshold is left
+            out.
 
     Raises:
         ValueError: shapes that do not fit, or a token or expert out of range.
     """
     backend = choose(x.device)
     if not backend.checks:
-        arguments.up_gemv(x, up, calls, thresholds, x_bits)
-        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
-    return backend.up_gemv(x, up, calls, thresholds, x_bits)
+        arguments.signal_gemv(x, signal, calls, thresholds, x_bits)
+        arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
+    return backend.signal_gemv(x, signal, calls, thresholds, x_bits)
 
 
 def sparse_swiglu(
@@ -99,7 +100,7 @@ def sparse_swiglu(
     """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
 
     Args:
-        x: (B, H). rows: the layer's neuron records. active: what `up_gemv` found for the same
+        x: (B, H). rows: the layer's neuron records. active: what `signal_gemv` found for the same
             calls. down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below the call's; their down
             halves are not read.
 
@@ -120,7 +121,7 @@ def sparse_swiglu(
 
 def moe_step(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
@@ -128,7 +129,7 @@ def moe_step(
     *,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
+    """`signal_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
 
     On a GPU the list of active neurons stays there and the host waits for nothing; so tokens and experts on the GPU,
     which come from the model's own router, are not checked before the kernels use them.
@@ -145,15 +146,15 @@ def moe_step(
     """
     backend = choose(x.device)
     if not backend.checks:
-        arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
+        arguments.moe_step(x, signal, rows, calls, thresholds, down_thresholds, x_bits)
         if calls.experts.is_cpu:
-            arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
-    return backend.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
+            arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
+    return backend.moe_step(x, signal, rows, calls, thresholds, down_thresholds, x_bits)
 
 
 def expert_swiglu(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     expert: int,
     thresholds: Tensor,
@@ -161,7 +162,7 @@ def expert_swiglu(
     *,
     x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
-    """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
+    """One expert over many tokens, as prefill needs it: the same result as `signal_gemv` and `sparse_swiglu`.
 
     Args:
         x: (B, H). expert: its index in 0..E-1. thresholds: (B,) neurons with |up_n · x| below the token's are left
@@ -176,8 +177,8 @@ def expert_swiglu(
     """
     backend = choose(x.device)
     if not backend.checks:
-        arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
-    return backend.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
+        arguments.expert_swiglu(x, signal, rows, expert, thresholds, down_thresholds, x_bits)
+    return backend.expert_swiglu(x, signal, rows, expert, thresholds, down_thresholds, x_bits)
 
 
 def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:
@@ -221,9 +222,9 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
 
 
 def list_active(
-    x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, *, x_bits: int = 22
+    x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, listing: Listing, *, x_bits: int = 22
 ) -> None:
-    """`up_gemv` into memory of the caller's, of which the host's part holds once the device has done this.
+    """`signal_gemv` into memory of the caller's, of which the host's part holds once the device has done this.
 
     On a GPU nobody waits, so that this can be captured; tokens, experts and thresholds are on the device then.
 
@@ -234,10 +235,10 @@ def list_active(
         ValueError: shapes that do not fit, or (on the CPU) an index out of range.
     """
     backend = choose(x.device)
-    arguments.list_active(x, up, calls, thresholds, listing, x_bits)
+    arguments.list_active(x, signal, calls, thresholds, listing, x_bits)
     if not backend.checks and x.is_cpu:
-        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
-    backend.list_active(x, up, calls, thresholds, listing, x_bits)
+        arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
+    backend.list_active(x, signal, calls, thresholds, listing, x_bits)
 
 
 def add_listed(

@@ -15,7 +15,7 @@ from torch import Tensor
 from .codes import CHUNK
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Limits, Work
-from .weights import ExpertRows, LinearWeights, UpWeights
+from .weights import ExpertRows, LinearWeights, SignalWeights
 
 
 def rounded(x: Tensor, x_bits: int) -> Tensor:
@@ -66,7 +66,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     return Work(calls, signal.masked_fill(left_out, torch.inf), own(limits.product), own(limits.late))
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
+def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3).
 
     A v that is not a number is kept, so that it reaches the result and is noticed. A call with an infinite threshold is
@@ -78,7 +78,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     for token, expert, threshold in zip(
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
-        v = F.linear(x[token], up.dense(expert, x.dtype))
+        v = F.linear(x[token], signal.dense(expert, x.dtype))
         kept = (~(v.abs() < threshold) & (threshold != math.inf)).nonzero().squeeze(1)
         neurons.append(kept)
         values.append(v[kept])
@@ -123,25 +123,25 @@ def sparse_swiglu(
 
 def moe_step(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
+    """`signal_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
 
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
     """
-    active = up_gemv(x, up, calls, thresholds, x_bits)
+    active = signal_gemv(x, signal, calls, thresholds, x_bits)
     y, reached = sparse_swiglu(x, rows, calls, active, down_thresholds)
     return y, torch.stack([active.offsets.diff(), reached], dim=1)
 
 
 def expert_swiglu(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     expert: int,
     thresholds: Tensor,
@@ -153,9 +153,9 @@ def expert_swiglu(
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
 
     Dequantizes the whole expert once and lets the library multiply; what misses a threshold is masked per token, so
-    the result is what `up_gemv` and `sparse_swiglu` give token by token.
+    the result is what `signal_gemv` and `sparse_swiglu` give token by token.
     """
-    v = F.linear(x, up.dense(expert, x.dtype))
+    v = F.linear(x, signal.dense(expert, x.dtype))
     gate, down = rows.layout.read(rows.data[expert], x.dtype)
     h = F.silu(F.linear(x, gate)) * v
     active = ~(v.abs() < thresholds[:, None])

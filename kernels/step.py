@@ -19,7 +19,7 @@ from torch import Tensor
 from .entries import entry_of, stored, values
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, LinearWeights, UpWeights
+from .weights import ExpertRows, LinearWeights, SignalWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,10 @@ class ExpertLayer:
     """A layer's experts, and what a token may skip of them.
 
     Attributes:
-        up, rows: of E experts, or of their halves where the rule divides them. limits: of as many, at its shares.
+        signal, rows: of E experts, or of their halves where the rule divides them. limits: of as many, at its shares.
     """
 
-    up: UpWeights
+    signal: SignalWeights
     rows: ExpertRows
     limits: Limits
     rule: Rule

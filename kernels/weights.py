@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .checks import SCALES, described, require
 from .codes import dequantize, packed_bytes
-from .layouts import RowLayout, UpLayout, VectorLayout
+from .layouts import RowLayout, SignalLayout, VectorLayout
 
 
 def require_rows(name: str, given: Tensor, dimensions: tuple[str, ...], nbytes: int) -> None:
@@ -75,8 +75,8 @@ class LinearWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class UpWeights:
-    """The up projections of one layer's E experts, as stored.
+class SignalWeights:
+    """The signal projections of one layer's E experts, as stored.
 
     Attributes:
         q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. whole: whether all
@@ -86,7 +86,7 @@ class UpWeights:
         ValueError: tensors of another type or shape, or on several devices.
     """
 
-    layout: UpLayout
+    layout: SignalLayout
     q: Tensor
     scale: Tensor
     zero: Tensor
@@ -94,7 +94,7 @@ class UpWeights:
     native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        whole = _checked("up", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
+        whole = _checked("signal", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
         object.__setattr__(self, "whole", whole)
 
     def check(self, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class UpWeights:
             ValueError: not contiguous, or on another device.
         """
         if not self.whole or not (self.q.is_cpu or self.q.device == device):
-            require_all(device, {"up.q": self.q, "up.scale": self.scale, "up.zero": self.zero})
+            require_all(device, {"signal.q": self.q, "signal.scale": self.scale, "signal.zero": self.zero})
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The (F, H) matrix of `expert`."""

@@ -174,7 +174,7 @@ def _weights(module: nn.Module, experts: float) -> int:
             stored = module.weights
             return stored.q.nbytes + stored.scale.nbytes + stored.zero.nbytes
         case MoELayer():
-            return int(experts * (module.packed.up.nbytes + module.packed.rows.data.nbytes))
+            return int(experts * (module.packed.signal.nbytes + module.packed.rows.data.nbytes))
         case nn.Embedding():
             return 0
         case _:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...kernels import operations as kernels
 from ...kernels.codes import group_size
-from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
+from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
 from ...models.modules import library_model
@@ -147,7 +147,7 @@ def need_memory(wanted: int, what: str, hint: str) -> None:
 def nbytes(spec: Spec) -> int:
     """The model's memory, in bytes."""
     manifest = spec.manifest()
-    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    a, up, rows = manifest.architecture, manifest.signal_layout, manifest.row_layout
     neuron = up.row_bytes + 4 * up.vector.groups + rows.nbytes
     return dense_bytes(spec) + a.layers * a.experts * a.intermediate * neuron
 
@@ -234,17 +234,17 @@ def _measure(layer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None
     """The tables of a layer that is about to compute: hidden (B, H), top_k_index (B, K)."""
     assert isinstance(layer, MoELayer)
     hidden, chosen, _ = arguments
-    for expert in range(len(layer.packed.up.q)):
+    for expert in range(len(layer.packed.signal.q)):
         mine = (chosen == expert).any(dim=1)
         x = hidden[mine] if mine.any() else hidden
-        v = _up(layer.packed.up, expert, x)
+        v = _up(layer.packed.signal, expert, x)
         layer.packed.thresholds[expert] = quantile_table(v)
         rows = layer.packed.rows
         gate, _ = rows.layout.read(rows.data[expert, ::_SAMPLED], x.dtype)
         layer.packed.products[expert] = quantile_table(F.silu(F.linear(x, gate)) * v[:, ::_SAMPLED])
 
 
-def _up(up: UpWeights, expert: int, x: Tensor) -> Tensor:
+def _up(up: SignalWeights, expert: int, x: Tensor) -> Tensor:
     if up.layout.vector.bits == 16:
         return F.linear(x, up.dense(expert, x.dtype))
     weights = LinearWeights(up.layout.vector, up.q[expert], up.scale[expert], up.zero[expert])
@@ -252,10 +252,10 @@ def _up(up: UpWeights, expert: int, x: Tensor) -> Tensor:
 
 
 def _expert_layer(manifest: Manifest) -> PackedLayer:
-    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    a, up, rows = manifest.architecture, manifest.signal_layout, manifest.row_layout
     shape = (a.experts, a.intermediate)
     data = filled(*shape, rows.nbytes)
-    for start, vector in ((0, rows.gate), (rows.gate.nbytes, rows.down)):
+    for start, vector in ((0, rows.other), (rows.other.nbytes, rows.down)):
         part = data[:, :, start : start + vector.nbytes]
         if vector.bits == 16:
             part.view(rows.float16).copy_(_normal(vector.n).to(rows.float16))
@@ -268,16 +268,16 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
         q = filled(*shape, up.row_bytes)
     # Codes repeat every MiB; different scales tell neurons with the same codes apart.
     scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
-    up_weights = UpWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
+    up_weights = SignalWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
     thresholds, products = torch.zeros(2, a.experts, manifest.calibration.quantiles)
     return PackedLayer(up_weights, ExpertRows(rows, data), thresholds, products)
 
 
 def _to(layer: PackedLayer, device: str) -> PackedLayer:
-    up, rows = layer.up, layer.rows
+    up, rows = layer.signal, layer.rows
     parts = (part.to(device) for part in (up.q, up.scale, up.zero))
     return PackedLayer(
-        UpWeights(up.layout, *parts),
+        SignalWeights(up.layout, *parts),
         ExpertRows(rows.layout, rows.data.to(device)),
         layer.thresholds.to(device),
         layer.products.to(device),

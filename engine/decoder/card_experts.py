@@ -137,7 +137,7 @@ class CardExperts:
             experts, weights = one.layer.stand_in(hidden, experts, weights, form.residents.read())
         work = kernels.select(experts, weights, one.limits, ruled.rule)
         calls = replace(work.calls, tokens=form.calls.tokens)
-        given = hidden, ruled.layer.up, calls, work.thresholds, form.listing
+        given = hidden, ruled.layer.signal, calls, work.thresholds, form.listing
         kernels.list_active(*given, x_bits=self._control.preset.x_bits)
         found |= {"chosen": experts, "scores": weights.float(), "experts": calls.experts, "thresholds": work.thresholds}
         found["weights"] = calls.weights.float()

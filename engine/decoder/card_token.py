@@ -153,7 +153,7 @@ class _Form:
             stepped = before_experts(layer, index, x, ends.rope, record.kept)
             hidden, (chosen, weights) = stepped.hidden, stepped.routed
             work = kernels.select(chosen, weights, limits, ruled.rule)
-            given = hidden, ruled.layer.up, ruled.layer.rows, work.calls, work.thresholds, work.products
+            given = hidden, ruled.layer.signal, ruled.layer.rows, work.calls, work.thresholds, work.products
             # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
             y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
             x = stepped.stream + y
@@ -167,7 +167,7 @@ class _Counts:
 
     def __init__(self, experts: Sequence[MoELayer], ruled: Sequence[RuledLayer], top_k: int) -> None:
         self._experts, self._ruled = experts, ruled
-        device, among = ruled[0].limits.signal.device, experts[0].packed.up.q.shape[0]
+        device, among = ruled[0].limits.signal.device, experts[0].packed.signal.q.shape[0]
         of = [index for index, one in enumerate(ruled) for _ in range(top_k * one.rule.parts)]
         self._layer_of = torch.tensor(of).to(device)  # each call's
         self._all_count = torch.tensor([not ruled[index].rule.drops for index in of]).to(device)

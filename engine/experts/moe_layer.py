@@ -144,7 +144,7 @@ class MoELayer(nn.Module):
     def _step(self, hidden: Tensor, choice: Choice) -> Result:
         ruled, work = choice.ruled, choice.work
         layer, x_bits = ruled.layer, ruled.preset.x_bits
-        given = (hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products)
+        given = (hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products)
         return Result(choice, *kernels.moe_step(*given, x_bits=x_bits))
 
     def _prefill(self, hidden: Tensor, choice: Choice) -> Tensor:
@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled
-            given = (hidden[share.tokens], layer.up, layer.rows, share.expert)
+            given = (hidden[share.tokens], layer.signal, layer.rows, share.expert)
             y, _, _ = kernels.expert_swiglu(*given, *share.limits, x_bits=x_bits)
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 

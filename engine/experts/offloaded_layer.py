@@ -143,7 +143,7 @@ class OffloadedLayer(MoELayer):
         optional = [tensor for tensor in (choice.routed, work.late, heard) if tensor is not None]
         uncounted = self.telemetry.uncounted()
         active, values, found = device.up(
-            *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
+            *(hidden, ruled.layer.signal, there.calls, limits, ruled.preset.x_bits),
             (*asked, choice.experts, choice.weights, limits, *optional, *chain(*(late.tensors for late in uncounted))),
         )
         here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
@@ -189,7 +189,7 @@ class OffloadedLayer(MoELayer):
         work = ruled.work(best.indices, best.values.float().softmax(-1))
         limits = work.thresholds.masked_fill(work.calls.weights * best.indices.shape[1] < 1, torch.inf)
         also = work.calls.experts, work.calls.weights, best.indices
-        asked = device.ask(guess, ruled.layer.up, work.calls, limits, 8, also)
+        asked = device.ask(guess, ruled.layer.signal, work.calls, limits, 8, also)
         shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
     def compare(self, found: Found) -> None:

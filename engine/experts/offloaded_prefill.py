@@ -14,7 +14,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from ...kernels.weights import ExpertRows, UpWeights
+from ...kernels.weights import ExpertRows, SignalWeights
 from ..offload import missing_rows
 from ..offload.device import Partial
 from ..offload.expert_ring import Piece
@@ -102,7 +102,7 @@ class StreamedPrompt:
         absent, each = dict.fromkeys(shares, 1.0), neurons * self.ram.layer.rows.layout.nbytes
         pooled = shared.ring.layers[self.index].pooled
         if pooled is None:
-            each += self.ram.layer.up.bytes_per_expert()
+            each += self.ram.layer.signal.bytes_per_expert()
         else:
             lacking = (shared.pool.slots[pooled].reshape(-1, neurons) < 0).mean(1).tolist()
             absent = {expert: lacking[expert] for expert in shares}
@@ -118,12 +118,12 @@ class StreamedPrompt:
     def _neurons(self) -> int:
         return self.ruled.layer.rows.data.shape[1]
 
-    def _up(self, expert: int) -> UpWeights:
+    def _up(self, expert: int) -> SignalWeights:
         """One up projection on the device."""
-        up = self.ruled.layer.up
-        return UpWeights(up.layout, *(part[expert, None] for part in (up.q, up.scale, up.zero)))
+        up = self.ruled.layer.signal
+        return SignalWeights(up.layout, *(part[expert, None] for part in (up.q, up.scale, up.zero)))
 
-    def _computed(self, share: Share, up: UpWeights, data: Tensor) -> Tensor:
+    def _computed(self, share: Share, up: SignalWeights, data: Tensor) -> Tensor:
         rows, x_bits = ExpertRows(self.ruled.layer.rows.layout, data[None]), self.ruled.preset.x_bits
         return self.shared.device.expert(self.hidden[share.tokens], up, rows, *share.limits, x_bits)
 
@@ -131,7 +131,9 @@ class StreamedPrompt:
         x, layer = self.hidden[share.tokens].cpu(), self.ram.layer
         first, second = share.limits
         limits = first.cpu(), None if second is None else second.cpu()
-        return self.shared.device.expert_beside(x, layer.up, layer.rows, share.expert, limits, self.ruled.preset.x_bits)
+        return self.shared.device.expert_beside(
+            x, layer.signal, layer.rows, share.expert, limits, self.ruled.preset.x_bits
+        )
 
     def _add(self, share: Share, y: Tensor) -> None:
         self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

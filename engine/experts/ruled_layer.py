@@ -53,11 +53,11 @@ class RuledLayer:
             threshold_at(self.layer.thresholds, self.rule.lateness) if self.rule.late else None,
         )
         rows = self.layer.rows.layout
-        self.costs = self.layer.up.bytes_per_expert(), rows.gate.nbytes, rows.nbytes - rows.gate.nbytes
+        self.costs = self.layer.signal.bytes_per_expert(), rows.other.nbytes, rows.nbytes - rows.other.nbytes
 
     def as_one(self) -> ExpertLayer:
         """As one record, for an operation that selects by itself."""
-        return ExpertLayer(self.layer.up, self.layer.rows, self.limits, self.rule)
+        return ExpertLayer(self.layer.signal, self.layer.rows, self.limits, self.rule)
 
     @property
     def structure(self) -> tuple[int, bool, bool, bool, bool, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.types import Calls, Work
-from ...kernels.weights import ExpertRows, UpWeights
+from ...kernels.weights import ExpertRows, SignalWeights
 from ...models.pack.packed_model import PackedLayer
 from ..offload.offload import Offload
 from ..telemetry import Telemetry
@@ -38,14 +38,14 @@ class ResidentLayer(MoELayer):
 
     def _step(self, hidden: Tensor, choice: Choice) -> Result:
         layer, x_bits = choice.ruled.layer, choice.ruled.preset.x_bits
-        return Result(choice, *self.shared.device.whole(hidden, layer.up, layer.rows, choice.work, x_bits))
+        return Result(choice, *self.shared.device.whole(hidden, layer.signal, layer.rows, choice.work, x_bits))
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        up, rows = ruled.layer.up, ruled.layer.rows
+        up, rows = ruled.layer.signal, ruled.layer.rows
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled
-            one = UpWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
+            one = SignalWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
             its = ExpertRows(rows.layout, rows.data[share.expert, None])
             y = self.shared.device.expert(hidden[share.tokens], one, its, *share.limits, ruled.preset.x_bits)
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
@@ -112,7 +112,7 @@ class RamLayer(MoELayer):
             hidden, calls.tokens, calls.experts, calls.weights, work.thresholds, *optional
         )
         here = Work(Calls(tokens, experts, weights), thresholds, products[0] if products else None)
-        y, counts = device.whole_beside(x, ram.layer.up, ram.layer.rows, here, ram.preset.x_bits)
+        y, counts = device.whole_beside(x, ram.layer.signal, ram.layer.rows, here, ram.preset.x_bits)
         if not hidden.is_cpu:
             (y,) = device.sent(y)
         return Result(choice, y, counts)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu import native
-from ...kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.types import Active, Calls
-from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
+from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 
 UNKNOWN_CACHE = 32 << 20
 _ROTATION = 4  # weights used in turn are this many times larger than the last-level cache
@@ -87,11 +87,11 @@ def filled(*shape: int, hugepages: bool = False) -> Tensor:
     return data
 
 
-def make_up(shapes: Shapes, bits: int, experts: int) -> UpWeights:
+def make_up(shapes: Shapes, bits: int, experts: int) -> SignalWeights:
     """The up projections of `experts` experts."""
-    layout = UpLayout(shapes.vector(bits), torch.bfloat16)
+    layout = SignalLayout(shapes.vector(bits), torch.bfloat16)
     heads = _heads(bits, experts, shapes.neurons, layout.vector.groups)
-    return UpWeights(layout, filled(experts, shapes.neurons, layout.row_bytes), *heads)
+    return SignalWeights(layout, filled(experts, shapes.neurons, layout.row_bytes), *heads)
 
 
 def make_rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool = False) -> ExpertRows:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...kernels import operations as kernels
 from ...kernels.cpu.native_steps import Beside
 from ...kernels.types import Active, Calls, Work
-from ...kernels.weights import ExpertRows, UpWeights
+from ...kernels.weights import ExpertRows, SignalWeights
 from ..host_copies import Copy, moved, to_host
 from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
@@ -39,7 +39,7 @@ Mark = Any  # a point in a device's work: an event, virtual seconds, or None if 
 class Brought:
     """Up projections on their way to the device, and the point in the work there from which they may be used."""
 
-    up: UpWeights
+    up: SignalWeights
     ready: Mark
 
 
@@ -85,7 +85,7 @@ class Device:
         """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
 
     def up(
-        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> tuple[Active, Tensor, list[Tensor]]:
         """The active neurons; the host waits for the device here.
 
@@ -100,7 +100,7 @@ class Device:
         return asked.answer()
 
     def ask(
-        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """`up` without waiting: its answer holds once `there` says so."""
         listed = self._list(x, up, calls, thresholds, x_bits)
@@ -145,7 +145,7 @@ class Device:
         one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
         return self._sum(x, rows, one, active, limits, x_bits)
 
-    def bring(self, up: UpWeights) -> Brought:
+    def bring(self, up: SignalWeights) -> Brought:
         """Start copying up projections in RAM to the device, beside what it computes."""
         if self.place == "cpu":
             return Brought(up, None)
@@ -153,9 +153,9 @@ class Device:
             self._side = torch.cuda.Stream(self.place)
         with torch.cuda.stream(self._side):
             there = (part.to(self.place, non_blocking=True) for part in (up.q, up.scale, up.zero))
-            return Brought(UpWeights(up.layout, *there), self.mark())
+            return Brought(SignalWeights(up.layout, *there), self.mark())
 
-    def use(self, brought: Brought) -> UpWeights:
+    def use(self, brought: Brought) -> SignalWeights:
         """The up projections: what computes next waits for them."""
         up = brought.up
         if brought.ready is not None:
@@ -179,7 +179,7 @@ class Device:
             mark.synchronize()
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
+        self, x: Tensor, up: SignalWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
         """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
         return self._one(x, up, rows, 0, (thresholds, products), x_bits)[0]
@@ -199,7 +199,13 @@ class Device:
         return lambda: self.joined(started)
 
     def expert_beside(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+        self,
+        x: Tensor,
+        up: SignalWeights,
+        rows: ExpertRows,
+        expert: int,
+        limits: tuple[Tensor, Tensor | None],
+        x_bits: int,
     ) -> Future[Partial]:
         """Start one expert over many tokens on the CPU; y is not weighted."""
 
@@ -209,11 +215,11 @@ class Device:
 
         return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
 
-    def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def whole(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """A few tokens in experts that are all on the device: y (B, H), and counts (P, 2) as `kernels.moe_step`'s."""
         return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
-    def whole_beside(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def whole_beside(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """The same by the CPU, which has the experts in RAM, at once; all tensors are on the CPU, y too."""
         return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
@@ -244,20 +250,26 @@ class Device:
     # On a GPU the kernels are called without argument checks, which would copy values to the host: calls come from the
     # model's own router, and active neurons from the pool.
 
-    def _list(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
+    def _list(self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
         listed = None if x.is_cpu else kernels.choose(x.device).up_list
         if listed is not None:
             return listed(x, up, calls, thresholds, x_bits)
         found = self._find(x, up, calls, thresholds, x_bits)
         return found.offsets[1:], found.neurons, found.values
 
-    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
+    def _find(self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         if x.is_cpu:
-            return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
-        return kernels.choose(x.device).up_gemv(x, up, calls, thresholds, x_bits)
+            return kernels.signal_gemv(x, up, calls, thresholds, x_bits=x_bits)
+        return kernels.choose(x.device).signal_gemv(x, up, calls, thresholds, x_bits)
 
     def _one(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+        self,
+        x: Tensor,
+        up: SignalWeights,
+        rows: ExpertRows,
+        expert: int,
+        limits: tuple[Tensor, Tensor | None],
+        x_bits: int,
     ) -> tuple[Tensor, int]:
         y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
         return y, kept

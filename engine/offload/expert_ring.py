@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.weights import UpWeights
+from ...kernels.weights import SignalWeights
 from ...models.pack.packed_model import PackedLayer
 from .device import Brought, Device, Mark
 from .device_memory import DeviceMemory
@@ -48,11 +48,11 @@ class StreamedLayer:
         """How many experts of so many neurons it has."""
         return len(self.rows) // neurons
 
-    def up(self, piece: Piece) -> UpWeights:
+    def up(self, piece: Piece) -> SignalWeights:
         """One expert's up projection, in RAM."""
-        up = self.ram.up
+        up = self.ram.signal
         parts = (part.view(-1, piece.neurons, part.shape[2])[piece.expert, None] for part in (up.q, up.scale, up.zero))
-        return UpWeights(up.layout, *parts)
+        return SignalWeights(up.layout, *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ExpertRing:
                 return
             self._send(piece)
 
-    def arrived(self) -> tuple[Piece, UpWeights | None, Tensor]:
+    def arrived(self) -> tuple[Piece, SignalWeights | None, Tensor]:
         """The next piece, as soon as the device may compute it: also its up projection, if that was in RAM, and its
         rows (F, nbytes). Its place stays taken until `used`.
         """

@@ -110,7 +110,7 @@ class Needs:
         a, sizes, window = manifest.architecture, sizes_of(manifest, config), context.window(config)
         return cls(
             dense=manifest.files["dense.safetensors"].size,
-            up=sum(layer.up.nbytes for layer in layers),
+            up=sum(layer.signal.nbytes for layer in layers),
             row=manifest.row_layout.nbytes,
             rows=sum(layer.rows.data.nbytes for layer in layers),
             kv=kv_bytes(sizes, kv_bits, element),

@@ -101,10 +101,10 @@ def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "
     Args:
         neurons: of one expert. guess: for what is not measured here, above all the link.
     """
-    hidden = layout.gate.n
+    hidden = layout.other.n
     with computing(None, hidden, neurons):
         rows = row_rate(layout, min(neurons, MIXTRAL.neurons))
-        batch = batch_rate(Shapes(hidden, min(neurons, _BATCH_NEURONS), layout.gate.group), _code_bits(layout))
+        batch = batch_rate(Shapes(hidden, min(neurons, _BATCH_NEURONS), layout.other.group), _code_bits(layout))
     rates = dataclasses.replace(guess, cpu_bytes_s=rows, cpu_batch_bytes_s=batch)
     if place != "cpu":
         rates.gpu_bytes_s = GPU_REACHED * gpu_rate(place)
@@ -130,7 +130,7 @@ def row_work(layout: RowLayout, neurons: int, share: float = 0.5) -> Work:
     neurons = max(1, min(neurons, _MOST // 4 // layout.nbytes))  # wide rows are slow to make
     rows = ExpertRows(layout, _records(layout, _pairs(neurons * layout.nbytes), neurons))
     active = random_weights.random_active(share, neurons, 0)
-    x = torch.randn(1, layout.gate.n)
+    x = torch.randn(1, layout.other.n)
 
     def work(turn: int) -> int:
         kernels.sparse_swiglu(x, rows, random_weights.pair(turn, len(rows.data)), active, x_bits=_x_bits())
@@ -150,7 +150,7 @@ def up_work(shapes: Shapes, bits: int) -> Work:
     x, limits = torch.randn(1, shapes.hidden), torch.full((2,), UNREACHED)
 
     def work(turn: int) -> int:
-        kernels.up_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())
+        kernels.signal_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())
         return 2 * up.bytes_per_expert()
 
     return work
@@ -184,7 +184,7 @@ def batch_work(shapes: Shapes, bits: int) -> Work:
     up, rows = random_weights.make_up(shapes, min(bits, 8), 1), random_weights.make_rows(shapes, min(bits, 8), 1)
     x = torch.randn(_BATCH_TOKENS, shapes.hidden)
     one = Calls(torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0]))
-    limit = float(kernels.up_gemv(x[:1], up, one, torch.tensor([0.0])).values.abs().median())
+    limit = float(kernels.signal_gemv(x[:1], up, one, torch.tensor([0.0])).values.abs().median())
 
     def work(_turn: int) -> int:
         kernels.expert_swiglu(x, up, rows, 0, x.new_full(x.shape[:1], limit), x_bits=_x_bits())
@@ -276,7 +276,7 @@ def best_rate(work: Work, turns: int = _TURNS) -> float:
 
 def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
     data = random_weights.filled(experts, neurons, layout.nbytes)
-    for start, vector in ((0, layout.gate), (layout.gate.nbytes, layout.down)):
+    for start, vector in ((0, layout.other), (layout.other.nbytes, layout.down)):
         part = data[:, :, start : start + vector.nbytes]
         if vector.bits == 16:
             part.view(layout.float16).copy_(torch.randn(vector.n).to(layout.float16))
@@ -292,7 +292,7 @@ def _pairs(nbytes: int) -> int:
 
 
 def _code_bits(layout: RowLayout) -> int:
-    return min(layout.gate.bits, layout.down.bits)
+    return min(layout.other.bits, layout.down.bits)
 
 
 def _x_bits() -> int:

@@ -59,16 +59,16 @@ typedef struct {
     int32_t bits, bfloat16;
 } floe_vector;
 
-// The up projections of a layer: layouts.UpWeights.
+// The signal projections of a layer: weights.SignalWeights.
 typedef struct {
     floe_vector row;
     const uint8_t *q, *scale, *zero;
     int64_t experts, neurons;
-} floe_up;
+} floe_signal;
 
-// A layer's rows. Neuron n of expert e is row e · neurons + n: layouts.ExpertRows.
+// A layer's rows. Neuron n of expert e is row e · neurons + n: weights.ExpertRows.
 typedef struct {
-    floe_vector gate, down;
+    floe_vector other, down;
     const uint8_t *data;
     int64_t experts, neurons, row_bytes;
 } floe_rows;
@@ -107,10 +107,10 @@ FLOE_API int floe_select(const floe_rule *rule, const floe_limits *limits, int64
                          const int64_t *index, const float *weights, const floe_calls *calls);
 
 // v = up_e · x, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1) and returns N; the neurons wait in
-// the calling thread until it fetches them with floe_up_take.
-FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const floe_calls *calls, int digits,
-                              int threads, int64_t *offsets);
-FLOE_API int floe_up_take(int64_t count, int32_t *neurons, float *values);
+// the calling thread until it fetches them with floe_signal_take.
+FLOE_API int64_t floe_signal_gemv(const float *x, int64_t tokens, const floe_signal *signal, const floe_calls *calls,
+                                  int digits, int threads, int64_t *offsets);
+FLOE_API int floe_signal_take(int64_t count, int32_t *neurons, float *values);
 
 // y[token] = sum over calls of weight · sum_n silu(gate_n · x) v_n down_n; y is (tokens, H), written whole. Neurons
 // below the call's `product` are left out, and their down half unread. Fills kept (P): how many were not.
@@ -119,13 +119,13 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows 
 
 // The one after the other. Fills counts (P, 2): how many neurons of each call were active, and how many of them were
 // not left out.
-FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_up *up, const floe_rows *rows,
+FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
                            const floe_calls *calls, int digits, int threads, float *y, int64_t *counts);
 
 // One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >=
 // thresholds[t], v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written
 // whole. Fills counts (2): how many (neuron, token) pairs were active, and how many reached the second threshold too.
-FLOE_API int floe_expert_swiglu(const float *x, int64_t tokens, const floe_up *up, const floe_rows *rows,
+FLOE_API int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
                                 int64_t expert, const float *thresholds, FLOE_OPTIONAL const float *down_thresholds,
                                 int digits, int threads, float *y, int64_t *counts);
 
@@ -187,7 +187,7 @@ FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, FLOE
 
 // A layer's experts, and what a token may skip of them. limits.late is not looked at.
 typedef struct {
-    floe_up up;
+    floe_signal signal;
     floe_rows rows;
     floe_limits limits;
     floe_rule rule;

@@ -20,7 +20,7 @@ from .. import arguments, reference
 from ..checks import BYTES, CPU, INDICES, described, indices, require
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
-from ..weights import ExpertRows, LinearWeights, UpWeights
+from ..weights import ExpertRows, LinearWeights, SignalWeights
 from .binding import (
     ISAS,
     Isa,
@@ -34,7 +34,7 @@ from .binding import (
     records,
     select_isa,
 )
-from .weights import linear_record, rows_record, rule_record, up_record
+from .weights import linear_record, rows_record, rule_record, signal_record
 
 __all__ = [
     "ISAS",
@@ -53,8 +53,8 @@ __all__ = [
     "read_rows",
     "select",
     "select_isa",
+    "signal_gemv",
     "sparse_swiglu",
-    "up_gemv",
 ]
 
 _DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
@@ -87,25 +87,25 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     return Work(Calls(tokens, experts, _as(own, weights.dtype)), thresholds, products, late)
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
+def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     Raises:
         ValueError: tensors or indices that do not fit.
     """
-    arguments.up_gemv(x, up, calls, thresholds, x_bits)
+    arguments.signal_gemv(x, signal, calls, thresholds, x_bits)
     loaded, x32 = library(), float32(x)
     given = _calls(calls, thresholds, None)
     offsets = torch.empty(given.count + 1, dtype=torch.int64)
     threads = torch.get_num_threads()
-    total = loaded.up_gemv(x32, x32.shape[0], up_record(up), given, digits_of(x, x_bits), threads, offsets)
+    total = loaded.signal_gemv(x32, x32.shape[0], signal_record(signal), given, digits_of(x, x_bits), threads, offsets)
     if total < 0:
-        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+        arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
         check(total)
     # The library stores them per thread until tensors of the right size exist.
     neurons = torch.empty(total, dtype=torch.int32)
     values = torch.empty(total, dtype=torch.float32)
-    check(loaded.up_take(total, neurons, values))
+    check(loaded.signal_take(total, neurons, values))
     return Active(offsets, neurons.long(), _as(values, x.dtype))
 
 
@@ -150,34 +150,36 @@ def sparse_swiglu(
 
 def moe_step(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
+    """`signal_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
 
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
 
     Raises:
         ValueError: tensors or indices that do not fit.
     """
-    arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
+    arguments.moe_step(x, signal, rows, calls, thresholds, down_thresholds, x_bits)
     x32, given = float32(x), _calls(calls, thresholds, down_thresholds)
     y, counts = torch.empty(x32.shape), torch.empty((given.count, 2), dtype=torch.int64)
     digits, threads = digits_of(x, x_bits), torch.get_num_threads()
-    code = library().moe_step(x32, x32.shape[0], up_record(up), rows_record(rows), given, digits, threads, y, counts)
+    code = library().moe_step(
+        x32, x32.shape[0], signal_record(signal), rows_record(rows), given, digits, threads, y, counts
+    )
     if code < 0:
-        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+        arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
         check(code)
     return _as(y, x.dtype), counts
 
 
 def expert_swiglu(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     expert: int,
     thresholds: Tensor,
@@ -191,11 +193,11 @@ def expert_swiglu(
     Raises:
         ValueError: tensors that do not fit, or no such expert.
     """
-    arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
+    arguments.expert_swiglu(x, signal, rows, expert, thresholds, down_thresholds, x_bits)
     x32, limits = float32(x), float32(thresholds)
     down_limits = None if down_thresholds is None else float32(down_thresholds)
     y, counts = torch.empty(x32.shape), torch.empty(2, dtype=torch.int64)
-    weights, digits, threads = (up_record(up), rows_record(rows)), digits_of(x, x_bits), torch.get_num_threads()
+    weights, digits, threads = (signal_record(signal), rows_record(rows)), digits_of(x, x_bits), torch.get_num_threads()
     check(library().expert_swiglu(x32, x32.shape[0], *weights, expert, limits, down_limits, digits, threads, y, counts))
     active, kept = counts.tolist()
     return _as(y, x.dtype), active, kept

@@ -20,7 +20,7 @@ from ..step import ExpertLayer
 from .binding import Stop, addresses_of, array_of, check, codes, library, records
 from .native_ends import NativeEnds, sampling_record
 from .native_step import NativeStep
-from .weights import digits, optional, required, rows_record, rule_record, up_record
+from .weights import digits, optional, required, rows_record, rule_record, signal_record
 
 
 class Through(NamedTuple):
@@ -199,15 +199,17 @@ class NativeToken:
 
 
 def _expert_record(layer: ExpertLayer) -> Any:
-    up, rows, limits = layer.up, layer.rows, layer.limits
-    up.check(CPU)
+    signal, rows, limits = layer.signal, layer.rows, layer.limits
+    signal.check(CPU)
     rows.check(CPU)
-    if (*up.q.shape[:2], up.layout.vector.n) != (rows.experts, rows.neurons, rows.layout.gate.n):
-        raise ValueError(f"up of {tuple(up.q.shape[:2])} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
+    shape = *signal.q.shape[:2], signal.layout.vector.n
+    if shape != (rows.experts, rows.neurons, rows.layout.other.n):
+        raise ValueError(f"a signal of {shape[:2]} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
     given = records.limits(
         experts=rows.experts,
         signal=required("signal", limits.signal, (rows.experts,)),
         product=optional("product", limits.product, (rows.experts,)),
         late=None,
     )
-    return records.expert_layer(up=up_record(up), rows=rows_record(rows), limits=given, rule=rule_record(layer.rule))
+    weights, rule = (signal_record(signal), rows_record(rows)), rule_record(layer.rule)
+    return records.expert_layer(signal=weights[0], rows=weights[1], limits=given, rule=rule)

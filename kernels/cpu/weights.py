@@ -13,7 +13,7 @@ from ..layouts import VectorLayout
 from ..rule import Rule
 from ..step import Projection
 from ..types import X_BITS
-from ..weights import ExpertRows, LinearWeights, UpWeights
+from ..weights import ExpertRows, LinearWeights, SignalWeights
 from .binding import records
 
 FLOAT32 = (torch.float32,)
@@ -26,14 +26,16 @@ def vector(layout: VectorLayout, float16: torch.dtype) -> Any:
     return records.vector(n=layout.n, group=layout.group, bits=layout.bits, bfloat16=bfloat16)
 
 
-def up_record(up: UpWeights) -> Any:
-    """`floe_up`; the tensors are checked already."""
-    if up.native is None:
-        experts, neurons = up.q.shape[:2]
-        row = vector(up.layout.vector, up.layout.float16)
-        made = records.up(row=row, q=up.q, scale=up.scale, zero=up.zero, experts=experts, neurons=neurons)
-        object.__setattr__(up, "native", made)
-    return up.native
+def signal_record(signal: SignalWeights) -> Any:
+    """`floe_signal`; the tensors are checked already."""
+    if signal.native is None:
+        experts, neurons = signal.q.shape[:2]
+        row = vector(signal.layout.vector, signal.layout.float16)
+        made = records.signal(
+            row=row, q=signal.q, scale=signal.scale, zero=signal.zero, experts=experts, neurons=neurons
+        )
+        object.__setattr__(signal, "native", made)
+    return signal.native
 
 
 def rows_record(rows: ExpertRows) -> Any:
@@ -41,7 +43,7 @@ def rows_record(rows: ExpertRows) -> Any:
     if rows.native is None:
         layout = rows.layout
         made = records.rows(
-            gate=vector(layout.gate, layout.float16),
+            other=vector(layout.other, layout.float16),
             down=vector(layout.down, layout.float16),
             data=rows.data,
             experts=rows.experts,

@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 from .attend import attend_one
 from .dense import expert_swiglu, linear
 from .listed import add_listed, list_active
-from .operations import gather_rows, land, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
+from .operations import gather_rows, land, moe_step, pool_scatter, select, signal_gemv, sparse_swiglu, up_list
 
 __all__ = [
     "add_listed",
@@ -32,7 +32,7 @@ __all__ = [
     "moe_step",
     "pool_scatter",
     "select",
+    "signal_gemv",
     "sparse_swiglu",
-    "up_gemv",
     "up_list",
 ]

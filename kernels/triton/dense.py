@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..weights import ExpertRows, LinearWeights, UpWeights
+from ..weights import ExpertRows, LinearWeights, SignalWeights
 from . import launch
 from .gemv import gemv_kernel
 from .moving import unpack_kernel
-from .vectors import Vector, linear_vector, record_vectors, up_vector
+from .vectors import Vector, linear_vector, record_vectors, signal_vector
 
 SCRATCH = 64 << 20  # bytes
 FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code for code, instead of through memory
@@ -23,7 +23,7 @@ FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code
 
 def expert_swiglu(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     expert: int,
     thresholds: Tensor,
@@ -42,12 +42,12 @@ def expert_swiglu(
     """
     device, (tokens, hidden), neurons = x.device, x.shape, rows.data.shape[1]
     launch.check_device(device)
-    launch.check_weights(device, "up.q", up.q)
+    launch.check_weights(device, "signal.q", signal.q)
     launch.check_weights(device, "rows", rows.data)
-    scale, zero = up.scale.contiguous(), up.zero.contiguous()
-    launch.check_reachable(device, "up.scale", scale)
-    launch.check_reachable(device, "up.zero", zero)
-    vector = up_vector(up.layout, up.q, scale, zero)
+    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
+    launch.check_reachable(device, "signal.scale", scale)
+    launch.check_reachable(device, "signal.zero", zero)
+    vector = signal_vector(signal.layout, signal.q, scale, zero)
     gate, down = record_vectors(rows.layout, rows.data)
     # v, gate · x, their product and what silu makes on the way: five numbers per token and neuron, two of them wide.
     block = block_rows(x, neurons, hidden + 8 * tokens)
@@ -57,7 +57,7 @@ def expert_swiglu(
     scales = scale.view(torch.uint8), zero.view(torch.uint8)
     for start in range(0, neurons if tokens else 0, block):
         count, first = min(block, neurons - start), expert * neurons + start
-        v = F.linear(x, unpack(up.q, *scales, vector, first, count, scratch))
+        v = F.linear(x, unpack(signal.q, *scales, vector, first, count, scratch))
         g = F.linear(x, unpack(rows.data, rows.data, rows.data, gate, first, count, scratch))
         h = F.silu(g) * v
         active = ~(v.abs() < thresholds[:, None])

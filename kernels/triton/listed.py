@@ -8,12 +8,14 @@ from torch import Tensor
 
 from ..listed import Listing, Portion, Total
 from ..types import Calls
-from ..weights import ExpertRows, UpWeights
+from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .sparse import Into, List, fill, swiglu
 
 
-def list_active(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int = 22) -> None:
+def list_active(
+    x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int = 22
+) -> None:
     """See `kernels.list_active`.
 
     Raises:
@@ -21,9 +23,9 @@ def list_active(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, list
     """
     for name, part in (("offsets", listing.offsets), ("neurons", listing.neurons), ("copies", listing.copies)):
         launch.check_reachable(x.device, name, part)
-    begins, ends, neurons = listing.offsets[:-1], listing.offsets[1:], up.q.shape[1]
+    begins, ends, neurons = listing.offsets[:-1], listing.offsets[1:], signal.q.shape[1]
     active = List(begins, ends, listing.neurons, listing.values, neurons, listing.copies)
-    fill(active, x, up, calls, thresholds, packed=True)
+    fill(active, x, signal, calls, thresholds, packed=True)
 
 
 def add_listed(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
-from ..weights import ExpertRows, UpWeights
+from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .moving import copy_kernel, land_kernel
 from .selection import select_kernel
@@ -51,7 +51,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     )
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
+def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     x is (B, H) of any float type; products are summed in float32. Waits for the device once, to learn how many neurons
@@ -60,7 +60,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    active = find(x, up, moved(calls, x.device), thresholds, packed=True)
+    active = find(x, signal, moved(calls, x.device), thresholds, packed=True)
     offsets = torch.zeros(active.ends.numel() + 1, dtype=torch.int64)
     if active.most:
         offsets[1:] = active.ends.cpu()
@@ -69,14 +69,14 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
 
 
 def up_list(
-    x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22
+    x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`up_gemv` without waiting: where each call's neurons end (P,), then buffers for all neurons (int32) and
+    """`signal_gemv` without waiting: where each call's neurons end (P,), then buffers for all neurons (int32) and
     all values, valid up to the last end.
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
-    active = find(x, up, moved(calls, x.device), thresholds, packed=True)
+    active = find(x, signal, moved(calls, x.device), thresholds, packed=True)
     return active.ends, active.found, active.values
 
 
@@ -106,14 +106,14 @@ def sparse_swiglu(
 
 def moe_step(
     x: Tensor,
-    up: UpWeights,
+    signal: SignalWeights,
     rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nothing waits.
+    """`signal_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nothing waits.
 
     With calls and thresholds on the device already, and once it has run, this can be captured in a CUDA graph.
 
@@ -125,7 +125,7 @@ def moe_step(
         ValueError: weights that the device of x cannot read.
     """
     calls = moved(calls, x.device)
-    active = find(x, up, calls, thresholds, packed=False)
+    active = find(x, signal, calls, thresholds, packed=False)
     y, reached = swiglu(x, rows, calls, active, down_thresholds)
     return y, torch.stack([active.ends - active.begins, reached], dim=1)
 

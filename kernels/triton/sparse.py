@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from ..types import Calls
-from ..weights import ExpertRows, UpWeights
+from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .gemv import compact_kernel, gemv_kernel
 from .swiglu import combine_kernel, down_kernel, gate_kernel
-from .vectors import record_vectors, up_vector
+from .vectors import record_vectors, signal_vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +51,47 @@ def moved(calls: Calls, device: torch.device) -> Calls:
     return Calls(calls.tokens.to(device), calls.experts.to(device), calls.weights.to(device))
 
 
-def find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> List:
+def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> List:
     """The active neurons of every call, one call after another (packed) or F places apart."""
-    device, count, neurons = x.device, calls.experts.numel(), up.q.shape[1]
+    device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
     spans = torch.empty(2, count, dtype=torch.int64, device=device)
     found = torch.empty(count * neurons, dtype=torch.int32, device=device)
     values = torch.empty(count * neurons, dtype=x.dtype, device=device)
     if not count * neurons:
-        launch.check_weights(device, "up.q", up.q)
+        launch.check_weights(device, "signal.q", signal.q)
         spans.zero_()
     active = List(spans[0], spans[1], found, values, neurons if count else 0)
-    fill(active, x, up, calls, thresholds.to(device), packed=packed)
+    fill(active, x, signal, calls, thresholds.to(device), packed=packed)
     return active
 
 
-def fill(active: List, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> None:
+def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> None:
     """`find`, into a list with room for all neurons."""
-    device, count, neurons = x.device, calls.experts.numel(), up.q.shape[1]
+    device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
-    launch.check_weights(device, "up.q", up.q)
-    scale, zero = up.scale.contiguous(), up.zero.contiguous()
-    launch.check_reachable(device, "up.scale", scale)
-    launch.check_reachable(device, "up.zero", zero)
+    launch.check_weights(device, "signal.q", signal.q)
+    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
+    launch.check_reachable(device, "signal.scale", scale)
+    launch.check_reachable(device, "signal.zero", zero)
     if not count * neurons:
         return
     blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
     v = torch.empty(count, neurons, dtype=torch.float32, device=device)
     kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    vector = up_vector(up.layout, up.q, scale, zero)
+    vector = signal_vector(signal.layout, signal.q, scale, zero)
     with launch.on(device):
         spread = launch.spread(x, vector)
         gemv_kernel[(count, blocks)](
-            *(spread, calls.tokens, calls.experts, thresholds, up.q, scale.view(torch.uint8), zero.view(torch.uint8)),
+            *(
+                spread,
+                calls.tokens,
+                calls.experts,
+                thresholds,
+                signal.q,
+                scale.view(torch.uint8),
+                zero.view(torch.uint8),
+            ),
             *(v, kept, neurons, launch.magic(device), vector, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](

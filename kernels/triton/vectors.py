@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codes import CHUNK
-from ..layouts import RowLayout, UpLayout, VectorLayout
+from ..layouts import RowLayout, SignalLayout, VectorLayout
 from ..weights import LinearWeights
 
 WORD = 4  # bytes
@@ -100,7 +100,7 @@ def _apart(layout: VectorLayout, float16: torch.dtype, row: int, fast: bool) -> 
     return _describe(layout, float16, fast, row, 0, 2 * layout.groups, 0, 0)
 
 
-def up_vector(layout: UpLayout, q: Tensor, scale: Tensor, zero: Tensor) -> Vector:
+def signal_vector(layout: SignalLayout, q: Tensor, scale: Tensor, zero: Tensor) -> Vector:
     """A row of an up projection, scales in tensors of their own."""
     return _apart(layout.vector, layout.float16, layout.row_bytes, _aligned(q, scale, zero))
 
@@ -114,7 +114,7 @@ def linear_vector(weights: LinearWeights) -> Vector:
 @cache
 def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
     vectors: list[Vector] = []
-    for part, start in ((layout.gate, 0), (layout.down, layout.gate.nbytes)):
+    for part, start in ((layout.other, 0), (layout.down, layout.other.nbytes)):
         scales, zeros, codes = start, start + 2 * part.groups, start + 4 * part.groups
         vectors.append(_describe(part, layout.float16, fast, layout.nbytes, codes, layout.nbytes, scales, zeros))
     return vectors[0], vectors[1]

@@ -178,17 +178,17 @@ def _bad_chat(folder: Path) -> str | None:
 
 
 def _bad_layer(layer: PackedLayer) -> str | None:
-    up, rows = layer.up.layout, layer.rows.layout
+    up, rows = layer.signal.layout, layer.rows.layout
     for expert, data in enumerate(layer.rows.data):
         halves = {
-            "gate": (data[:, : rows.gate.nbytes], rows.gate),
-            "down": (data[:, rows.gate.nbytes : rows.gate.nbytes + rows.down.nbytes], rows.down),
+            "gate": (data[:, : rows.other.nbytes], rows.other),
+            "down": (data[:, rows.other.nbytes : rows.other.nbytes + rows.down.nbytes], rows.down),
         }
         numbers = {part: _numbers(raw, layout, rows.float16) for part, (raw, layout) in halves.items()}
         if up.vector.bits == 16:
-            numbers["up"] = layer.up.q[expert].view(up.float16)
+            numbers["up"] = layer.signal.q[expert].view(up.float16)
         else:
-            numbers["up"] = torch.cat([layer.up.scale[expert], layer.up.zero[expert]])
+            numbers["up"] = torch.cat([layer.signal.scale[expert], layer.signal.zero[expert]])
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
                 return f"{part} of expert {expert} has infinite or NaN scales or values."
@@ -240,11 +240,11 @@ def _bad_profile(packed: PackedModel) -> str | None:
 def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert: int) -> Iterator[Compared]:
     gate, up, down = source.expert(layer, expert)
     theirs = {"gate": gate, "up": up, "down": down.T}
-    up, rows = stored.up, stored.rows
+    up, rows = stored.signal, stored.rows
     gate_rows, down_rows = rows.layout.read(rows.data[expert], torch.float32)
     ours = {"gate": gate_rows, "up": up.dense(expert, torch.float32), "down": down_rows}
     order = _matched([ours[part] for part in theirs], [theirs[part] for part in theirs])
-    widths = {"gate": rows.layout.gate.bits, "up": up.layout.vector.bits, "down": rows.layout.down.bits}
+    widths = {"gate": rows.layout.other.bits, "up": up.layout.vector.bits, "down": rows.layout.down.bits}
     for part, bits in widths.items():
         name = f"layer {layer + 1}, expert {expert + 1}, {part}"
         yield Compared(name, bits, _relative(ours[part], theirs[part][order]), LIMITS[bits])

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from ...kernels.codes import WIDTHS
-from ...kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.rule import Rule
 from .. import config_limits, private_file
 from ..errors import NoPackError, PackError
@@ -125,9 +125,9 @@ class Manifest:
         return self.source.exact and w.up == w.gate == w.down == w.dense == 16
 
     @property
-    def up_layout(self) -> UpLayout:
+    def signal_layout(self) -> SignalLayout:
         """Of the up projections."""
-        return UpLayout(self._vector(self.widths.up), _FLOAT16[self.widths.float16])
+        return SignalLayout(self._vector(self.widths.up), _FLOAT16[self.widths.float16])
 
     @property
     def row_layout(self) -> RowLayout:
@@ -140,7 +140,7 @@ class Manifest:
 
     def layer_plan(self) -> TensorShapes:
         """The tensors of a layer's file."""
-        a, up = self.architecture, self.up_layout
+        a, up = self.architecture, self.signal_layout
         shape = a.experts, a.intermediate
         table = (torch.float32, (a.experts, self.calibration.quantiles))
         return {
@@ -155,7 +155,7 @@ class Manifest:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's experts, without its tables."""
-        a, up = self.architecture, self.up_layout
+        a, up = self.architecture, self.signal_layout
         return a.experts * a.intermediate * (self.row_layout.nbytes + up.row_bytes + 4 * up.vector.groups)
 
     def write(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ import platformdirs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...kernels.weights import ExpertRows, UpWeights
+from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
 from ..errors import UsageError, damaged
 from . import learned_predictor, tensor_file
@@ -24,12 +24,12 @@ class PackedLayer:
     """The experts of one layer.
 
     Attributes:
-        up, rows: of its E experts.
+        signal, rows: of its E experts.
         thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1.
         products: likewise |silu(gate · x) up · x|.
     """
 
-    up: UpWeights
+    signal: SignalWeights
     rows: ExpertRows
     thresholds: Tensor
     products: Tensor
@@ -40,14 +40,14 @@ class PackedLayer:
 
         Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
         """
-        experts, neurons = self.up.q.shape[:2]
+        experts, neurons = self.signal.q.shape[:2]
         q, scale, zero, data = (
             part.view(2 * experts, neurons // 2, part.shape[2])
-            for part in (self.up.q, self.up.scale, self.up.zero, self.rows.data)
+            for part in (self.signal.q, self.signal.scale, self.signal.zero, self.rows.data)
         )
         thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
-        up, rows = UpWeights(self.up.layout, q, scale, zero), ExpertRows(self.rows.layout, data)
-        return PackedLayer(up, rows, thresholds, products)
+        signal, rows = SignalWeights(self.signal.layout, q, scale, zero), ExpertRows(self.rows.layout, data)
+        return PackedLayer(signal, rows, thresholds, products)
 
 
 class PackedModel:
@@ -105,8 +105,8 @@ class PackedModel:
         for tensor in ("threshold", "product"):
             if not rising(tensors[tensor]):
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
-        up = UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
-        return PackedLayer(up, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
+        signal = SignalWeights(m.signal_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
+        return PackedLayer(signal, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.weights import UpWeights
+from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..pack.manifest import Architecture, Manifest, layer_file
@@ -97,15 +97,15 @@ class PackingExperts(nn.Module):
 
     def _pack(self, expert: int, x: Tensor) -> Tensor:
         """Write one expert, neurons by falling importance; x (T, H) -> what the packed expert makes of it."""
-        file, up_layout, row_layout = self._file, self._manifest.up_layout, self._manifest.row_layout
+        file, signal_layout, row_layout = self._file, self._manifest.signal_layout, self._manifest.row_layout
         gate, up, down = self._source.expert(self._layer, expert)
         measures = calibration.importance(x, gate.to(x.dtype), up.to(x.dtype))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._measures["importance"][expert] = measures[order]
         try:
-            q, scale, zero = store_matrix(up[order], up_layout.vector, up_layout.float16, self._device)
+            q, scale, zero = store_matrix(up[order], signal_layout.vector, signal_layout.float16, self._device)
             records = row_layout.join(
-                store_vectors(gate[order], row_layout.gate, row_layout.float16, self._device),
+                store_vectors(gate[order], row_layout.other, row_layout.float16, self._device),
                 store_vectors(down.T[order], row_layout.down, row_layout.float16, self._device),
             )
         except ValueError as error:
@@ -126,7 +126,7 @@ class PackingExperts(nn.Module):
         """x (T, H) -> up·x (T, F), silu(gate·x) up·x (T, F) and the output (T, H) of an expert as it is packed."""
         file = self._file
         q, scale, zero = (file[part][expert][None] for part in ("up.q", "up.scale", "up.zero"))
-        v = F.linear(x, UpWeights(self._manifest.up_layout, q, scale, zero).dense(0, x.dtype))
+        v = F.linear(x, SignalWeights(self._manifest.signal_layout, q, scale, zero).dense(0, x.dtype))
         gate, down = self._manifest.row_layout.read(file["rows"][expert], x.dtype)
         h = F.silu(F.linear(x, gate)) * v
         return v, h, h @ down

@@ -86,7 +86,7 @@ class Recorder:
         self.trace.scores.append(outputs[0].float().softmax(-1)[-1].numpy())
 
     def _asked(self, x: Tensor, up: Any, rows: Any, calls: Calls, thresholds: Tensor, *rest: Any, **named: Any) -> Any:
-        active = kernels.up_gemv(x, up, calls, thresholds)
+        active = kernels.signal_gemv(x, up, calls, thresholds)
         # Halves of experts are numbered so that their keys are those of whole ones.
         keys = calls.experts.repeat_interleave(active.offsets.diff()) * up.q.shape[1] + active.neurons
         self.trace.keys.append(keys.numpy())

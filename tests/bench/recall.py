@@ -27,7 +27,7 @@ from floe_chat.engine.loader import load
 from floe_chat.engine.offload import predictor
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import UpWeights
+from floe_chat.kernels.weights import SignalWeights
 from floe_chat.models.catalog import asset
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.calibration import threshold_at
@@ -90,7 +90,7 @@ def resident_output(packed: PackedModel, layer: int, seen: Seen, sparsity: float
     chosen = seen.chosen[token, slot]
     own = packed.layer(layer)
     calls = Calls(token, chosen, seen.weights[token, slot])
-    y, _ = kernels.moe_step(seen.hidden, own.up, own.rows, calls, threshold_at(own.thresholds, sparsity)[chosen])
+    y, _ = kernels.moe_step(seen.hidden, own.signal, own.rows, calls, threshold_at(own.thresholds, sparsity)[chosen])
     return y.view_as(seen.residual)
 
 
@@ -122,11 +122,11 @@ def recall(scores: Tensor, chosen: Tensor, count: int) -> float:
 def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: Tensor, sparsity: float) -> list[float]:
     """Recall and precision of a layer's neurons, when it is taken to be given `guess` and to choose experts `named`."""
     own = packed.layer(layer)
-    limits, size = threshold_at(own.thresholds, sparsity), own.up.q.shape[1]
-    counts = Recall(1, own.up.q.shape[0] * size)
+    limits, size = threshold_at(own.thresholds, sparsity), own.signal.q.shape[1]
+    counts = Recall(1, own.signal.q.shape[0] * size)
     sides: list[list[NDArray[np.int64]]] = []
     for given, experts in ((guess, named), (then.hidden, then.chosen)):
-        calls, active = neurons_of(given, own.up, experts, limits)
+        calls, active = neurons_of(given, own.signal, experts, limits)
         ends = active.offsets[experts.shape[1] : -1 : experts.shape[1]].numpy()
         sides.append(np.split(keys(calls, active, size), ends))
     for predicted, actual in zip(*sides, strict=True):
@@ -135,7 +135,7 @@ def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: T
 
 
 def neurons_of(
-    guess: Tensor, up: UpWeights, experts: Tensor, thresholds: Tensor, *, x_bits: int = 8
+    guess: Tensor, up: SignalWeights, experts: Tensor, thresholds: Tensor, *, x_bits: int = 8
 ) -> tuple[Calls, Active]:
     """The neurons that the next layer's experts will find active, by its own up projection.
 
@@ -150,7 +150,7 @@ def neurons_of(
     tokens = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
     flat = experts.flatten()
     calls = Calls(tokens, flat, torch.ones(len(flat), device=guess.device))
-    return calls, kernels.up_gemv(guess, up, calls, thresholds[flat], x_bits=x_bits)
+    return calls, kernels.signal_gemv(guess, up, calls, thresholds[flat], x_bits=x_bits)
 
 
 def keys(calls: Calls, active: Active, neurons: int) -> NDArray[np.int64]:

@@ -48,12 +48,12 @@ from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu.native_steps import Beside
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Total
 from floe_chat.kernels.offload.placing import Found, Placed
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls, Work
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from floe_chat.models.pack.packed_model import PackedLayer
 
 LAYERS, EXPERTS, NEURONS, TOP_K = 32, 8, 14336, 2
@@ -137,15 +137,15 @@ def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLa
     rows = ExpertRows(
         RowLayout(vector, vector, torch.float16), torch.zeros(EXPERTS, NEURONS, NBYTES, dtype=torch.uint8)
     )
-    up_layout = UpLayout(vector, torch.float16)
-    up = UpWeights(
-        up_layout,
-        torch.zeros(EXPERTS, NEURONS, up_layout.row_bytes, dtype=torch.uint8),
+    signal_layout = SignalLayout(vector, torch.float16)
+    up = SignalWeights(
+        signal_layout,
+        torch.zeros(EXPERTS, NEURONS, signal_layout.row_bytes, dtype=torch.uint8),
         torch.zeros(EXPERTS, NEURONS, 1, dtype=torch.float16),
         torch.zeros(EXPERTS, NEURONS, 1, dtype=torch.float16),
     )
     table = torch.linspace(0, 1, 101).repeat(EXPERTS, 1)
-    packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table)
+    packed = PackedLayer(signal=up, rows=rows, thresholds=table, products=table)
     control, telemetry = Control(PRESETS[2]), Telemetry(LAYERS, EXPERTS)
     shared = Offload(device, parts, [packed] * LAYERS, int(share * LAYERS * EXPERTS * NEURONS))
     if parts.predictor == "drawn":
@@ -249,7 +249,7 @@ def through_graphs(share: float, tokens: int) -> dict[str, float]:
         fields = {"chosen": chosen, "scores": weights, "experts": work.calls.experts, "weights": work.calls.weights}
         for name, tensor in (fields | {"thresholds": work.thresholds}).items():
             here[name].copy_(tensor)
-        active = find(None, one.ruled.layer.up, work.calls, None, 0)
+        active = find(None, one.ruled.layer.signal, work.calls, None, 0)
         listing.offsets.copy_(active.offsets)
         listing.neurons[: active.neurons.numel()] = active.neurons
         listing.copies.fill_(1.0)
@@ -304,10 +304,10 @@ def resident(tokens: int) -> dict[str, float]:
     with torch.inference_mode():
         up = make_up(MIXTRAL, 2, IN_PLACE)
         rows = make_rows(MIXTRAL, 4, IN_PLACE)
-        v = kernels.up_gemv(x := torch.randn(1, MIXTRAL.hidden), up, pair(0, IN_PLACE), torch.zeros(2)).values
+        v = kernels.signal_gemv(x := torch.randn(1, MIXTRAL.hidden), up, pair(0, IN_PLACE), torch.zeros(2)).values
         # A threshold that half the neurons reach, and a second one that some of these miss.
         table = torch.quantile(v.abs()[: 1 << 14], torch.linspace(0, 1, 101)).repeat(IN_PLACE, 1)
-        packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table * 1e-3)
+        packed = PackedLayer(signal=up, rows=rows, thresholds=table, products=table * 1e-3)
         control = Control(Preset("Plain", Rule(ACTIVE, 0.5)))
         control.counting = True
         layer = MoELayer(0, packed, control, Telemetry(1, IN_PLACE))

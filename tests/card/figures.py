@@ -93,7 +93,7 @@ def _operations(shapes: Shapes, up: int, rows: int, device: str) -> list[tuple[s
     limits = made.limits[0.5]
     x = made.x.float()
     calls = [_call(expert, device) for expert in range(shapes.experts)]
-    active: list[Active] = [operations.up_gemv(x, made.up, calls[e], limits[e]) for e in range(shapes.experts)]
+    active: list[Active] = [operations.signal_gemv(x, made.up, calls[e], limits[e]) for e in range(shapes.experts)]
     listed = [_moved(each, device) for each in active]
     some = made.active[0.5]
     out = torch.empty(int(some), made.rows.layout.nbytes, dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ from floe_chat.engine.machine.random_weights import Shapes, make_linear
 from floe_chat.kernels import reference
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
 from .stages import Context
@@ -96,16 +96,16 @@ def _case(made: Expert, tokens: int, experts: int) -> _Case:
 def _errors(fast: Any, case: _Case) -> Iterator[tuple[str, float]]:
     """Operation by operation: how far its result is from its definition's."""
     x, up, rows, calls = case.x, case.made.up, case.made.rows, case.calls
-    truth = reference.up_gemv(x, up, calls, case.limits)
-    found = fast.up_gemv(x, up, calls, case.limits)
+    truth = reference.signal_gemv(x, up, calls, case.limits)
+    found = fast.signal_gemv(x, up, calls, case.limits)
     # Where the order of sums decides, either is right.
-    yield "up_gemv: neurons that differ", max(0, _differing(found, truth) - _near(x, up, calls, case.limits))
+    yield "signal_gemv: neurons that differ", max(0, _differing(found, truth) - _near(x, up, calls, case.limits))
     ends, neurons, values = fast.up_list(x, up, calls, case.limits)
     total = int(ends[-1])
     listed = Active(torch.cat([ends.new_zeros(1), ends]).cpu().long(), neurons[:total].long(), values[:total])
     yield "up_list: neurons that differ", float(_differing(listed, found))
     got, want = _spread(found, calls, rows.neurons), _spread(truth, calls, rows.neurons)
-    yield "up_gemv: values", _error(got[(got != 0) & (want != 0)], want[(got != 0) & (want != 0)])
+    yield "signal_gemv: values", _error(got[(got != 0) & (want != 0)], want[(got != 0) & (want != 0)])
     for name, products in (("", None), (", product", case.products)):
         y, reached = fast.sparse_swiglu(x, rows, calls, found, products)
         want, counted = reference.sparse_swiglu(x, rows, calls, found, products)
@@ -157,7 +157,7 @@ def _dense_errors(fast: Any, shape: Shapes, device: str) -> Iterator[tuple[str, 
             )
 
 
-def _near(x: Tensor, up: UpWeights, calls: Calls, limits: Tensor) -> int:
+def _near(x: Tensor, up: SignalWeights, calls: Calls, limits: Tensor) -> int:
     """How many neurons are so close to their threshold that the order of sums decides."""
     close = 0
     for token, expert, limit in zip(calls.tokens.tolist(), calls.experts.tolist(), limits.tolist(), strict=True):

@@ -62,7 +62,7 @@ def _write(folder: Path, spec: Spec) -> None:
     a, family = manifest.architecture, FAMILIES[manifest.architecture.model_type]
     for number, block in enumerate(subject.model.model.layers):
         packed: Any = block.mlp.experts.packed
-        up = {"up.q": packed.up.q, "up.scale": packed.up.scale, "up.zero": packed.up.zero}
+        up = {"up.q": packed.signal.q, "up.scale": packed.signal.scale, "up.zero": packed.signal.zero}
         tables = {"threshold": packed.thresholds, "product": packed.products}
         write_tensors(folder / layer_file(number), {"rows": packed.rows.data, **up, **tables})
     write_tensors(folder / "dense.safetensors", synthetic.dense_tensors(spec, family))

@@ -60,7 +60,7 @@ class Margins:
         ruled = layer.ruled
         key = layer.index, expert, ruled.rule.parts == 2
         if key not in self._experts:
-            up, rows = ruled.layer.up, ruled.layer.rows
+            up, rows = ruled.layer.signal, ruled.layer.rows
             gate, _ = rows.layout.read(rows.data[expert], torch.float32)
             self._experts[key] = up.dense(expert, torch.float32), gate
         return self._experts[key]

@@ -47,7 +47,7 @@ def open_shape(name: str, folder: Path) -> LoadedModel:
 
 def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
     """A test device whose CPU lane is as fast as its link unless told otherwise."""
-    nbytes, hidden = layer.packed.rows.layout.nbytes, layer.packed.rows.layout.gate.n
+    nbytes, hidden = layer.packed.rows.layout.nbytes, layer.packed.rows.layout.other.n
     if kind == "virtual":
         return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000, host=False)
     rates = Rates(1e9, 1e-6, cpu, cpu, 1e-6, 1e10, 1e-6)

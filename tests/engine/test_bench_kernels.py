@@ -17,7 +17,7 @@ from floe_chat.kernels import backend, operations
 from floe_chat.kernels.backend import Backend
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.types import Calls
-from floe_chat.kernels.weights import UpWeights
+from floe_chat.kernels.weights import SignalWeights
 from floe_chat.models.errors import FloeError, UsageError
 
 TINY = Shapes(128, 256, experts=4, tokens=3, cache=0)
@@ -54,7 +54,7 @@ def with_worthless_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def wrap(name: str, neurons: Callable[[object], int]) -> None:
         real = getattr(operations, name)
 
-        def wrapped(x: torch.Tensor, up: UpWeights, *given: object, **more: object) -> object:
+        def wrapped(x: torch.Tensor, up: SignalWeights, *given: object, **more: object) -> object:
             bad = dataclasses.replace(up, scale=torch.full_like(up.scale, torch.nan))
             calls = next(one for one in given if isinstance(one, Calls))
             if up.scale.numel():  # 16-bit weights have none
@@ -64,7 +64,7 @@ def with_worthless_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(operations, name, wrapped)
 
-    wrap("up_gemv", lambda found: found.neurons.numel())  # type: ignore[attr-defined]
+    wrap("signal_gemv", lambda found: found.neurons.numel())  # type: ignore[attr-defined]
     wrap("moe_step", lambda found: int(found[1][:, 0].sum()))  # type: ignore[index]
     return checked
 
@@ -72,7 +72,7 @@ def with_worthless_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.usefixtures("compiled")
 def test_what_is_timed_reads_every_row(with_worthless_weights: list[str]) -> None:
     cpu.run(threads=1, runs=1, shapes=TINY)
-    assert {"up_gemv", "moe_step"} <= set(with_worthless_weights)
+    assert {"signal_gemv", "moe_step"} <= set(with_worthless_weights)
     with_worthless_weights.clear()
     rates.up_rate(TINY, 2)
     assert with_worthless_weights

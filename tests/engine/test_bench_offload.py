@@ -238,7 +238,7 @@ def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times
 
     assert held(0) == 0 and held(1 << 40) == 2
     one = WIDTH.layer(trace.thresholds[0])
-    each = one.rows.data.nbytes + 4 * one.up.bytes_per_expert()
+    each = one.rows.data.nbytes + 4 * one.signal.bytes_per_expert()
     some = next(vram for vram in range(0, 1 << 26, 10_000) if held(vram) > 0)
     none = some - held(some) * each
     times = [on(layers) for layers in (0.01, 0.5, 0.99, 1.5, 2.5)]
@@ -253,14 +253,14 @@ def prompts_on(card: Card, trace: Trace, mix: Mix, *, host: bool = False) -> lis
     """With room for half of a layer's rows besides both layers' up projections."""
     one = WIDTH.layer(trace.thresholds[0])
     fixed = 2 * (WIDTH.dense_bytes + CONTEXT * KV_BYTES) + 2 * WIDTH.head_bytes
-    vram = fixed + 8 * one.up.bytes_per_expert() + one.rows.data.nbytes // 2
+    vram = fixed + 8 * one.signal.bytes_per_expert() + one.rows.data.nbytes // 2
     card = dataclasses.replace(card, vram_bytes=vram)
     return prompts.played(card, trace, mix, WARM, host=host, width=WIDTH, lengths=LENGTHS)
 
 
 def test_a_prompts_experts_cross_the_link_once_or_not_at_all(small: Card, trace: Trace) -> None:
     one = WIDTH.layer(trace.thresholds[0])
-    rows, ups = one.rows.data.nbytes, 4 * one.up.bytes_per_expert()
+    rows, ups = one.rows.data.nbytes, 4 * one.signal.bytes_per_expert()
     slow = dataclasses.replace(small, cpu_flops=1e6)  # so that none is computed by the CPU
     for played in prompts_on(slow, trace, Mix(gpu=2)):
         assert played.moved == 0 and played.hidden is None and played.seconds > 0

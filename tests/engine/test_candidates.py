@@ -55,9 +55,9 @@ def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, width
         expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
     assert relative_rms(found.logits(), expected) <= 1e-4
     layer = loaded.packed.layer(0)
-    gate_bytes = layer.rows.layout.gate.nbytes
+    gate_bytes = layer.rows.layout.other.nbytes
     down_bytes = layer.rows.layout.down.nbytes
-    stored = layer.up.bytes_per_expert() + NEURONS * (gate_bytes + down_bytes)
+    stored = layer.signal.bytes_per_expert() + NEURONS * (gate_bytes + down_bytes)
     assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * LAYERS * stored
 
 

@@ -99,7 +99,7 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     packed = PackedModel.open(tiny_pack)
     layer = packed.layer(0)
     assert needs.dense == (tiny_pack / "dense.safetensors").stat().st_size
-    assert needs.up == 2 * (layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes)
+    assert needs.up == 2 * (layer.signal.q.nbytes + layer.signal.scale.nbytes + layer.signal.zero.nbytes)
     assert needs.row == layer.rows.data.shape[2]
     assert needs.kv == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
     working = needs.top_k * needs.neurons * needs.row

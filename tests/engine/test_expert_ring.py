@@ -34,7 +34,7 @@ class Streamed:
             piece, up, rows = self.shared.ring.arrived()
             assert torch.equal(rows, self.rows(piece))
             if up is not None:
-                own = self.loaded.packed.layer(piece.layer).up
+                own = self.loaded.packed.layer(piece.layer).signal
                 assert torch.equal(up.q[0], own.q.view(-1, piece.neurons, own.q.shape[2])[piece.expert])
             rows.fill_(255)
             found.append(piece)

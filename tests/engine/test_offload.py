@@ -86,7 +86,7 @@ def test_a_prompt_that_brings_a_neuron_to_its_threshold_is_not_clear(loaded: Loa
     handle.remove()
     hidden, index, _ = given[0]
     expert = int(index[5, 0])
-    values = (layer.packed.up.dense(expert, torch.float32) @ hidden[5].float()).abs()
+    values = (layer.packed.signal.dense(expert, torch.float32) @ hidden[5].float()).abs()
     kept = layer.ruled.limits
     signal = kept.signal.clone()
     signal[expert] = values[(values - signal[expert]).abs().argmin()]

@@ -49,10 +49,10 @@ def test_one_core_is_known_at_all_widths_and_two_reach_no_more_than_memory_gives
 
 
 def test_kernels_are_the_slower_ones_of_their_table() -> None:
-    label = r"^\| (`up_gemv`|`sparse_swiglu`|linear 4096 x 4096,) (\d)[ -]bit.*?"
+    label = r"^\| (`signal_gemv`|`sparse_swiglu`|linear 4096 x 4096,) (\d)[ -]bit.*?"
     found = re.findall(label + r" \| ([\d.]+) / ([\d.]+) \| .* \| (\d+) / (\d+) % \|$", DOCUMENT, re.MULTILINE)
     assert len(found) == 10
-    kinds = {"`up_gemv`": "up", "`sparse_swiglu`": "rows", "linear 4096 x 4096,": "dense"}
+    kinds = {"`signal_gemv`": "up", "`sparse_swiglu`": "rows", "linear 4096 x 4096,": "dense"}
     for name, bits, *numbers in found:
         *alone, one, other = map(float, numbers)
         assert figures().core_bytes_s[kinds[name]][int(bits)] == pytest.approx(1e9 * min(alone))

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
-from floe_chat.kernels.layouts import UpLayout, VectorLayout
-from floe_chat.kernels.weights import UpWeights
+from floe_chat.kernels.layouts import SignalLayout, VectorLayout
+from floe_chat.kernels.weights import SignalWeights
 from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lookahead
@@ -147,9 +147,9 @@ def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path,
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_neurons_are_those_that_the_up_projection_finds(tokens: int) -> None:
     experts, neurons, hidden, named = 5, 37, 64, 3
-    layout = UpLayout(VectorLayout(hidden, 4, 32), torch.bfloat16)
+    layout = SignalLayout(VectorLayout(hidden, 4, 32), torch.bfloat16)
     parts = [store_matrix(torch.randn(neurons, hidden), layout.vector, layout.float16) for _ in range(experts)]
-    up = UpWeights(layout, *(torch.stack(column) for column in zip(*parts, strict=True)))
+    up = SignalWeights(layout, *(torch.stack(column) for column in zip(*parts, strict=True)))
     guess = torch.randn(tokens, hidden)
     chosen = torch.rand(tokens, experts).topk(named).indices
     thresholds = torch.rand(experts) * 8 + 1

@@ -40,7 +40,7 @@ class SkippingExperts(torch.nn.Module):
         super().__init__()
         self.rule = preset.rule.at(layer)
         stored = loaded.packed.layer(layer)
-        self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
+        self.up = [stored.signal.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
         self.thresholds = threshold_at(stored.thresholds, self.rule.sparsity)
         self.products = threshold_at(stored.products, self.rule.product)

@@ -70,13 +70,13 @@ class Recount:
                 )
                 x = hidden[0].double()
                 gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float64)
-                v = (layer.up.dense(expert, torch.float64) @ x)[:neurons]
+                v = (layer.signal.dense(expert, torch.float64) @ x)[:neurons]
                 h = torch.nn.functional.silu(gate @ x)[:neurons] * v
                 reached = v.abs() * score / limit("threshold", expert, SKIPPING.rule.sparsity)
                 weight = h.abs() * score / limit("product", expert, SKIPPING.rule.product)
                 active, kept = int((reached >= 1).sum()), int(((reached >= 1) & (weight >= 1)).sum())
                 self.unsure += int((((reached - 1).abs() < CLEAR) | ((weight - 1).abs() < CLEAR)).sum())
-                gate_bytes = layer.rows.layout.gate.nbytes
+                gate_bytes = layer.rows.layout.other.nbytes
                 self.active[index] += active
                 self.bytes[index] += up_bytes * neurons // NEURONS + active * gate_bytes
                 self.bytes[index] += kept * (row_bytes - gate_bytes)

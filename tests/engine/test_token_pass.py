@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     one = layers[0].ruled.as_one()
     for broken in (
         dataclasses.replace(one, limits=Limits(one.limits.signal.double())),
-        dataclasses.replace(one, up=layers[0].packed.up),
+        dataclasses.replace(one, signal=layers[0].packed.signal),
         dataclasses.replace(one, limits=Limits(one.limits.signal[1:])),
         dataclasses.replace(one, limits=Limits(one.limits.signal, one.limits.signal[1:])),
     ):

@@ -24,10 +24,10 @@ from floe_chat.engine.offload.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.rule import LATE
 from floe_chat.kernels.types import Calls, Work
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from floe_chat.models.pack.packed_model import PackedLayer
 from torch import Tensor
 
@@ -54,7 +54,7 @@ class Counted(Device):
 
 
 def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list[OffloadedLayer], Offload]:
-    up_layout = UpLayout(VECTOR, torch.float16)
+    signal_layout = SignalLayout(VECTOR, torch.float16)
     generator = torch.Generator().manual_seed(1)
 
     def weights(*shape: int) -> Tensor:
@@ -65,7 +65,7 @@ def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list
     table = torch.linspace(0, 1, 101).repeat(EXPERTS, 1)
     up = weights(EXPERTS, NEURONS, HIDDEN).view(torch.uint8)
     packed = PackedLayer(
-        up=UpWeights(up_layout, up, none, none),
+        signal=SignalWeights(signal_layout, up, none, none),
         rows=ExpertRows(LAYOUT, records),
         thresholds=table,
         products=table,

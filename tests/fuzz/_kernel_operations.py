@@ -57,7 +57,7 @@ def select(rng: Random) -> Case:
     return Case(given, run, tolerance=1e-5)
 
 
-def up_gemv(rng: Random) -> Case:
+def signal_gemv(rng: Random) -> Case:
     tokens, experts, neurons, hidden = _sizes(rng)
     x, x_bits, tolerance = _x(rng, tokens, hidden)
     calls = made.calls(rng, tokens, experts)
@@ -65,7 +65,7 @@ def up_gemv(rng: Random) -> Case:
     given["thresholds"] = made.limits(rng, calls.experts.numel())
     return Case(
         given,
-        lambda m, g: m.up_gemv(g["x"], g["up"], _which(g), g["thresholds"], x_bits=g["x_bits"]),
+        lambda m, g: m.signal_gemv(g["x"], g["up"], _which(g), g["thresholds"], x_bits=g["x_bits"]),
         tolerance=tolerance,
     )
 
@@ -182,7 +182,7 @@ def pool_scatter(rng: Random) -> Case:
 
 KINDS: tuple[Callable[[Random], Case], ...] = (
     select,
-    up_gemv,
+    signal_gemv,
     sparse_swiglu,
     moe_step,
     expert_swiglu,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from torch import Tensor
 
 HIDDEN = (1, 2, 40, 64, 96, 130, 256, 320)
@@ -78,18 +78,18 @@ def _values(rng: Random, dtype: torch.dtype, *shape: int) -> Tensor:
     return uniform(rng, *shape).to(dtype).view(torch.uint8)
 
 
-def up_weights(rng: Random, experts: int, neurons: int, hidden: int) -> UpWeights:
-    layout = UpLayout(vector(rng, hidden), rng.choice((torch.float16, torch.bfloat16)))
+def up_weights(rng: Random, experts: int, neurons: int, hidden: int) -> SignalWeights:
+    layout = SignalLayout(vector(rng, hidden), rng.choice((torch.float16, torch.bfloat16)))
     shape = experts, neurons
     q = codes(rng, *shape, layout.row_bytes)
     if layout.vector.bits == 16:
         q = _values(rng, layout.float16, *shape, hidden)
-    return UpWeights(layout, q, *_scales(rng, *shape, layout.vector.groups))
+    return SignalWeights(layout, q, *_scales(rng, *shape, layout.vector.groups))
 
 
 def _records(rng: Random, layout: RowLayout, count: int) -> Tensor:
     parts: list[Tensor] = []
-    for part in (layout.gate, layout.down):
+    for part in (layout.other, layout.down):
         if part.bits == 16:
             parts.append(_values(rng, layout.float16, count, part.n))
         else:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from floe_chat.kernels.codes import pack_codes
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
 # (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 class Layer:
     """A layer as stored, and the float64 weights that the bytes stand for: up, gate and down (E, F, H)."""
 
-    stored_up: UpWeights
+    stored_up: SignalWeights
     rows: ExpertRows
     up: Tensor
     gate: Tensor
@@ -36,7 +36,10 @@ def make_layer(size: tuple[int, int, int, int], widths: tuple[int, int, int], *,
     generator = torch.Generator().manual_seed(seed)
     layouts = [VectorLayout(hidden, bits, group) for bits in widths]
     parts = [_random(experts * neurons, layout, generator) for layout in layouts]
-    up_layout, row_layout = UpLayout(layouts[0], torch.bfloat16), RowLayout(layouts[1], layouts[2], torch.bfloat16)
+    signal_layout, row_layout = (
+        SignalLayout(layouts[0], torch.bfloat16),
+        RowLayout(layouts[1], layouts[2], torch.bfloat16),
+    )
     codes, scale, zero = parts[0].stored
     q = codes.view(torch.uint8) if layouts[0].bits == 16 else pack_codes(codes, layouts[0].bits)
     vectors = [
@@ -45,8 +48,8 @@ def make_layer(size: tuple[int, int, int, int], widths: tuple[int, int, int], *,
     ]
     shape = (experts, neurons, -1)
     return Layer(
-        UpWeights(
-            up_layout, q.view(shape), scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
+        SignalWeights(
+            signal_layout, q.view(shape), scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
         ),
         ExpertRows(row_layout, row_layout.join(*vectors).view(shape)),
         *(part.weights.view(experts, neurons, hidden) for part in parts),

@@ -16,7 +16,7 @@ from floe_chat.kernels.offload.located import landing as plain_landing
 from floe_chat.kernels.offload.placing import StepTable
 from floe_chat.kernels.offload.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from torch import Tensor
 
 from .oracle import make_layer
@@ -68,7 +68,9 @@ class Operation:
 
 _CALLS = "tokens", "experts", "weights"
 OPERATIONS = [
-    Operation("up_gemv", ("x", *_CALLS, "thresholds"), lambda m, g: m.up_gemv(g["x"], UP, calls(g), g["thresholds"])),
+    Operation(
+        "signal_gemv", ("x", *_CALLS, "thresholds"), lambda m, g: m.signal_gemv(g["x"], UP, calls(g), g["thresholds"])
+    ),
     Operation(
         "sparse_swiglu",
         ("x", *_CALLS, "offsets", "neurons", "values", "down_thresholds"),
@@ -144,7 +146,9 @@ def test_so_does_the_binding_that_the_engine_calls(operation: Operation, name: s
 
 @pytest.mark.parametrize("part", ["q", "scale", "zero"])
 @pytest.mark.parametrize("weights", [UP, LINEAR], ids=["up", "linear"])
-def test_weights_of_another_type_or_shape_are_never_put_together(weights: UpWeights | LinearWeights, part: str) -> None:
+def test_weights_of_another_type_or_shape_are_never_put_together(
+    weights: SignalWeights | LinearWeights, part: str
+) -> None:
     good: Tensor = getattr(weights, part)
     others = [good.float(), good.view(torch.uint8)[..., :0], good[..., :-1], good[None], good[0], good[:-1]]
     if part == "q":
@@ -152,7 +156,7 @@ def test_weights_of_another_type_or_shape_are_never_put_together(weights: UpWeig
     else:
         others += [good.view(torch.uint8), good.view(torch.bfloat16)]
     for wrong in others:
-        with pytest.raises(ValueError, match=rf"^(up|weights)\.{part} must be"):
+        with pytest.raises(ValueError, match=rf"^(signal|weights)\.{part} must be"):
             replace(weights, **{part: wrong})
 
 
@@ -168,7 +172,7 @@ def test_layouts_that_no_kernel_reads_are_refused() -> None:
     half = VectorLayout(40, 4, 20)
     with pytest.raises(ValueError, match="float16 or bfloat16"):
         RowLayout(half, half, torch.float32)
-    with pytest.raises(ValueError, match="gate row of 40"):
+    with pytest.raises(ValueError, match="a row of 40"):
         RowLayout(half, VectorLayout(60, 4, 20), torch.float16)
     for n in (0, -40):
         with pytest.raises(ValueError, match="does not divide"):
@@ -194,11 +198,11 @@ def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> Non
     bad_rows = [elsewhere(ROWS), replace(ROWS, data=strided(ROWS.data))]
     for up in bad_up:
         for operation, rest in (
-            (module.up_gemv, (which, limits)),
+            (module.signal_gemv, (which, limits)),
             (module.moe_step, (ROWS, which, limits)),
             (module.expert_swiglu, (ROWS, 0, limits)),
         ):
-            with pytest.raises(ValueError, match=r"^up\.(q|scale|zero) must be contiguous"):
+            with pytest.raises(ValueError, match=r"^signal\.(q|scale|zero) must be contiguous"):
                 operation(x, up, *rest)
     for rows in bad_rows:
         with pytest.raises(ValueError, match=r"^rows\.(data|slots) must be contiguous"):

@@ -19,7 +19,7 @@ def test_the_compiled_kernels_are_chosen_where_they_were_built() -> None:
     chosen = backend.choose.__wrapped__("cpu")
     assert chosen.name == f"native {isa.name}"
     assert chosen.reason == isa.reason
-    assert chosen.up_gemv is native.up_gemv
+    assert chosen.signal_gemv is native.signal_gemv
 
 
 @pytest.mark.usefixtures("no_library")

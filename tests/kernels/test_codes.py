@@ -131,13 +131,13 @@ def test_values_equal_hqq_bit_for_bit(hidden: int, group: int, bits: int) -> Non
 @pytest.mark.parametrize("hidden", [1, 40, 130])
 def test_record_holds_gate_then_down_then_padding(hidden: int, gate: int, down: int) -> None:
     layout = RowLayout(VectorLayout(hidden, gate, 1), VectorLayout(hidden, down, 1), torch.float16)
-    assert layout.nbytes == align(layout.gate.nbytes + layout.down.nbytes) and layout.nbytes % 64 == 0
+    assert layout.nbytes == align(layout.other.nbytes + layout.down.nbytes) and layout.nbytes % 64 == 0
     generator = torch.Generator().manual_seed(0)
     parts = [
         torch.randint(0, 255, (3, part.nbytes), generator=generator, dtype=torch.uint8)
-        for part in (layout.gate, layout.down)
+        for part in (layout.other, layout.down)
     ]
-    padding = torch.zeros(3, layout.nbytes - layout.gate.nbytes - layout.down.nbytes, dtype=torch.uint8)
+    padding = torch.zeros(3, layout.nbytes - layout.other.nbytes - layout.down.nbytes, dtype=torch.uint8)
     assert torch.equal(layout.join(*parts), torch.cat([*parts, padding], dim=1))
 
 

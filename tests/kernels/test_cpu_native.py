@@ -21,9 +21,9 @@ import pytest
 import torch
 from floe_chat.kernels.codes import WIDTHS, group_size, pack_codes
 from floe_chat.kernels.cpu import native
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
 from ..covering import covering
@@ -56,9 +56,9 @@ def vectors(seed: int, shape: tuple[int, ...], layout: VectorLayout, float16: to
 
 
 @cache
-def make_up(e: int, f: int, layout: VectorLayout, float16: torch.dtype = torch.bfloat16) -> tuple[UpWeights, Tensor]:
-    q, scale, zero, dense = vectors(1, (e, f), layout, float16)
-    return UpWeights(UpLayout(layout, float16), q, scale, zero), dense
+def make_up(e: int, f: int, row: VectorLayout, float16: torch.dtype = torch.bfloat16) -> tuple[SignalWeights, Tensor]:
+    q, scale, zero, dense = vectors(1, (e, f), row, float16)
+    return SignalWeights(SignalLayout(row, float16), q, scale, zero), dense
 
 
 @cache
@@ -130,7 +130,7 @@ def test_up_gemv_equals_float64(isa: str, h: int, f: int, group: int, bits: int)
     up, dense = make_up(3, f, VectorLayout(h, bits, group_size(h, group)))
     x, calls = make_x(3, h), make_calls(3, 3, 5)
     poison(5 * f)
-    found = native.up_gemv(x, up, calls, torch.zeros(5))
+    found = native.signal_gemv(x, up, calls, torch.zeros(5))
     assert found.offsets.tolist() == [i * f for i in range(6)]
     assert found.neurons.tolist() == list(range(f)) * 5
     assert relative(found.values, torch.cat(exact_up(x, dense, calls))) <= TOLERANCE[x.dtype]
@@ -141,7 +141,7 @@ def test_up_gemv_equals_float64(isa: str, h: int, f: int, group: int, bits: int)
 def test_up_gemv_takes_16_bit_x(isa: str, dtype: torch.dtype, bits: int) -> None:
     up, dense = make_up(2, 200, VectorLayout(512, bits, 64), torch.float16)
     x, calls = make_x(1, 512).to(dtype), make_calls(1, 2, 2)
-    found = native.up_gemv(x, up, calls, torch.zeros(2))
+    found = native.signal_gemv(x, up, calls, torch.zeros(2))
     assert found.values.dtype == dtype
     assert relative(found.values, torch.cat(exact_up(x, dense, calls))) <= TOLERANCE[dtype]
 
@@ -153,7 +153,7 @@ def test_up_gemv_keeps_what_reaches_the_threshold(isa: str) -> None:
     shares = (0, 0.2, 0.5, 0.9, 1, 1)
     limits = torch.tensor([float(v.abs().quantile(share)) for v, share in zip(exact, shares, strict=True)])
     limits[5] = float("inf")
-    found = native.up_gemv(x, up, calls, limits)
+    found = native.signal_gemv(x, up, calls, limits)
     for p, v in enumerate(exact):
         chosen = slice(int(found.offsets[p]), int(found.offsets[p + 1]))
         neurons = found.neurons[chosen]
@@ -242,7 +242,7 @@ def test_results_do_not_depend_on_the_thread_count(isa: str, bits: int) -> None:
     outputs: list[tuple[Tensor, ...]] = []
     for threads in (1, 2, 3, 2, 1):
         torch.set_num_threads(threads)
-        active = native.up_gemv(x, up, calls, torch.full((5,), 20.0))
+        active = native.signal_gemv(x, up, calls, torch.full((5,), 20.0))
         y, _ = native.sparse_swiglu(x, rows, calls, active)
         outputs.append((active.offsets, active.neurons, active.values, y))
     for other in outputs[1:]:
@@ -254,12 +254,12 @@ def test_nothing_to_do(isa: str) -> None:
     up, _ = make_up(2, 5, vector)
     rows, _, _ = make_rows(2, 5, vector, vector, torch.bfloat16)
     nobody = Calls(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0))
-    active = native.up_gemv(make_x(2, 96), up, nobody, torch.empty(0))
+    active = native.signal_gemv(make_x(2, 96), up, nobody, torch.empty(0))
     assert active.offsets.tolist() == [0]
     poison(2 * 96)
     assert not native.sparse_swiglu(make_x(2, 96), rows, nobody, active)[0].any()
     calls = make_calls(2, 2, 2)
-    active = native.up_gemv(make_x(2, 96), up, calls, torch.full((2,), float("inf")))
+    active = native.signal_gemv(make_x(2, 96), up, calls, torch.full((2,), float("inf")))
     assert active.offsets.tolist() == [0, 0, 0]
     assert not native.sparse_swiglu(make_x(2, 96), rows, calls, active)[0].any()
 
@@ -281,7 +281,7 @@ def test_extreme_x(isa: str, value: float) -> None:
     up, dense = make_up(1, 9, VectorLayout(256, 2, 64))
     x, calls = make_x(1, 256), make_calls(1, 1, 1)
     x[0, 64:128] = value
-    found = native.up_gemv(x, up, calls, torch.zeros(1))
+    found = native.signal_gemv(x, up, calls, torch.zeros(1))
     if value != value or value == float("inf"):
         assert found.neurons.numel() == 0 or not found.values.isfinite().any()
     else:
@@ -313,7 +313,7 @@ def test_bad_indices_are_refused() -> None:
     for token, expert in ((2, 0), (-1, 0), (0, 2), (0, -1)):
         calls = Calls(torch.tensor([token]), torch.tensor([expert]), one)
         with pytest.raises(ValueError, match="out of range"):
-            native.up_gemv(x, up, calls, torch.zeros(1))
+            native.signal_gemv(x, up, calls, torch.zeros(1))
         with pytest.raises(ValueError, match="out of range"):
             native.sparse_swiglu(x, rows, calls, Active(torch.tensor([0, 1]), torch.tensor([0]), one))
     calls = Calls(torch.tensor([0]), torch.tensor([0]), one)
@@ -335,13 +335,13 @@ def test_callers_in_several_threads() -> None:
     vector = VectorLayout(256, 2, 64)
     up, _ = make_up(2, 500, vector)
     x, calls = make_x(1, 256), make_calls(1, 2, 2)
-    expected = native.up_gemv(x, up, calls, torch.full((2,), 20.0))
+    expected = native.signal_gemv(x, up, calls, torch.full((2,), 20.0))
     wrong: list[str] = []
 
     def call_often() -> None:
         torch.set_num_threads(2)
         for _ in range(50):
-            found = native.up_gemv(x, up, calls, torch.full((2,), 20.0))
+            found = native.signal_gemv(x, up, calls, torch.full((2,), 20.0))
             if not (torch.equal(found.neurons, expected.neurons) and torch.equal(found.values, expected.values)):
                 wrong.append("differs")
 

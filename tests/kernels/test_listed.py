@@ -1,4 +1,4 @@
-"""list_active and add_listed on the CPU, against up_gemv and sparse_swiglu."""
+"""list_active and add_listed on the CPU, against signal_gemv and sparse_swiglu."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def step_of(layer: Layer, tokens: int) -> tuple[Tensor, Calls, Tensor, Active]:
     """x, calls, thresholds that leave one out, and what is active."""
     experts = layer.rows.experts
     calls = make_calls([tokens - 1, 0, 0], [experts - 1, 0, experts // 2])
-    x, limits = make_x(tokens, layer.rows.layout.gate.n, torch.float32), torch.tensor([0.0, 0.5, torch.inf])
-    return x, calls, limits, kernels.up_gemv(x, layer.stored_up, calls, limits)
+    x, limits = make_x(tokens, layer.rows.layout.other.n, torch.float32), torch.tensor([0.0, 0.5, torch.inf])
+    return x, calls, limits, kernels.signal_gemv(x, layer.stored_up, calls, limits)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -1,12 +1,12 @@
-"""up_gemv, sparse_swiglu and expert_swiglu against the float64 formula, on odd sizes and every width."""
+"""signal_gemv, sparse_swiglu and expert_swiglu against the float64 formula, on odd sizes and every width."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.layouts import UpLayout, VectorLayout
-from floe_chat.kernels.weights import LinearWeights, UpWeights
+from floe_chat.kernels.layouts import SignalLayout, VectorLayout
+from floe_chat.kernels.weights import LinearWeights, SignalWeights
 from torch import Tensor
 
 from ..covering import covering
@@ -44,7 +44,7 @@ def test_up_gemv_finds_the_active_neurons(size: Size, widths: Widths, dtype: tor
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], dtype), some_calls(size[0])
     truth = up_values(layer, x, calls)
     thresholds = [threshold_between(v, keep) for v, keep in zip(truth, (0.5, 0.1, 1.0, 0.0), strict=True)]
-    active = kernels.up_gemv(x, layer.stored_up, calls, torch.tensor(thresholds))
+    active = kernels.signal_gemv(x, layer.stored_up, calls, torch.tensor(thresholds))
     assert active.offsets.dtype == torch.int64 and active.offsets.shape == (5,) and active.values.dtype == dtype
     for call, (v, threshold) in enumerate(zip(truth, thresholds, strict=True)):
         mine = slice(int(active.offsets[call]), int(active.offsets[call + 1]))
@@ -122,7 +122,7 @@ def test_a_call_without_active_neurons_adds_nothing(widths: Widths, dtype: torch
 @pytest.mark.parametrize("widths", WIDTHS[:3], ids=str)
 def test_no_calls_give_zeros(widths: Widths) -> None:
     layer, x, calls = make_layer((3, 7, 40, 20), widths), make_x(2, 40, torch.float32), make_calls([], [])
-    active = kernels.up_gemv(x, layer.stored_up, calls, torch.empty(0))
+    active = kernels.signal_gemv(x, layer.stored_up, calls, torch.empty(0))
     assert active.offsets.tolist() == [0] and active.neurons.numel() == 0
     y, _ = kernels.sparse_swiglu(x, layer.rows, calls, active)
     assert y.shape == x.shape and not y.any()
@@ -173,7 +173,7 @@ def test_expert_swiglu_equals_the_sparse_operations(size: Size, widths: Widths, 
 def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
     thresholds = torch.tensor([0.1, 1.0, 0.0, 1e9])
-    active = kernels.up_gemv(x, layer.stored_up, calls, thresholds)
+    active = kernels.signal_gemv(x, layer.stored_up, calls, thresholds)
     limits = torch.full((4,), 0.05)
     y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
     assert counts.dtype == torch.int64 and torch.equal(counts[:, 0], active.offsets.diff())
@@ -212,7 +212,7 @@ def test_nan_reaches_the_result() -> None:
 def test_operations_leave_their_arguments_alone() -> None:
     layer, x, calls = make_layer((3, 7, 40, 20), (2, 4, 4)), make_x(TOKENS, 40, torch.float32), some_calls(3)
     before = x.clone(), layer.rows.data.clone(), layer.stored_up.q.clone()
-    active = kernels.up_gemv(x, layer.stored_up, calls, torch.zeros(4))
+    active = kernels.signal_gemv(x, layer.stored_up, calls, torch.zeros(4))
     values = active.values.clone()
     kernels.sparse_swiglu(x, layer.rows, calls, active)
     kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.1))
@@ -223,10 +223,10 @@ def test_operations_leave_their_arguments_alone() -> None:
 
 def test_a_neuron_at_its_threshold_is_active() -> None:
     matrix = torch.tensor([[1.0, 0.0], [0.0, -2.0], [3.0, 0.0], [0.0, 0.0]]).bfloat16()
-    layout = UpLayout(VectorLayout(2, 16, 1), torch.bfloat16)
+    layout = SignalLayout(VectorLayout(2, 16, 1), torch.bfloat16)
     empty = torch.empty(1, 4, 0, dtype=torch.float16)
-    up = UpWeights(layout, matrix.view(torch.uint8)[None], empty, empty)
+    up = SignalWeights(layout, matrix.view(torch.uint8)[None], empty, empty)
     x, twice = torch.ones(1, 2), make_calls([0, 0], [0, 0])
-    active = kernels.up_gemv(x, up, twice, torch.tensor([2.0, 0.0]))
+    active = kernels.signal_gemv(x, up, twice, torch.tensor([2.0, 0.0]))
     assert active.neurons.tolist() == [1, 2, 0, 1, 2, 3]
     assert active.values.tolist() == [-2.0, 3.0, 1.0, -2.0, 3.0, 0.0]

@@ -64,19 +64,19 @@ BAD_ACTIVE = [
 @pytest.mark.parametrize("x", BAD_X)
 def test_up_gemv_refuses_x(x: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.up_gemv(x, LAYER.stored_up, CALLS, torch.zeros(2))
+        kernels.signal_gemv(x, LAYER.stored_up, CALLS, torch.zeros(2))
 
 
 @pytest.mark.parametrize("calls", BAD_CALLS)
 def test_up_gemv_refuses_calls(calls: Calls) -> None:
     with pytest.raises(ValueError):
-        kernels.up_gemv(X, LAYER.stored_up, calls, torch.zeros(calls.experts.shape))
+        kernels.signal_gemv(X, LAYER.stored_up, calls, torch.zeros(calls.experts.shape))
 
 
 @pytest.mark.parametrize("thresholds", [torch.zeros(1), torch.zeros(3), torch.zeros(2, 1), torch.tensor(0.0)], ids=str)
 def test_up_gemv_refuses_thresholds(thresholds: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.up_gemv(X, LAYER.stored_up, CALLS, thresholds)
+        kernels.signal_gemv(X, LAYER.stored_up, CALLS, thresholds)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_up_gemv_refuses_thresholds(thresholds: Tensor) -> None:
 )
 def test_up_gemv_refuses_weights_that_do_not_fit_their_layout(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        kernels.up_gemv(X, replace(LAYER.stored_up, **changes), CALLS, torch.zeros(2))
+        kernels.signal_gemv(X, replace(LAYER.stored_up, **changes), CALLS, torch.zeros(2))
 
 
 @pytest.mark.parametrize("x", BAD_X)

@@ -54,7 +54,7 @@ def expected(
         x, hidden, (index, weights) = step(x, added, rope, store, position)
         work = reference.select(index, weights, layer.limits, layer.rule)
         work = work.part(work.thresholds != torch.inf)
-        added, found = native.moe_step(hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products)
+        added, found = native.moe_step(hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products)
         chosen.append(index[0].tolist())
         counts += found.tolist()
     assert added is not None

@@ -78,7 +78,7 @@ def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bi
     layer, x = make_layer(size, (bits, 4, 4)), make_x(3, size[2], torch.float32)
     calls = make_calls([0, 1, 2], [0, size[0] - 1, 0])
     torch.full((3 * size[1],), float("nan"))
-    found = native.up_gemv(x, layer.stored_up, calls, torch.zeros(3), 8)
+    found = native.signal_gemv(x, layer.stored_up, calls, torch.zeros(3), 8)
     pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
     truth = [layer.up[expert] @ seen(x, size[3])[token] for token, expert in pairs]
     assert relative_rms(found.values, torch.cat(truth)) <= 1e-5

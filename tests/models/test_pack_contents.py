@@ -82,7 +82,7 @@ def permutation(case: Case, layer: int, expert: int) -> list[int]:
     _, up, _ = Checkpoint(case.source).expert(layer, expert)
     index = {bytes(row.view(torch.uint8).tolist()): n for n, row in enumerate(up)}
     assert len(index) == len(up)
-    return [index[bytes(row.tolist())] for row in case.packed.layer(layer).up.q[expert]]
+    return [index[bytes(row.tolist())] for row in case.packed.layer(layer).signal.q[expert]]
 
 
 def test_sixteen_bit_rows_are_the_sources_bit_for_bit(case: Case) -> None:
@@ -148,7 +148,7 @@ def test_threshold_tables_rise_from_zero(case: Case) -> None:
 def test_sparsity_on_the_calibration_text_is_the_one_asked_for(case: Case, sparsity: float) -> None:
     for layer, expert in experts_of(case):
         threshold = float(threshold_at(case.packed.layer(layer).thresholds, sparsity)[expert])
-        up = case.packed.layer(layer).up.dense(expert, torch.float64)
+        up = case.packed.layer(layer).signal.dense(expert, torch.float64)
         v = (routed(case, layer, expert) @ up.T).abs().flatten()
         skipped = float((v < threshold).double().mean())
         assert skipped == 0 if sparsity == 0 else abs(skipped - sparsity) <= 0.012 + 2 / v.numel()
@@ -165,7 +165,7 @@ def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkp
     x, index, _ = what_experts_get(tiny_checkpoint)[0]  # the first layer's input depends on no packed expert
     layer = packed.layer(0)
     for expert in range(4):
-        v = (x[(index == expert).any(dim=1)] @ layer.up.dense(expert, torch.float32).T).abs()
+        v = (x[(index == expert).any(dim=1)] @ layer.signal.dense(expert, torch.float32).T).abs()
         skipped = float((v < threshold_at(layer.thresholds, 0.7)[expert]).float().mean())
         assert abs(skipped - 0.7) <= 0.012
 
@@ -177,7 +177,7 @@ def test_product_tables_leave_out_the_share_they_say(tiny_pack: Path, tiny_check
     for expert in range(4):
         seen = x[(index == expert).any(dim=1)]
         gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
-        h = torch.nn.functional.silu(seen @ gate.T) * (seen @ layer.up.dense(expert, torch.float32).T)
+        h = torch.nn.functional.silu(seen @ gate.T) * (seen @ layer.signal.dense(expert, torch.float32).T)
         left_out = float((h.abs() < threshold_at(layer.products, 0.7)[expert]).float().mean())
         assert abs(left_out - 0.7) <= 0.012
 

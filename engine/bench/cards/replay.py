@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.codes import group_size
-from ....kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ....kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ....kernels.types import Active, Calls, Work
-from ....kernels.weights import ExpertRows, UpWeights
+from ....kernels.weights import ExpertRows, SignalWeights
 from ....models.pack.packed_model import PackedLayer
 from ...context import CONTEXT as CONTEXT
 from ...experts.moe_layer import Control, MoELayer
@@ -69,13 +69,13 @@ class Width:
         experts = len(thresholds)
         vectors = [VectorLayout(self.hidden, bits, group_size(self.hidden)) for bits in (self.up, self.rows)]
         layout = RowLayout(vectors[1], vectors[1], torch.bfloat16)
-        up = UpLayout(vectors[0], torch.bfloat16)
+        up = SignalLayout(vectors[0], torch.bfloat16)
 
         def nothing(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(1, dtype=dtype).expand(experts, self.neurons, width)
 
         groups = vectors[0].groups
-        weights = UpWeights(
+        weights = SignalWeights(
             up, nothing(up.row_bytes, torch.uint8), nothing(groups, torch.float16), nothing(groups, torch.float16)
         )
         # A link takes only contiguous rows. These are never touched, so that no page is allocated.
@@ -85,7 +85,7 @@ class Width:
     def expert_bytes(self) -> int:
         """One whole expert: its up projection and its rows."""
         one = self.layer(torch.zeros(1, 2))
-        return one.up.bytes_per_expert() + one.rows.data.shape[1] * one.rows.data.shape[2]
+        return one.signal.bytes_per_expert() + one.rows.data.shape[1] * one.rows.data.shape[2]
 
 
 class ReplayDevice(VirtualDevice):
@@ -126,7 +126,7 @@ class ReplayDevice(VirtualDevice):
         self.waited += waited
         return waited
 
-    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
+    def _find(self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         """The first question of a layer is about itself, the second about the next one."""
         source, layer = (self._trace.ahead, self.layer + 1) if self.asked else (self._trace.values, self.layer)
         self.asked = True
@@ -149,12 +149,18 @@ class ReplayDevice(VirtualDevice):
     ) -> Partial:
         return torch.zeros_like(x), (active.offsets.diff() * self._kept).long()
 
-    def _experts(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def _experts(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         active = self._find(x, up, work.calls, work.thresholds, x_bits).offsets.diff()
         return torch.zeros_like(x), torch.stack([active, (active * self._kept).long()], 1)
 
     def _one(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+        self,
+        x: Tensor,
+        up: SignalWeights,
+        rows: ExpertRows,
+        expert: int,
+        limits: tuple[Tensor, Tensor | None],
+        x_bits: int,
     ) -> tuple[Tensor, int]:
         return torch.zeros_like(x), 0
 
@@ -317,7 +323,7 @@ KV_BYTES = 2 * 1024 * 2  # of one token in one layer of Mixtral, 16 bit
 def layers_held(card: Card, width: Width, trace: Trace) -> float:
     """How many of the trace's layers the card's memory holds with all their experts, besides everything else."""
     one = width.layer(trace.thresholds[0])
-    each = one.up.q.shape[0] * one.up.bytes_per_expert() + one.rows.data.nbytes
+    each = one.signal.q.shape[0] * one.signal.bytes_per_expert() + one.rows.data.nbytes
     return max(0.0, min(trace.index.shape[1], _free(card, width, trace) / each))
 
 
@@ -336,7 +342,7 @@ def room(card: Card, width: Width, trace: Trace, mix: Mix | None = None) -> int:
     mix = mix or Mix(pool=trace.index.shape[1])
     one = width.layer(trace.thresholds[0])
     experts, neurons, nbytes = one.rows.data.shape
-    ups = experts * one.up.bytes_per_expert()
+    ups = experts * one.signal.bytes_per_expert()
     free = _free(card, width, trace) - (mix.gpu + mix.pool) * ups - mix.gpu * one.rows.data.nbytes
     rows = int(free) // nbytes
     if rows < 1:

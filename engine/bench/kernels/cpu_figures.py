@@ -16,7 +16,7 @@ from torch import Tensor
 from ....kernels import operations as kernels
 from ....kernels import reference
 from ....kernels.cpu import native
-from ....kernels.weights import ExpertRows, LinearWeights, UpWeights
+from ....kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...machine.random_weights import Shapes, filled, make_linear, make_rows, make_up, pair, random_active
 from ...planning.rates import UNREACHED
 from ..measure import Figure
@@ -46,18 +46,18 @@ def _reading(nbytes: int) -> Figure:
     return Figure("read (floor)", work, inner=1)
 
 
-def _up_work(x: Tensor, up: UpWeights, x_bits: int = 22) -> Callable[[int], int]:
+def _up_work(x: Tensor, up: SignalWeights, x_bits: int = 22) -> Callable[[int], int]:
     nothing = torch.full((2,), UNREACHED)
 
     def work(turn: int) -> int:
-        kernels.up_gemv(x, up, pair(turn, up.q.shape[0]), nothing, x_bits=x_bits)
+        kernels.signal_gemv(x, up, pair(turn, up.q.shape[0]), nothing, x_bits=x_bits)
         return 2 * up.bytes_per_expert()
 
     return work
 
 
 def up(shapes: Shapes, experts: dict[int, int], floor_bytes: int) -> list[Figure]:
-    """`up_gemv` of two experts by width; `experts` says how many of each width. Floor: reading."""
+    """`signal_gemv` of two experts by width; `experts` says how many of each width. Floor: reading."""
     figures = [_reading(floor_bytes)]
     for bits, count in experts.items():
         made = make_up(shapes, bits, count)
@@ -139,7 +139,7 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
 
         @cache
         def limits(turn: int, x: Tensor = x, sparsity: float = sparsity) -> Tensor:
-            found = kernels.up_gemv(x, up, pair(turn, experts), torch.zeros(2))
+            found = kernels.signal_gemv(x, up, pair(turn, experts), torch.zeros(2))
             return found.values.view(2, -1).abs().float().quantile(sparsity, dim=1)
 
         # Found before timing starts; the slow reference gets only one turn.
@@ -204,7 +204,7 @@ def prefill(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
     x, up, rows = _x(shapes, torch.float32, shapes.tokens), make_up(shapes, 2, experts), make_rows(shapes, 4, experts)
     zero = torch.tensor([0])
     first = kernels.Calls(zero, zero, torch.ones(1))
-    limit = float(kernels.up_gemv(x, up, first, torch.zeros(1)).values.abs().quantile(_SPARSITIES[0]))
+    limit = float(kernels.signal_gemv(x, up, first, torch.zeros(1)).values.abs().quantile(_SPARSITIES[0]))
 
     def with_torch(_turn: int) -> int:
         reference.expert_swiglu(x, up, rows, 0, x.new_zeros(x.shape[:1]))

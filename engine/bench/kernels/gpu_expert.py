@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ....kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ....kernels.types import Calls
-from ....kernels.weights import ExpertRows, UpWeights
+from ....kernels.weights import ExpertRows, SignalWeights
 from ...machine.random_weights import Shapes
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -57,7 +57,7 @@ class Expert:
             active on average.
     """
 
-    up: UpWeights
+    up: SignalWeights
     rows: ExpertRows
     x: Tensor
     limits: dict[float, list[Tensor]]
@@ -72,11 +72,11 @@ def one_call(expert: int, device: torch.device) -> Calls:
 
 def make_expert(shapes: Shapes, up_bits: int, row_bits: int, dtype: torch.dtype, device: str) -> Expert:
     """Random experts, and the thresholds that give each sparsity."""
-    up_layout = UpLayout(shapes.vector(up_bits), dtype)
+    signal_layout = SignalLayout(shapes.vector(up_bits), dtype)
     vector = shapes.vector(row_bits)
     layout = RowLayout(vector, vector, dtype)
-    parts = [_stored(shapes.neurons, up_layout.vector, dtype, seed, device) for seed in range(shapes.experts)]
-    up = UpWeights(up_layout, *(torch.stack([part[i] for part in parts]) for i in range(3)))
+    parts = [_stored(shapes.neurons, signal_layout.vector, dtype, seed, device) for seed in range(shapes.experts)]
+    up = SignalWeights(signal_layout, *(torch.stack([part[i] for part in parts]) for i in range(3)))
     data = torch.zeros(shapes.experts, shapes.neurons, layout.nbytes, dtype=torch.uint8, device=device)
     for expert in range(shapes.experts):
         for seed, start in ((100, 0), (200, vector.nbytes)):

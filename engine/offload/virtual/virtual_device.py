@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.types import Active, Calls, Work
-from ....kernels.weights import ExpertRows, UpWeights
+from ....kernels.weights import ExpertRows, SignalWeights
 from ...host_copies import Copy
 from ..asked import Asked
 from ..cards import DENSE_LAUNCHES, PREFIX, Card
@@ -76,7 +76,7 @@ class VirtualDevice(Device):
         self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
 
     def ask(
-        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """The up projections of the called experts, but for those that are left out."""
         with self.clock.aside():
@@ -105,12 +105,12 @@ class VirtualDevice(Device):
             self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
         return found
 
-    def bring(self, up: UpWeights) -> Brought:
+    def bring(self, up: SignalWeights) -> Brought:
         """One copy over the link."""
         nbytes = up.q.shape[0] * up.bytes_per_expert()
         return Brought(up, self.clock.run("link", self.card.copy_s(nbytes)))
 
-    def use(self, brought: Brought) -> UpWeights:
+    def use(self, brought: Brought) -> SignalWeights:
         """The GPU waits."""
         self.clock.wait("gpu", brought.ready)
         return brought.up
@@ -123,7 +123,7 @@ class VirtualDevice(Device):
         """The host waits."""
         self.clock.wait("host", mark or 0.0)
 
-    def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def whole(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """Experts of a layer that is all on the card; nothing waits."""
         with self.clock.aside():
             y, counts = self._experts(x, up, rows, work, x_bits)
@@ -131,7 +131,7 @@ class VirtualDevice(Device):
             self._gpu(nbytes, flops, 4)
         return y, counts
 
-    def whole_beside(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def whole_beside(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """Host and GPU wait for the CPU, which begins once the GPU has got that far."""
         self.clock.sync("gpu")
         with self.clock.aside():
@@ -142,10 +142,10 @@ class VirtualDevice(Device):
         self.clock.wait("host", end)
         return y, counts
 
-    def _experts(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+    def _experts(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
-    def _of_calls(self, up: UpWeights, rows: ExpertRows, work: Work, counts: Tensor) -> tuple[float, float]:
+    def _of_calls(self, up: SignalWeights, rows: ExpertRows, work: Work, counts: Tensor) -> tuple[float, float]:
         """Bytes that these calls read, and their operations. counts: (P, 2) of active neurons and those that go on."""
         made, active = int(work.thresholds.isfinite().sum()), counts[work.thresholds.isfinite()]
         weights, neurons = up.q.shape[1] * up.layout.vector.n, int(active[:, 0].sum())
@@ -153,7 +153,7 @@ class VirtualDevice(Device):
         return nbytes, 2.0 * made * weights + self._flops * neurons
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
+        self, x: Tensor, up: SignalWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]

@@ -25,7 +25,7 @@ class Share {
         if (begun_.started()) begun_.join(); // of a step that was given up
         started_at_ = ended_at_ = Clock::now();
         const int threads = beside.threads < 2 ? 2 : beside.threads < kMaxThreads ? beside.threads : kMaxThreads;
-        const int64_t hidden = found.tokens * beside.rows->gate.n, calls = found.calls;
+        const int64_t hidden = found.tokens * beside.rows->other.n, calls = found.calls;
         const int64_t *const offsets = places.offsets + FLOE_PART_BESIDE * (calls + 1);
         const int32_t *const at = places.at + FLOE_PART_BESIDE * places.room;
         const int64_t count = offsets[calls];

@@ -57,12 +57,12 @@ void compute_linear(void *opaque, int64_t item, int worker) {
 }
 
 struct Expert {
-    const floe_up *up;
+    const floe_signal *signal;
     const floe_rows *rows;
     int64_t first_row; // of the expert
-    int64_t gate_bytes, count, columns;
+    int64_t other_bytes, count, columns;
     const float *thresholds, *down_thresholds;
-    const Token *for_up, *for_gate;
+    const Token *for_signal, *for_other;
     uint8_t *scratch;
     int64_t scratch_bytes;
     float *h; // (tiles, tokens, kTile): silu(gate · x) v, zero where left out; in sparse tiles, of the kept alone
@@ -83,15 +83,15 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
                        uint8_t *scratch, int64_t *zeros) {
     int64_t active = 0;
     const Token *group[kBatch];
-    for (int t = 0; t < tokens; t++) group[t] = c.for_up + first + t;
+    for (int t = 0; t < tokens; t++) group[t] = c.for_signal + first + t;
     for (int64_t n = start; n < end; n += kBatch) {
         const int rows = (int)(end - n < kBatch ? end - n : kBatch);
         Stored w[kBatch];
         Ahead ahead[kBatch];
         float v[kBatch][kBatch];
-        matrix_rows(c.up->row, c.up->q, c.up->scale, c.up->zero, c.first_row + n, rows, w, ahead);
+        matrix_rows(c.signal->row, c.signal->q, c.signal->scale, c.signal->zero, c.first_row + n, rows, w, ahead);
         for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
-        row_ops().dot(c.up->row, w, rows, group, tokens, nullptr, v, scratch, ahead);
+        row_ops().dot(c.signal->row, w, rows, group, tokens, nullptr, v, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
                 const bool reached = !(std::fabs(v[r][t]) < c.thresholds[first + t]); // NaN goes on to the result
@@ -105,11 +105,11 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
 
 // The same tokens' and neurons' silu(gate · x) v in the place of v, zero where it is below the second threshold.
 // Returns how many are not below it, of those whose v is not zero.
-int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
-                      uint8_t *scratch) {
+int64_t compute_products(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
+                         uint8_t *scratch) {
     int64_t kept = 0;
     const Token *group[kBatch];
-    for (int t = 0; t < tokens; t++) group[t] = c.for_gate + first + t;
+    for (int t = 0; t < tokens; t++) group[t] = c.for_other + first + t;
     for (int64_t n = start; n < end; n += kBatch) {
         const int rows = (int)(end - n < kBatch ? end - n : kBatch);
         Stored w[kBatch];
@@ -118,11 +118,11 @@ int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first
         float g[kBatch][kBatch];
         for (int r = 0; r < rows; r++) {
             const uint8_t *at = c.row(n + r);
-            w[r] = stored(c.rows->gate, at);
-            if (first == 0) ahead[r] = {at + kBatch * c.rows->row_bytes, (c.gate_bytes + 63) / 64};
+            w[r] = stored(c.rows->other, at);
+            if (first == 0) ahead[r] = {at + kBatch * c.rows->row_bytes, (c.other_bytes + 63) / 64};
             for (int t = 0; t < tokens; t++) wanted[r] |= (uint8_t)((h[(first + t) * kTile + n - start + r] != 0) << t);
         }
-        row_ops().dot(c.rows->gate, w, rows, group, tokens, wanted, g, scratch, ahead);
+        row_ops().dot(c.rows->other, w, rows, group, tokens, wanted, g, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
                 if ((wanted[r] >> t & 1) == 0) continue;
@@ -145,7 +145,7 @@ void compute_hidden(void *opaque, int64_t item, int worker) {
     for (int64_t first = 0; first < c.count; first += kBatch) {
         const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
         active += compute_values(c, start, end, first, tokens, h, scratch, &kept);
-        kept += compute_gates(c, start, end, first, tokens, h, scratch);
+        kept += compute_products(c, start, end, first, tokens, h, scratch);
     }
     c.active += active;
     c.kept += kept;
@@ -185,7 +185,7 @@ void compute_down(void *opaque, int64_t item, int worker) {
     for (int64_t start = 0; start < neurons; start += kTile) {
         const int64_t here = neurons - start < kTile ? neurons - start : kTile;
         for (int64_t n = 0; n < here; n++) {
-            const uint8_t *at = c.row(start + n) + c.gate_bytes;
+            const uint8_t *at = c.row(start + n) + c.other_bytes;
             const Stored ahead = stored(v, at + kNeuronsAhead * c.rows->row_bytes);
             prefetch(ahead.scale + 2 * first_group, group_bytes);
             prefetch(ahead.zero + 2 * first_group, group_bytes);
@@ -222,36 +222,36 @@ int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int 
     return FLOE_OK;
 }
 
-int floe_expert_swiglu(const float *x, int64_t tokens, const floe_up *up, const floe_rows *rows, int64_t expert,
+int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows, int64_t expert,
                        const float *thresholds, const float *down_thresholds, int digits, int threads, float *y,
                        int64_t *counts) {
     thread_local Buffer buffer;
-    const floe_vector &gate = rows->gate, &down = rows->down;
-    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down), neurons = rows->neurons;
-    if (code_bytes(up->row) < 0 || gate_codes < 0 || down_codes < 0 || up->row.n != gate.n || gate.n != down.n ||
-        tokens < 0 || neurons < 0 || up->neurons != neurons || digits < 1 || digits > 3)
+    const floe_vector &other = rows->other, &down = rows->down;
+    const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down), neurons = rows->neurons;
+    if (code_bytes(signal->row) < 0 || other_codes < 0 || down_codes < 0 || signal->row.n != other.n ||
+        other.n != down.n || tokens < 0 || neurons < 0 || signal->neurons != neurons || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
-    const int64_t gate_bytes = 4 * groups_of(gate) + gate_codes;
-    if (rows->row_bytes < gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
-    if (expert < 0 || expert >= up->experts || expert >= rows->experts) return FLOE_BAD_INDEX;
+    const int64_t other_bytes = 4 * groups_of(other) + other_codes;
+    if (rows->row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (expert < 0 || expert >= signal->experts || expert >= rows->experts) return FLOE_BAD_INDEX;
     threads = clamped(threads);
     const int64_t tiles = (neurons + kTile - 1) / kTile;
     const int64_t floats = kTile * kColumns + tokens * kStride;
-    const int64_t scratch_bytes = aligned(floats * (int64_t)sizeof(float) + gate.n + kChunk);
+    const int64_t scratch_bytes = aligned(floats * (int64_t)sizeof(float) + other.n + kChunk);
     uint8_t *memory =
-        buffer.take(tokens_bytes(up->row, tokens) + tokens_bytes(gate, tokens) + 5 * tiles * kTile * tokens +
+        buffer.take(tokens_bytes(signal->row, tokens) + tokens_bytes(other, tokens) + 5 * tiles * kTile * tokens +
                     aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
     Expert c = {};
-    c.up = up;
+    c.signal = signal;
     c.rows = rows;
     c.first_row = expert * neurons;
-    c.gate_bytes = gate_bytes;
+    c.other_bytes = other_bytes;
     c.count = tokens;
     c.thresholds = thresholds;
     c.down_thresholds = down_thresholds;
-    c.for_up = prepare_tokens(up->row, x, tokens, digits, threads, memory);
-    c.for_gate = prepare_tokens(gate, x, tokens, digits, threads, memory);
+    c.for_signal = prepare_tokens(signal->row, x, tokens, digits, threads, memory);
+    c.for_other = prepare_tokens(other, x, tokens, digits, threads, memory);
     c.h = carve<float>(memory, tiles * kTile * tokens);
     c.which = carve<uint8_t>(memory, tiles * kTile * tokens);
     c.counts = carve<uint8_t>(memory, tiles * tokens);

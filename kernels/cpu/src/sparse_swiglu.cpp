@@ -73,7 +73,7 @@ void SparseSum::compute(int64_t item, int worker) {
     memset(sum, 0, (size_t)down.n * sizeof(float));
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
-    const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (row_bytes - c.gate_bytes + 63) / 64;
+    const int64_t other_lines = (c.other_bytes + 63) / 64, down_lines = (row_bytes - c.other_bytes + 63) / 64;
     const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active.neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
@@ -81,21 +81,21 @@ void SparseSum::compute(int64_t item, int worker) {
     // next ones. So the memory always has as much to bring as is computed at the time.
     Kept kept(down_lines);
     int64_t kept_count = 0;
-    for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
+    for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), other_lines);
     for (int64_t start = slice.start; start < slice.end; start += kBatch) {
         const int rows = (int)(batch_end(start) - start);
-        Stored gate[kBatch];
+        Stored other[kBatch];
         Ahead ahead[kBatch] = {};
         float g[kBatch][kBatch];
         for (int r = 0; r < rows; r++) {
-            gate[r] = stored(stored_rows.gate, row(start + r));
-            if (start + kBatch + r < slice.end) ahead[r] = {row(start + kBatch + r), gate_lines};
+            other[r] = stored(stored_rows.other, row(start + r));
+            if (start + kBatch + r < slice.end) ahead[r] = {row(start + kBatch + r), other_lines};
         }
-        ops.dot(stored_rows.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
+        ops.dot(stored_rows.other, other, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
             const float product = silu(g[r][0]) * c.active.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
-            kept.push(stored(down, row(start + r) + c.gate_bytes), weight * product);
+            kept.push(stored(down, row(start + r) + c.other_bytes), weight * product);
             kept_count++;
         }
         while (kept.count >= 2 * kBatch || (kept.count > 0 && start + kBatch >= slice.end)) {
@@ -150,14 +150,14 @@ int check_active(int64_t calls, const int64_t *offsets, const int32_t *active, i
 
 int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows, const floe_calls &of_calls,
                        const floe_active &of_active, int with_digits, int threads) {
-    const floe_vector &gate = of_rows.gate, &down = of_rows.down;
+    const floe_vector &other = of_rows.other, &down = of_rows.down;
     const int64_t *const offsets = of_active.offsets, count = of_calls.count, neurons = of_rows.neurons;
-    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down);
-    if (gate_codes < 0 || down_codes < 0 || gate.n != down.n || tokens < 0 || of_rows.experts < 0 || neurons < 0 ||
+    const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down);
+    if (other_codes < 0 || down_codes < 0 || other.n != down.n || tokens < 0 || of_rows.experts < 0 || neurons < 0 ||
         count < 0 || with_digits < 1 || with_digits > 3)
         return FLOE_BAD_SHAPE;
-    gate_bytes = 4 * groups_of(gate) + gate_codes;
-    if (of_rows.row_bytes < gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    other_bytes = 4 * groups_of(other) + other_codes;
+    if (of_rows.row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(of_calls.token, count, tokens) || !in_range(of_calls.expert, count, of_rows.experts))
         return FLOE_BAD_INDEX;
     if (const int error = check_active(count, offsets, of_active.neurons, neurons, buffer_)) return error;
@@ -169,11 +169,11 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
     for (int64_t p = 0; p < count; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
     bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
     scratch_bytes = aligned(width + kChunk);
-    uint8_t *memory = buffer_.take(tokens_bytes(gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
+    uint8_t *memory = buffer_.take(tokens_bytes(other, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
                                    aligned(4 * slice_count * width) + aligned(4 * slice_count * bias_stride) +
                                    threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    prepared = prepare_tokens(gate, x, tokens, with_digits, threads, memory);
+    prepared = prepare_tokens(other, x, tokens, with_digits, threads, memory);
     slices = carve<Slice>(memory, slice_count);
     int64_t filled = 0;
     for (int64_t p = 0; p < count; p++)

@@ -20,8 +20,8 @@ bool fits(const floe_dense_layer &d, const floe_expert_layer &l, const floe_dens
     if (d.hidden != first.hidden || d.router == nullptr || d.top_k != first.top_k || d.top_k > kMostChosen)
         return false;
     const int64_t parts = l.rule.parts;
-    return (parts == 1 || parts == 2) && l.up.experts == parts * d.experts && l.limits.experts == l.up.experts &&
-           l.up.row.n == d.hidden;
+    return (parts == 1 || parts == 2) && l.signal.experts == parts * d.experts &&
+           l.limits.experts == l.signal.experts && l.signal.row.n == d.hidden;
 }
 
 } // namespace
@@ -54,7 +54,7 @@ int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const 
         code = floe_select(&l.rule, &l.limits, 1, top_k, routed.index, routed.weights, &calls);
         if (code != FLOE_OK) return code;
         int64_t found[4 * kMostChosen];
-        code = floe_moe_step(inner, 1, &l.up, &l.rows, &calls, pace->expert_digits, pace->threads, added, found);
+        code = floe_moe_step(inner, 1, &l.signal, &l.rows, &calls, pace->expert_digits, pace->threads, added, found);
         if (code != FLOE_OK) return code;
         for (int64_t c = 0; c < 4 * top_k; c++) counts[c] = -1;
         for (int64_t call = 0; call < calls.count; call++) {

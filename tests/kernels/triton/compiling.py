@@ -23,14 +23,14 @@ import torch
 import triton
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import Heads, KeptTokens
 from floe_chat.kernels.triton import attend, dense, launch, operations, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -103,9 +103,9 @@ def call_operations(case: str) -> None:
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
     up, gate, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
-    layout, up_layout = RowLayout(gate, down, float16), UpLayout(up, float16)
+    layout, signal_layout = RowLayout(gate, down, float16), SignalLayout(up, float16)
     scales = [torch.empty(EXPERTS, F, up.groups, dtype=torch.float16) for _ in range(2)]
-    stored_up = UpWeights(up_layout, untouched(EXPERTS, F, up_layout.row_bytes), *scales)
+    stored_up = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales)
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from floe_chat.kernels.layouts import RowLayout, UpLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
 from ..oracle import Layer, make_layer
@@ -39,7 +39,7 @@ def layer_on(device: torch.device, size: Size, widths: Widths, *, seed: int = 0)
     """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
     layer = make_layer(size, widths, seed=seed)
     up = layer.stored_up
-    up = UpWeights(up.layout, *(tensor.to(device) for tensor in (up.q, up.scale, up.zero)))
+    up = SignalWeights(up.layout, *(tensor.to(device) for tensor in (up.q, up.scale, up.zero)))
     return replace(layer, stored_up=up, rows=ExpertRows(layer.rows.layout, layer.rows.data.to(device)))
 
 
@@ -47,9 +47,9 @@ def float16_layer(device: torch.device, size: Size) -> Layer:
     """A layer of float16 weights."""
     layer = make_layer(size, (16, 16, 16))
     up, gate, down = (part.half() for part in (layer.up, layer.gate, layer.down))
-    layout = RowLayout(layer.rows.layout.gate, layer.rows.layout.down, torch.float16)
+    layout = RowLayout(layer.rows.layout.other, layer.rows.layout.down, torch.float16)
     records = layout.join(*(part.flatten(0, 1).contiguous().view(torch.uint8) for part in (gate, down)))
-    stored = replace(layer.stored_up, layout=UpLayout(layer.stored_up.layout.vector, torch.float16))
+    stored = replace(layer.stored_up, layout=SignalLayout(layer.stored_up.layout.vector, torch.float16))
     stored = replace(stored, q=up.view(torch.uint8).to(device), scale=stored.scale.to(device))
     stored = replace(stored, zero=stored.zero.to(device))
     rows = ExpertRows(layout, records.view(*size[:2], -1).to(device))

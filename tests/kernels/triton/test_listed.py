@@ -1,4 +1,4 @@
-"""list_active and add_listed against up_gemv, and against the float64 formula."""
+"""list_active and add_listed against signal_gemv, and against the float64 formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_is_listed_is_what_is_active(size: Size, dtype: torch.dtype, device
     layer, x = layer_on(device, size, (3, 2, 2)), make_x(2, size[2], dtype).to(device)
     calls = calls_on(device, make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2]))
     limits = torch.tensor([0.5, torch.inf, 0.0], device=device)
-    want = kernels.up_gemv(x, layer.stored_up, calls, limits)
+    want = kernels.signal_gemv(x, layer.stored_up, calls, limits)
     made = empty_listing(x, 3, size[1])
     listing = Listing(
         made.values, *(reachable(part.cpu(), device) for part in (made.offsets, made.neurons, made.copies))
@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_formula(
     layer, x = layer_on(device, size, widths), make_x(2, size[2], dtype)
     calls = make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2])
     mine, limits = calls_on(device, calls), torch.tensor([0.5, torch.inf, 0.0], device=device)
-    active = kernels.up_gemv(x.to(device), layer.stored_up, mine, limits)
+    active = kernels.signal_gemv(x.to(device), layer.stored_up, mine, limits)
     pool, slots = pool_of(layer, calls, active)
     seconds = None if second is None else torch.full((3,), second, device=device)
     total = Total(torch.full_like(x, torch.nan).to(device), torch.full((1,), 7, device=device))

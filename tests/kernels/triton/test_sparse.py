@@ -1,4 +1,4 @@
-"""up_gemv, sparse_swiglu and moe_step against the float64 formula."""
+"""signal_gemv, sparse_swiglu and moe_step against the float64 formula."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_up_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.d
     layer, x, calls = layer_on(device, size, (bits, 2, 2)), make_x(3, size[2], torch.float32), some_calls(size[0])
     truth = up_values(layer, x.double(), calls)
     limits = [threshold_between(v, keep) for v, keep in zip(truth, (0.5, 0.1, 1.0, 0.0), strict=True)]
-    active = kernels.up_gemv(x.to(device), layer.stored_up, calls_on(device, calls), torch.tensor(limits))
+    active = kernels.signal_gemv(x.to(device), layer.stored_up, calls_on(device, calls), torch.tensor(limits))
     assert active.offsets.device.type == "cpu" and active.offsets.dtype == active.neurons.dtype == torch.int64
     kept = [(v.abs() >= limit).nonzero().squeeze(1) for v, limit in zip(truth, limits, strict=True)]
     assert active.offsets.diff().tolist() == [n.numel() for n in kept]
@@ -59,7 +59,7 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
     limits = torch.tensor([threshold_between(v, 0.5) for v in truth])
     limits[1] = torch.inf
     given = (x.to(device), layer.stored_up, calls_on(device, calls), limits)
-    want = kernels.up_gemv(*given)
+    want = kernels.signal_gemv(*given)
     ends, neurons, values = kernels.up_list(*given)
     assert ends.device == neurons.device == values.device == given[0].device
     assert ends.tolist() == want.offsets[1:].tolist() and want.offsets.diff()[1] == 0 < want.offsets.diff()[0]
@@ -103,10 +103,10 @@ def test_float16_weights(size: Size, device: torch.device) -> None:
 
 
 def check_step(layer: Layer, x: Tensor, calls: Calls, device: torch.device) -> None:
-    """up_gemv and sparse_swiglu on all neurons, against the formula."""
+    """signal_gemv and sparse_swiglu on all neurons, against the formula."""
     truth = up_values(layer, x.double(), calls)
     mine = calls_on(device, calls)
-    active = kernels.up_gemv(x.to(device), layer.stored_up, mine, torch.zeros(len(truth)))
+    active = kernels.signal_gemv(x.to(device), layer.stored_up, mine, torch.zeros(len(truth)))
     assert active.values.dtype == x.dtype
     assert relative_rms(active.values, torch.cat(truth)) <= TOLERANCE[x.dtype]
     everybody = [torch.arange(v.numel()) for v in truth]
@@ -130,7 +130,7 @@ def test_moe_step_is_both_in_one(size: Size, tokens: int, device: torch.device) 
     layer, x = layer_on(device, size, (3, 4, 2)), make_x(tokens, size[2], torch.float32).to(device)
     calls = calls_on(device, make_calls([0, 0, tokens - 1], [1, 2, 1]))
     limits, seconds = torch.tensor([3.0, 0.0, 1e9], device=device), torch.tensor([1.0, 0.0, 0.0], device=device)
-    active = kernels.up_gemv(x, layer.stored_up, calls, limits)
+    active = kernels.signal_gemv(x, layer.stored_up, calls, limits)
     for second in (None, seconds):
         y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits, second)
         assert counts.device.type == device.type and counts[:, 0].tolist() == active.offsets.diff().tolist()
@@ -150,8 +150,8 @@ def test_below_the_second_threshold_down_is_not_read(widths: Widths, size: Size,
     poisoned = layer.rows.data.clone()
     for expert, mine in zip((1, 0), kept, strict=True):
         idle = torch.ones(size[1], dtype=torch.bool).index_fill(0, mine, False).to(device)
-        part = poisoned[expert, :, layer.rows.layout.gate.nbytes :]
-        poisoned[expert, :, layer.rows.layout.gate.nbytes :] = part.masked_fill(idle[:, None], 0xFF)
+        part = poisoned[expert, :, layer.rows.layout.other.nbytes :]
+        poisoned[expert, :, layer.rows.layout.other.nbytes :] = part.masked_fill(idle[:, None], 0xFF)
     active = active_on(device, as_active([torch.arange(size[1])] * 2, v, torch.float32))
     rows = replace(layer.rows, data=poisoned)
     y, _ = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
@@ -176,7 +176,7 @@ def test_nothing_to_do_gives_zeros(size: Size, device: torch.device) -> None:
     layer, x = layer_on(device, size, (2, 4, 4)), make_x(2, size[2], torch.float32).to(device)
     for calls, limit in ((make_calls([], []), 0.0), (make_calls([0, 1], [1, 0]), 1e9)):
         limits = torch.full((calls.tokens.numel(),), limit)
-        active = kernels.up_gemv(x, layer.stored_up, calls_on(device, calls), limits)
+        active = kernels.signal_gemv(x, layer.stored_up, calls_on(device, calls), limits)
         assert active.offsets.tolist() == [0] * (1 + calls.tokens.numel()) and active.neurons.numel() == 0
         y, _ = kernels.sparse_swiglu(x, layer.rows, calls_on(device, calls), active)
         step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls_on(device, calls), limits)
@@ -231,7 +231,7 @@ def test_refusals_say_what_to_do(device: torch.device, monkeypatch: pytest.Monke
         kernels.moe_step(x.to(device), layer.stored_up, strided, calls, torch.zeros(1))
     monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="run on CUDA devices only"):
-        kernels.up_gemv(x, layer.stored_up, calls, torch.zeros(1))
+        kernels.signal_gemv(x, layer.stored_up, calls, torch.zeros(1))
 
 
 @pytest.mark.gpu
@@ -257,6 +257,6 @@ def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch
     try:
         kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            operations.up_gemv(x, layer.stored_up, calls, limits)
+            operations.signal_gemv(x, layer.stored_up, calls, limits)
     finally:
         torch.cuda.set_sync_debug_mode("default")

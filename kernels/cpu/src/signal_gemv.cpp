@@ -1,4 +1,4 @@
-// up_gemv: every row of the experts' up projections against x, thresholded and compacted on the way.
+// signal_gemv: every row of the experts' signal projections against x, thresholded and compacted on the way.
 //
 // Work is cut into blocks of rows of one expert, computed for all of its calls while the rows are in the cache.
 // A block writes its survivors to a place of its own; blocks are then put together in order. So neurons come out
@@ -30,7 +30,7 @@ Found &found() {
 }
 
 struct Context {
-    const floe_up *up;
+    const floe_signal *signal;
     const floe_calls *calls;
     int64_t blocks;
     const int64_t *first_call, *order; // calls of unique expert u: order[first_call[u] .. first_call[u + 1]]
@@ -44,12 +44,12 @@ struct Context {
 void compute_block(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
-    const floe_up &up = *c.up;
+    const floe_signal &signal = *c.signal;
     const int64_t unique = item / c.blocks, block = item % c.blocks;
     const int64_t first = c.first_call[unique], last = c.first_call[unique + 1];
     const int64_t expert = c.calls->expert[c.order[first]];
     const int64_t start = block * kBlockRows;
-    const int64_t end = start + kBlockRows < up.neurons ? start + kBlockRows : up.neurons;
+    const int64_t end = start + kBlockRows < signal.neurons ? start + kBlockRows : signal.neurons;
     const float *const thresholds = c.calls->threshold;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;
@@ -57,13 +57,13 @@ void compute_block(void *opaque, int64_t item, int worker) {
         const int rows = (int)(end - n < kBatch ? end - n : kBatch);
         Stored stored[kBatch];
         Ahead ahead[kBatch];
-        matrix_rows(up.row, up.q, up.scale, up.zero, expert * up.neurons + n, rows, stored, ahead);
+        matrix_rows(signal.row, signal.q, signal.scale, signal.zero, expert * signal.neurons + n, rows, stored, ahead);
         for (int64_t i = first; i < last; i += kBatch) {
             const Token *tokens[kBatch];
             float v[kBatch][kBatch];
             const int count = (int)(last - i < kBatch ? last - i : kBatch);
             for (int t = 0; t < count; t++) tokens[t] = c.tokens + c.calls->token[c.order[i + t]];
-            ops.dot(up.row, stored, rows, tokens, count, nullptr, v, scratch, ahead);
+            ops.dot(signal.row, stored, rows, tokens, count, nullptr, v, scratch, ahead);
             for (int r = 0; r < rows; r++) ahead[r].lines = 0; // the first tokens have asked for them
             for (int t = 0; t < count; t++) {
                 const int64_t call = c.order[i + t], place = call * c.blocks + block;
@@ -84,34 +84,34 @@ void compute_block(void *opaque, int64_t item, int worker) {
 
 using namespace floe;
 
-int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const floe_calls *calls, int digits,
-                     int threads, int64_t *offsets) {
-    const int64_t neurons = up->neurons, count = calls->count;
+int64_t floe_signal_gemv(const float *x, int64_t tokens, const floe_signal *signal, const floe_calls *calls, int digits,
+                         int threads, int64_t *offsets) {
+    const int64_t neurons = signal->neurons, count = calls->count;
     const int64_t *const expert = calls->expert;
-    if (code_bytes(up->row) < 0 || tokens < 0 || up->experts < 0 || neurons < 0 || count < 0 || neurons > INT32_MAX ||
-        digits < 1 || digits > 3 || (count > 0 && calls->threshold == nullptr))
+    if (code_bytes(signal->row) < 0 || tokens < 0 || signal->experts < 0 || neurons < 0 || count < 0 ||
+        neurons > INT32_MAX || digits < 1 || digits > 3 || (count > 0 && calls->threshold == nullptr))
         return FLOE_BAD_SHAPE;
-    if (!in_range(calls->token, count, tokens) || !in_range(expert, count, up->experts)) return FLOE_BAD_INDEX;
+    if (!in_range(calls->token, count, tokens) || !in_range(expert, count, signal->experts)) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
     const int64_t blocks = (neurons + kBlockRows - 1) / kBlockRows, places = count * blocks;
     Found &result = found();
     result.total = -1; // until all is done
-    const int64_t scratch_bytes = aligned(up->row.n + kChunk);
+    const int64_t scratch_bytes = aligned(signal->row.n + kChunk);
     uint8_t *memory =
         result.memory.take(2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (count + 1)) +
-                           tokens_bytes(up->row, tokens) + threads * scratch_bytes);
+                           tokens_bytes(signal->row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
 
     Context c = {};
-    c.up = up;
+    c.signal = signal;
     c.calls = calls;
     c.blocks = blocks;
     c.found_neurons = carve<int32_t>(memory, places * kBlockRows);
     c.found_values = carve<float>(memory, places * kBlockRows);
     c.counts = carve<int32_t>(memory, places);
     int64_t *order = carve<int64_t>(memory, count + 1), *first_call = carve<int64_t>(memory, count + 1);
-    c.tokens = prepare_tokens(up->row, x, tokens, digits, threads, memory);
+    c.tokens = prepare_tokens(signal->row, x, tokens, digits, threads, memory);
     c.scratch = memory;
     c.scratch_bytes = scratch_bytes;
 
@@ -150,7 +150,7 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const fl
     return total;
 }
 
-int floe_up_take(int64_t count, int32_t *neurons, float *values) {
+int floe_signal_take(int64_t count, int32_t *neurons, float *values) {
     const Found &result = found();
     if (count != result.total) return FLOE_BAD_SHAPE;
     for (int64_t place = 0; place < result.places; place++) {
