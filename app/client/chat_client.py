@@ -47,6 +47,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtDelta:
+    """More of what the model thinks before the answer to `request`, as safe to show; `tokens` of the model's."""
+
+    request: int
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     """A question accepted by the engine.
 
@@ -74,7 +83,7 @@ class Cost:
     tokens: int = 0
 
 
-Update = Event | TextDelta
+Update = Event | TextDelta | ThoughtDelta
 
 
 class ChatClient:
@@ -87,8 +96,12 @@ class ChatClient:
         device: str = "auto",
         vram: int | None = None,
         advanced: Advanced | None = None,
+        *,
+        think: bool = True,
     ) -> None:
+        """`think`: False asks the model for answers without thinking."""
         self._pack = pack
+        self.think = think
         self._load = Load(str(pack), preset, device, vram, advanced or Advanced())
         self._session = Session()
         self._format: ChatProcess | FloeError | None = None
@@ -147,7 +160,7 @@ class ChatClient:
                 case Loaded():
                     updates += self._model_ready(event)
                 case Finished() | Failed():
-                    updates += self._text(ids)
+                    updates += self._text(ids, last=event.request == self._running)
                     ids = []
                     if event.request == self._running:
                         self._running = None
@@ -156,17 +169,21 @@ class ChatClient:
                     updates.append(event)
         return updates + self._text(ids)
 
-    def _text(self, ids: list[int]) -> list[Update]:
+    def _text(self, ids: list[int], *, last: bool = False) -> list[Update]:
         """The text of these tokens of the running answer, or `Failed` if the model's tokenizer fails."""
         request = self._running
-        if not ids or request is None or not isinstance(self._format, ChatProcess):
+        if request is None or not (ids or last) or not isinstance(self._format, ChatProcess):
             return []
         try:
-            return [TextDelta(request, self._format.push(ids))]
+            pushed = self._format.push(ids, last=last)
         except FloeError as error:
             self._session.send(Cancel(request))
             self._running = None
             return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
+        thought = "".join(part.text for part in pushed.parts if part.kind == "thinking")
+        answer = "".join(part.text for part in pushed.parts if part.kind != "thinking")
+        found: list[Update] = [ThoughtDelta(request, thought, pushed.thought)] if thought or pushed.thought else []
+        return [*found, TextDelta(request, answer)] if answer else found
 
     def submit(
         self,
@@ -175,9 +192,10 @@ class ChatClient:
         max_new_tokens: int,
         answer: str = "",
         conversation: int = 0,
+        thought: str = "",
     ) -> Submitted:
         """Ask for an answer to `messages`: `prepare` and `begin` in one."""
-        submitted = self.prepare(messages, sampling, max_new_tokens, answer, conversation)
+        submitted = self.prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
         self.begin()
         return submitted
 
@@ -188,8 +206,10 @@ class ChatClient:
         max_new_tokens: int,
         answer: str = "",
         conversation: int = 0,
+        thought: str = "",
     ) -> Submitted:
-        """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends.
+        """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends,
+        or the thinking before it.
 
         From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
         Takes as long as the model's template and tokenizer do, which is a few seconds at the most. `conversation` is
@@ -204,7 +224,7 @@ class ChatClient:
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        fitted = fit(chat, self._window, messages, max_new_tokens, answer, begin=True)
+        fitted = fit(chat, self._window, messages, max_new_tokens, answer, thought, think=self.think, begin=True)
         self._last_request += 1
         self._running = self._last_request
         ids, stop_ids = tuple(fitted.ids), chat.stop_ids
@@ -216,6 +236,13 @@ class ChatClient:
         if self._prepared is not None:
             self._session.send(self._prepared)
             self._prepared = None
+
+    @property
+    def thinking(self) -> str:
+        """Whether the model thinks before it answers: "never", "optional" (`think` decides), "less" (`think` shortens
+        it), or "always"; "never" while it is not ready.
+        """
+        return self._format.thinking if isinstance(self._format, ChatProcess) else "never"
 
     def count(self, text: str) -> int | None:
         """How many tokens `text` takes by itself; None while the model is not ready, or where its tokenizer fails."""
@@ -238,7 +265,7 @@ class ChatClient:
             return None
         asked = [] if messages and messages[-1].role == "user" else [PromptTurn("user", "")]
         try:
-            fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens)
+            fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens, think=self.think)
         except FloeError:
             return None
         return len(fitted.ids), fitted.dropped

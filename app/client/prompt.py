@@ -11,10 +11,13 @@ from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_
 
 @dataclass(frozen=True, slots=True)
 class PromptTurn:
-    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written."""
+    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written, `thought` what an answer's model
+    thought before.
+    """
 
     role: str
     text: str
+    thought: str = ""
 
 
 def fit(
@@ -23,10 +26,13 @@ def fit(
     messages: Sequence[PromptTurn],
     max_new_tokens: int,
     answer: str = "",
+    thought: str = "",
     *,
+    think: bool = True,
     begin: bool = False,
 ) -> Fitted:
-    """The prompt, with the beginning of the answer, of as many of the latest messages as fit `window` tokens.
+    """The prompt of as many of the latest messages as fit `window` tokens, with the beginning of the answer (`thought`,
+    then `answer`).
 
     Raises:
         FloeError: the last message alone does not fit; the model's template refuses the turns, fails, or takes too
@@ -39,7 +45,8 @@ def fit(
     if isinstance(offered, TooLong):
         raise _too_long(offered, limit, window)
     kept, left_out = offered
-    fitted = chat.fit([{"role": m.role, "content": m.text} for m in kept], limit, answer, begin=begin)
+    given = [{"role": m.role, "content": m.text, "thought": m.thought} for m in kept]
+    fitted = chat.fit(given, limit, answer, thought, think=think, begin=begin)
     if isinstance(fitted, TooLong):
         raise _too_long(fitted, limit, window)
     return replace(fitted, dropped=fitted.dropped + left_out)

@@ -10,23 +10,35 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jinja2 import TemplateError
 
-from ..errors import NoTemplateError, PackError, UsageError, verify_hint
+from ..errors import FloeError, NoTemplateError, PackError, UsageError, verify_hint
 from ..transformers_import import import_library, untimed
 from .chat_process import most_text
 from .chat_template import ChatTemplate, TooMuchError
+from .convention import Convention
+from .parts import CALL, RETURN, Mark
 from .tokens import Detokenizer, Tokens, contained, first_line
+
+Thinking = Literal["never", "optional", "less", "always"]
+"""Whether a model thinks before it answers, as its template shows: "optional" can be switched off, "less" reduced."""
+
+_PROBE = "floe-chat answers"  # as an answer: text that no template writes itself
+_PROBE_TEXT = 1 << 20  # characters of a prompt with it, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's token ids, and how many of the oldest messages it leaves out."""
+    """A prompt's token ids, and how many of the oldest messages it leaves out.
+
+    `opened`: it ends inside the thinking, before what there is of the answer.
+    """
 
     ids: list[int]
     dropped: int
+    opened: bool = False
 
 
 class TooLongError(Exception):
@@ -46,7 +58,8 @@ class ChatFormat:
     """Turns a conversation into a prompt.
 
     Attributes:
-        stop_ids: tokens that end an answer, from generation_config.json, config.json and the tokenizer.
+        stop_ids: tokens that end an answer, from generation_config.json, config.json and the tokenizer; see `ends`.
+        convention: how the model marks thinking and calls.
         tokens: the tokenizer. reason: why transformers reads the template; "" where floe-chat does.
         step: called with "chat template" or "tokenizer" before either runs.
     """
@@ -65,15 +78,45 @@ class ChatFormat:
                 "It is a base model: it continues text but does not know turns.",
                 "Use the model's instruction-tuned version.",
             )
-        self._template, self._named, self.reason = found
+        self._template, self._named, self.reason, source, parsed = found
+        self.convention = Convention.of(source, parsed, self.tokens.added)
         eos = self._named.get("eos_token")
         self.stop_ids = _stop_ids(folder, None if eos is None else self.tokens.id_of(eos))
+
+    def ends(self) -> tuple[int, ...]:
+        """Special tokens that the template writes right after an answer: each of them ends the model's turn."""
+        special = self.tokens.special
+        if self.convention.channels:  # there an answer has several messages, whose ends look the same in the history
+            return tuple(special[name] for name in (CALL, RETURN) if name in special)
+        found = set[int]()
+        for role in ("user", "tool"):
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+            try:
+                text = self._render([*talk, {"role": role, "content": "?"}], _PROBE_TEXT, {})
+            except (FloeError, TooMuchError):  # it does not know that role
+                continue
+            after = text.rpartition(_PROBE)[2].lstrip()
+            name = max((name for name in special if after.startswith(name)), key=len, default=None)
+            found |= {special[name]} if name is not None else set()
+        return tuple(sorted(found))
+
+    def thinking(self) -> Thinking:
+        """Whether the model thinks, and whether its template has a switch for that."""
+        convention = self.convention
+        if not convention.channels and convention.tags is None:
+            return "never"
+        if any(value is False for value in convention.off.values()):
+            prompt = self._render([{"role": "user", "content": "?"}], _PROBE_TEXT, convention.off)
+            if not convention.opened(prompt):
+                return "optional"
+        return "less" if "reasoning_effort" in convention.off else "always"
 
     def encode(self, messages: Sequence[Mapping[str, str]], most: int | None = None) -> list[int]:
         """The prompt that asks for the next answer.
 
         Args:
-            messages: {"role": "system" | "user" | "assistant", "content": text} in order; the last is the user's.
+            messages: {"role": "system" | "user" | "assistant", "content": text} in order; the last is the user's. An
+                earlier answer may have its thinking under "thought": the template gets it if it looks for it.
             most: characters that the prompt may have; None for any number.
 
         Text that spells a control token of the model ("</s>") is broken up first, so no text can end or open a turn.
@@ -83,20 +126,36 @@ class ChatFormat:
             PackError: the template or the tokenizer fails, or the prompt is empty.
             TooMuchError: more text than `most`.
         """
+        return self._encode(messages, most, think=True)[0]
+
+    def _encode(
+        self, messages: Sequence[Mapping[str, str]], most: int | None, *, think: bool
+    ) -> tuple[list[int], bool]:
+        """As `encode`, and whether the prompt ends inside the thinking."""
         self.step("chat template")
-        safe = [{"role": m["role"], "content": self.tokens.defused(m["content"])} for m in messages]
-        prompt = self._render(safe, most)
+        prompt = self._render([self._safe(m) for m in messages], most, {} if think else self.convention.off)
+        opened = self.convention.opened(prompt)
         self.step("tokenizer")
         # The template writes the begin token itself: adding special tokens again would double it.
         ids = self.tokens.encode(prompt)
         if not ids:
             wrote = "Its chat template writes nothing." if not prompt else "Its tokenizer makes no tokens of a prompt."
             raise PackError(f"The model at {self._folder} cannot chat", wrote, verify_hint(self._folder))
-        return ids
+        return ids, opened
 
-    def _render(self, messages: Sequence[Mapping[str, str]], most: int | None) -> str:
+    def begun(self, answer: str, thought: str, *, opened: bool) -> list[str]:
+        """The beginning of an answer, with its thinking, as text and marks."""
+        pieces = self.convention.begun(thought, answer, opened=opened)
+        return [piece if isinstance(piece, Mark) else self.tokens.defused(piece) for piece in pieces]
+
+    def _safe(self, message: Mapping[str, str]) -> dict[str, str]:
+        field, thought = self.convention.field, message.get("thought")
+        safe = {"role": message["role"], "content": self.tokens.defused(message["content"])}
+        return {**safe, field: self.tokens.defused(thought)} if field and thought else safe
+
+    def _render(self, messages: Sequence[Mapping[str, str]], most: int | None, options: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(messages, self._named, most)
+            return self._template.render(messages, self._named, most, options)
         except TooMuchError:
             raise
         except TemplateError as error:
@@ -120,15 +179,24 @@ class ChatFormat:
         self.step("tokenizer")
         return self.tokens.encode(text)
 
-    def fit(self, messages: Sequence[Mapping[str, str]], limit: int, answer: str = "") -> Prompt:
-        """As many of the latest messages as fit into `limit` tokens, followed by the beginning of an answer.
+    def fit(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        limit: int,
+        answer: str = "",
+        thought: str = "",
+        *,
+        think: bool = True,
+    ) -> Prompt:
+        """As many of the latest messages as fit into `limit` tokens, followed by the beginning of an answer (`thought`,
+        then `answer`).
 
-        A system message at the front stays, and a question is left out together with its answer.
+        Without `think` the template is asked for no thinking, or for less, if it can be. A system message at the front
+        stays, and a question is left out together with its answer.
 
         Raises:
             TooLongError: the last message alone does not fit. Otherwise as `encode`.
         """
-        begun = self.encode_text(answer) if answer else []
         system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
         turns = list(messages[len(system) :])
         most = most_text(limit, self.tokens.longest)
@@ -137,12 +205,17 @@ class ChatFormat:
         def first(rounds: int) -> int:
             return 0 if rounds == rounds_in_all else len(turns) + 1 - 2 * rounds
 
+        opened = False
+
         def prompt(kept: Sequence[Mapping[str, str]]) -> list[int] | None:
             """None for more text than could ever fit."""
+            nonlocal opened
             try:
-                return self.encode(kept, most) + begun
+                ids, opened = self._encode(kept, most, think=think)
             except TooMuchError:
                 return None
+            begun = "".join(self.begun(answer, thought, opened=opened))
+            return ids + (self.tokens.encode(begun) if begun else [])
 
         best = prompt((*system, *turns[first(1) :]))
         if best is None or len(best) > limit:
@@ -164,15 +237,21 @@ class ChatFormat:
                 best, fits, step = longer, rounds, step * 2
             else:
                 over = rounds
-        return Prompt(best, first(fits))
+        return Prompt(best, first(fits), opened)
 
     def decoder(self) -> Detokenizer:
         """A new incremental decoder for one answer."""
-        return self.tokens.decoder()
+        return self.tokens.decoder(self.convention.marks)
 
 
 class _Template(Protocol):
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None) -> str: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokens: Mapping[str, str],
+        most: int | None,
+        options: Mapping[str, Any],
+    ) -> str: ...
 
 
 class _LibraryTemplate:
@@ -181,16 +260,24 @@ class _LibraryTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokens: Mapping[str, str],
+        most: int | None,
+        options: Mapping[str, Any],
+    ) -> str:
         """`tokens`: those that the tokenizer names itself."""
-        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        usual: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        text: str = self._tokenizer.apply_chat_template(list(messages), **{**options, **usual})
         if most is not None and len(text) > most:
             raise TooMuchError(most)
         return text
 
 
-def _read(folder: Path) -> tuple[_Template, dict[str, str], str] | None:
-    """The chat template in `folder`, its special tokens by their names, and why transformers reads it or "".
+def _read(folder: Path) -> tuple[_Template, dict[str, str], str, str, ChatTemplate] | None:
+    """The chat template in `folder`, its special tokens by their names, why transformers reads it or "", and the
+    template's source, as text and read.
 
     None for a base model.
 
@@ -214,13 +301,14 @@ def _read(folder: Path) -> tuple[_Template, dict[str, str], str] | None:
         reason = "it asks for code of its own"
     if not reason:
         contents = {name: _content(token) for name, token in named.items()}
-        return template, {name: content for name, content in contents.items() if content is not None}, ""
+        known = {name: content for name, content in contents.items() if content is not None}
+        return template, known, "", source, template
     with untimed():
         import_library()
         from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return _LibraryTemplate(tokenizer), tokenizer.special_tokens_map, reason
+    return _LibraryTemplate(tokenizer), tokenizer.special_tokens_map, reason, source, template
 
 
 def _source(folder: Path, fields: Mapping[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from .. import errors
 from ..errors import FloeError, PackError, verify_hint
+from .parts import Part
 
 _OPENING_S = 6.0  # of computing; the largest published tokenizers take two
 _REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
@@ -36,6 +37,14 @@ class Fitted:
 
     ids: list[int]
     dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The parts that some tokens complete, safe for a terminal, and how many of the tokens were thinking."""
+
+    parts: tuple[Part, ...]
+    thought: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class ChatProcess:
 
     Attributes:
         largest: the largest token id, and its text. stop_ids: tokens that end an answer. longest: characters of the
-            longest token.
+            longest token. thinking: see `chat_format.Thinking`.
 
     Raises:
         PackError: the folder's tokenizer or template cannot be used.
@@ -67,11 +76,13 @@ class ChatProcess:
         self._closed = False
         try:
             opened = self._open()
+            looked = self._look()
         except FloeError:
             self.close()
             raise
         self.largest: tuple[int, str] = (opened["largest"][0], opened["largest"][1])
-        self.stop_ids: tuple[int, ...] = tuple(opened["stop_ids"])
+        self.stop_ids: tuple[int, ...] = tuple(sorted({*opened["stop_ids"], *looked["ends"]}))
+        self.thinking: str = looked["thinking"]
         self.longest: int = opened["longest"]
         if opened["reason"]:
             _log.info("transformers reads the tokenizer at %s: %s", folder, opened["reason"])
@@ -82,19 +93,28 @@ class ChatProcess:
         return self._child is not None
 
     def fit(
-        self, messages: Sequence[Mapping[str, str]], limit: int, answer: str = "", *, begin: bool = False
+        self,
+        messages: Sequence[Mapping[str, str]],
+        limit: int,
+        answer: str = "",
+        thought: str = "",
+        *,
+        think: bool = True,
+        begin: bool = False,
     ) -> Fitted | TooLong:
         """As many of the latest messages as fit into `limit` tokens, see `ChatFormat.fit`.
 
         Args:
-            messages: {"role", "content"}. answer: the beginning of the model's answer.
+            messages: {"role", "content", "thought"}. answer: the beginning of the model's answer, after its `thought`.
+            think: False asks for no thinking, or for less, where the template can.
             begin: let `push` decode that answer from now on.
 
         Raises:
             UsageError: the template refuses these turns. PackError: it fails, or takes too long.
         """
-        length = sum(len(message["content"]) for message in messages) + len(answer)
-        reply = self._ask(length, do="fit", messages=list(messages), limit=limit, answer=answer, begin=begin)
+        length = sum(len(text) for message in messages for text in message.values()) + len(answer) + len(thought)
+        how = {"limit": limit, "answer": answer, "thought": thought, "think": think, "begin": begin}
+        reply = self._ask(length, do="fit", messages=list(messages), **how)
         if "too_long" in reply:
             return TooLong(reply["tokens"], reply["system"])
         return Fitted(reply["ids"], reply["dropped"])
@@ -103,9 +123,10 @@ class ChatProcess:
         """How many tokens a text takes. Raises PackError as `fit`."""
         return self._ask(len(text), do="count", text=text)["count"]
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text completed by these tokens of the answer, safe for a terminal. Raises PackError."""
-        return self._ask(0, do="push", ids=list(ids))["text"]
+    def push(self, ids: Sequence[int], *, last: bool = False) -> Pushed:
+        """What these tokens of the answer complete; with `last`, all that was held back too. Raises PackError."""
+        reply = self._ask(0, do="push", ids=list(ids), last=last)
+        return Pushed(tuple(Part(**part) for part in reply["parts"]), reply["thought"])
 
     def close(self) -> None:
         """End the process; a request that runs in another thread raises."""
@@ -117,6 +138,16 @@ class ChatProcess:
     def _open(self) -> dict[str, Any]:
         with self._lock:
             return self._asked(_OPENING_S, {"do": "open"})
+
+    def _look(self) -> dict[str, Any]:
+        """What trying the template out shows. Where that fails nothing is known, and the next question says why."""
+        try:
+            return self._ask(0, do="look")
+        except FloeError as error:
+            _log.info("the chat template at %s was not tried out: %s", self._folder, error)
+            if self._child is None:
+                self._open()
+            return {"ends": (), "thinking": "never"}
 
     def _ask(self, characters: int, **request: Any) -> dict[str, Any]:
         with self._lock:

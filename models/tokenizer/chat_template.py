@@ -8,7 +8,7 @@ The sandbox limits neither time nor memory: chat_process.py does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ class ChatTemplate:
     """One model's template.
 
     Attributes:
-        names: variables that it reads and does not set itself.
+        names: variables that it reads and does not set itself. fields: the names of attributes and all strings in it.
 
     Raises:
         ValueError: the source is not a template.
@@ -41,16 +41,25 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         environment = _environment()
         try:
-            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.names = frozenset(meta.find_undeclared_variables(parsed))
+            self.fields = frozenset(_fields(parsed))
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"Line {error.lineno} of its chat template is wrong: {error.message}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokens: Mapping[str, str],
+        most: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a prompt that asks for the next answer.
 
         Args:
             tokens: special tokens by their names. most: characters that the text may have; None for any number.
+            options: values of the template's own variables.
 
         Raises:
             TooMuchError: the template writes more. Exception: of any kind, since a template is a program.
@@ -58,13 +67,19 @@ class ChatTemplate:
         given = [dict(message) for message in messages]
         pieces: list[str] = []
         left = most
-        for piece in self._template.generate(
-            **{**tokens, "messages": given, "tools": None, "documents": None, "add_generation_prompt": True}
-        ):
+        usual = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": True}
+        for piece in self._template.generate(**{**tokens, **(options or {}), **usual}):
             pieces.append(piece)
             if left is not None and most is not None and (left := left - len(piece)) < 0:
                 raise TooMuchError(most)
         return "".join(pieces)
+
+
+def _fields(parsed: nodes.Template) -> Generator[str]:
+    for node in parsed.find_all((nodes.Getattr, nodes.Const)):
+        name = node.attr if isinstance(node, nodes.Getattr) else getattr(node, "value", None)
+        if isinstance(name, str):
+            yield name
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import FloeError
+from ..visible import visible
 from .chat_format import ChatFormat, TooLongError
 from .chat_process import receive, send
+from .parts import Parser, Part, TagParser
 from .tokens import Detokenizer, Tokens, contained
 
 MEMORY = 1 << 30  # bytes; the largest published tokenizers take half of that
@@ -29,6 +33,7 @@ class Worker:
         self._replies = replies
         self._format: ChatFormat | None = None
         self._decoder: Detokenizer | None = None
+        self._parser: Parser = TagParser(None)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request; failures are replies too."""
@@ -47,6 +52,7 @@ class Worker:
         self._format = None
         opened = ChatFormat(Path(folder), self._step)
         self._format, self._decoder = opened, opened.decoder()
+        self._parser = opened.convention.parser(opened=False)
         return {
             "largest": opened.tokens.largest,
             "longest": opened.tokens.longest,
@@ -54,27 +60,45 @@ class Worker:
             "reason": opened.reason,
         }
 
+    def do_look(self, folder: str) -> dict[str, Any]:
+        opened = self._opened(folder)
+        return {"ends": opened.ends(), "thinking": opened.thinking()}
+
     def do_fit(
-        self, folder: str, messages: list[dict[str, str]], limit: int, answer: str, begin: bool
+        self,
+        folder: str,
+        messages: list[dict[str, str]],
+        limit: int,
+        answer: str,
+        thought: str,
+        think: bool,
+        begin: bool,
     ) -> dict[str, Any]:
         opened = self._opened(folder)
         try:
-            prompt = opened.fit(messages, limit, answer)
+            prompt = opened.fit(messages, limit, answer, thought, think=think)
         except TooLongError as error:
             return {"too_long": True, "tokens": error.tokens, "system": error.system}
         if begin:
             self._decoder = opened.decoder()
-            if answer:
+            self._parser = opened.convention.parser(opened=prompt.opened)
+            if answer or thought:
                 self._decoder.push(prompt.ids[-_PRIMING:])  # a decoder drops the space before its very first word
+                self._parser.feed(opened.begun(answer, thought, opened=prompt.opened))
         return {"ids": prompt.ids, "dropped": prompt.dropped}
 
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 
-    def do_push(self, folder: str, ids: list[int]) -> dict[str, Any]:
+    def do_push(self, folder: str, ids: list[int], last: bool) -> dict[str, Any]:
         self._step("tokenizer")
         assert self._decoder is not None, "nothing is open"
-        return {"text": self._decoder.push(ids)}
+        parts, thought = list[Part](), 0
+        for piece in self._decoder.pieces(ids):
+            parts += self._parser.feed([piece])
+            thought += self._parser.thinking
+        parts += self._parser.finish() if last else []
+        return {"parts": [asdict(part) for part in _joined(parts)], "thought": thought}
 
     def do_encode(self, folder: str, text: str) -> dict[str, Any]:
         self._step("tokenizer")
@@ -87,6 +111,18 @@ class Worker:
 
     def _step(self, name: str) -> None:
         send(self._replies, {"step": name})
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbours of a kind in one, and everything safe for a terminal."""
+    joined: list[Part] = []
+    for part in parts:
+        safe = replace(part, text=visible(part.text), name=visible(part.name), trouble=visible(part.trouble))
+        if joined and joined[-1] == replace(safe, text=joined[-1].text) and part.kind != "call":
+            joined[-1] = replace(safe, text=joined[-1].text + safe.text)
+        else:
+            joined.append(safe)
+    return joined
 
 
 def _arm(seconds: float) -> None:

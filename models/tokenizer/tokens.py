@@ -6,7 +6,7 @@ worse: `contained` turns the first two into a PackError, `chat_process.py` survi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 
 from ..errors import FloeError, PackError, verify_hint
 from ..visible import visible
+from .parts import Mark
 
 _MOST_TEXT = 16_384, 1_024  # characters that decoded tokens may have: at all, and for each token
 _LONGEST_CAUSE = 300  # characters of somebody else's error message
@@ -47,7 +48,7 @@ class Tokens:
     """A tokenizer as floe-chat uses it: it neither truncates nor pads a text, and adds no special tokens.
 
     Attributes:
-        largest: the largest token id that it knows, and that token's text.
+        largest: the largest token id that it knows, and that token's text. special: ids of special tokens, by text.
         longest: characters of its longest token.
 
     Raises:
@@ -65,12 +66,19 @@ class Tokens:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            self._added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} - {""}
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._added = {token.content: number for number, token in added.items() if token.content}
+            self.special = {token.content: number for number, token in added.items() if token.content and token.special}
             if not vocabulary:
                 raise ValueError("It has no tokens.")
         text, number = max(vocabulary.items(), key=lambda item: item[1])
         self.largest = number, text
         self.longest = max(map(len, vocabulary))
+
+    @property
+    def added(self) -> Collection[str]:
+        """The texts of the added tokens, special ones among them."""
+        return self._added
 
     def id_of(self, token: str) -> int | None:
         """The id of a token; None if there is no such token."""
@@ -91,20 +99,27 @@ class Tokens:
             text = text.replace(token, token[0] + "\u200b" + token[1:] if len(token) > 1 else "")
         return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
 
-    def decoder(self) -> Detokenizer:
-        """A new incremental decoder for one answer."""
-        return Detokenizer(self._tokenizer, self._folder)
+    def decoder(self, marks: Collection[str] = ()) -> Detokenizer:
+        """A new incremental decoder for one answer, which keeps the added tokens `marks`."""
+        kept = {number: Mark(text) for text, number in self._added.items() if text in marks}
+        return Detokenizer(self._tokenizer, self._folder, kept)
 
 
 class Detokenizer:
-    """Token ids to text, piece by piece: holds back bytes until a character is whole, and drops special tokens."""
+    """Token ids to text, piece by piece: holds back bytes until a character is whole, and drops special tokens that are
+    no marks.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path = Path()) -> None:
-        self._tokenizer, self._folder = tokenizer, folder
+    def __init__(self, tokenizer: Tokenizer, folder: Path = Path(), marks: Mapping[int, Mark] | None = None) -> None:
+        self._tokenizer, self._folder, self._marks = tokenizer, folder, marks or {}
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text completed by `ids`, with control characters made visible.
+        """The text completed by `ids`, with control characters made visible. Raises PackError as `pieces`."""
+        return visible("".join(self.pieces(ids)))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each of `ids` completes, control characters among it; a mark is a `Mark`.
 
         Raises:
             PackError: the tokenizer fails, or turns a token into more text than any token has.
@@ -117,9 +132,12 @@ class Detokenizer:
                 pieces.append(self._step(token))
                 if (most := most - len(pieces[-1])) < 0:
                     raise ValueError(f"Token {token} becomes {len(pieces[-1]):,} characters.")
-        return visible("".join(pieces))
+        return pieces
 
     def _step(self, token: int) -> str:
+        if (mark := self._marks.get(token)) is not None:
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return mark
         try:
             return self._stream.step(self._tokenizer, token) or ""
         # Bytes that form no character change what was decoded before them; the library gives up on such a stream

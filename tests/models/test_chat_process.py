@@ -14,7 +14,8 @@ import pytest
 from floe_chat.models.errors import FloeError, PackError, UsageError
 from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_format import ChatFormat
-from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, encode
+from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, encode
+from floe_chat.models.tokenizer.parts import Part
 
 from ..helpers import TEMPLATE, edit_json, write_tokenizer
 
@@ -63,7 +64,7 @@ def test_it_says_what_the_format_itself_would(folder: Path, chat: ChatProcess) -
     assert chat.fit([*LONG, *HI], 10_000) == Fitted(own.encode([*LONG, *HI]), 0)
     assert chat.count("hello") == 5 == len(encode(folder, "hello"))
     assert chat.fit(HI, 100, "well", begin=True) == Fitted([*own.encode(HI), *own.encode_text("well")], 0)
-    assert chat.push(own.encode_text("🎉\x1b[1m")) == "🎉␛[1m"
+    assert chat.push(own.encode_text("🎉\x1b[1m")) == Pushed((Part("answer", "🎉␛[1m"),), 0)
     with pytest.raises(UsageError, match="refuses"):
         chat.fit([{"role": "narrator", "content": ""}], 100)
 
@@ -199,7 +200,7 @@ def test_a_decoder_that_makes_a_book_of_a_token_is_refused(folder: Path) -> None
     )
     opened = ChatProcess(folder)
     ids = encode(folder, "ba")
-    assert opened.push(ids[:1]) == "b"
+    assert opened.push(ids[:1]).parts == (Part("answer", "b"),)
     with pytest.raises(PackError, match="tokenizer") as caught:
         opened.push(ids[1:])
     assert "characters" in caught.value.cause
