@@ -73,6 +73,12 @@ def stamp(milliseconds: int) -> str:
     return moment.isoformat(timespec="milliseconds") + "Z"
 
 
+def thought_for(stats: AnswerStats | None) -> str:
+    """The line that stands for an answer's thinking: "Thought for 1,234 tokens"."""
+    count = 0 if stats is None else stats.thought_tokens
+    return f"Thought for {count:,} token{'' if count == 1 else 's'}" if count else "Thought"
+
+
 def footer(stats: AnswerStats) -> str:
     """The line under an answer, without figures that were not measured."""
     parts = [f"{stats.tokens} token{'' if stats.tokens == 1 else 's'}"]
@@ -101,7 +107,11 @@ def closing(message: Message) -> str:
 
 def _section(message: Message) -> list[str]:
     who = " · ".join(part for part in (message.model or "Answer", message.preset) if part)
-    parts = ["## You" if message.role == "user" else f"## {_one_line(who)}", message.text]
+    parts = ["## You" if message.role == "user" else f"## {_one_line(who)}"]
+    if message.thought:  # as a quotation, which no mark in it can end
+        thought = [f"*{thought_for(message.stats)}*", "", *printable(message.thought).strip().splitlines()]
+        parts.append("\n".join(f"> {line}".rstrip() for line in thought))
+    parts.append(message.text)
     for file in message.attachments:
         fence = "`" * (max((len(run) for run in re.findall("`+", file.text)), default=2) + 1)
         parts += [f"### Attached: {_one_line(file.name)}", f"{fence.ljust(3, '`')}\n{file.text}\n{fence.ljust(3, '`')}"]
@@ -138,6 +148,7 @@ def _fields(tree: Tree) -> dict[str, Any]:
                 "parent": None if message.parent is None else ids[message.parent],
                 "role": message.role,
                 "text": message.text,
+                "thought": message.thought,
                 "state": message.state,
                 "created": stamp(message.created),
                 "model": message.model,

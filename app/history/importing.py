@@ -146,14 +146,18 @@ def _message(item: _Object, before: dict[int, Message]) -> Message:
             item.get("preset", str),
         ),
         *(None if stats is None else _stats(_Object(stats, f"{item.way}.stats")), tuple(files), 1, 1),
+        item.maybe("thought", str) or "",  # earlier exports have none
     )
 
 
 def _stats(item: _Object) -> AnswerStats:
     rates = item.number("tokens_per_s", MOST), item.number("first_token_s", MOST)
-    if not 0 <= (tokens := item.get("tokens", int)) <= MOST:
-        raise item.bad("tokens", f"is not a number from 0 to {MOST:g}")
-    return AnswerStats(tokens, *rates, item.get("stop_reason", str), item.values.get("virtual") is True)
+    counts = {"tokens": item.get("tokens", int), "thought_tokens": item.maybe("thought_tokens", int) or 0}
+    for name, count in counts.items():
+        if not 0 <= count <= MOST:
+            raise item.bad(name, f"is not a number from 0 to {MOST:g}")
+    virtual = item.values.get("virtual") is True
+    return AnswerStats(counts["tokens"], *rates, item.get("stop_reason", str), virtual, counts["thought_tokens"])
 
 
 def _quality(item: _Object) -> Rule:

@@ -107,7 +107,7 @@ class History(Reader):
 
     def answering(self, parent: int, model: str, preset: str) -> Answer:
         """Begin an answer to the question `parent`; another answer to the same question is its sibling."""
-        answer = Answer(new_id(parent), "", self._end)
+        answer = Answer(new_id(parent), "", "", self._end)
 
         def begin(store: HistoryStore) -> None:
             store.begin_answer(answer.id, parent, model, preset, this_process())
@@ -117,7 +117,7 @@ class History(Reader):
 
     def continuing(self, message: Message, model: str, preset: str) -> Answer:
         """Continue the answer `message`."""
-        answer = Answer(message.id, message.text, self._end)
+        answer = Answer(message.id, message.text, message.thought, self._end)
 
         def begin(store: HistoryStore) -> None:
             store.reopen_answer(answer.id, model, preset, this_process())
@@ -211,7 +211,8 @@ class History(Reader):
         self._running.discard(answer)
 
         def end(store: HistoryStore) -> None:
-            store.end_answer(answer.id, answer.collect(), state, stats)
+            text, thought = answer.collect()
+            store.end_answer(answer.id, text, state, stats, thought)
             self._writer.leave(answer)
 
         self._writer.put(end)

@@ -49,7 +49,7 @@ class AnswerStats:
     """The figures under an answer; None if not measured.
 
     `stop_reason` is the engine's ("stop", "length", "context", "cancelled"). `virtual`: the
-    times are those of a device that is not there.
+    times are those of a device that is not there. `thought_tokens`: how many of the answer's tokens were thinking.
     """
 
     tokens: int
@@ -57,6 +57,7 @@ class AnswerStats:
     first_token_s: float | None
     stop_reason: str
     virtual: bool = False
+    thought_tokens: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -64,15 +65,16 @@ class AnswerStats:
         if not isinstance(self.stop_reason, str) or not isinstance(self.virtual, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             return False
         rates = (rate for rate in (self.tokens_per_s, self.first_token_s) if rate is not None)
-        return type(self.tokens) is int and all(
-            type(figure) in (int, float) and 0 <= figure <= MOST for figure in (self.tokens, *rates)
+        counts = (self.tokens, self.thought_tokens)
+        return all(type(count) is int for count in counts) and all(
+            type(figure) in (int, float) and 0 <= figure <= MOST for figure in (*counts, *rates)
         )
 
     @classmethod
-    def of(cls, stats: Stats, reason: str) -> AnswerStats:
+    def of(cls, stats: Stats, reason: str, thought_tokens: int = 0) -> AnswerStats:
         """From the engine's last `Stats` of an answer."""
         virtual = stats.rows is not None and stats.rows.virtual
-        return cls(stats.new_tokens, stats.decode_tps_mean, stats.first_token_s, reason, virtual)
+        return cls(stats.new_tokens, stats.decode_tps_mean, stats.first_token_s, reason, virtual, thought_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class Message:
         parent: the message before it; None begins the conversation. position: how many come before it on its branch.
         sibling, siblings: it is number `sibling` (from 1, by age) of all `siblings` that follow the same parent.
         model, preset: of the answer; "" for questions. stats: None for questions, and for answers that a crash cut off.
+        thought: what the model thought before the answer's text, or "".
     """
 
     id: int
@@ -157,6 +160,7 @@ class Message:
     attachments: tuple[Attachment, ...]
     sibling: int
     siblings: int
+    thought: str = ""
 
 
 @dataclass(frozen=True, slots=True)

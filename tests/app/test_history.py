@@ -114,6 +114,26 @@ def test_a_stopped_answer_can_be_written_on(history: History) -> None:
     assert [hit.message for hit in history.search("two three")] == [answer.id]
 
 
+def test_what_a_model_thought_is_saved_beside_its_answer(history: History) -> None:
+    question = history.ask(history.begin(SETUP), None, "count")
+    with history.answering(question, "demo", "Fast") as answer:
+        answer.think("Let me ")
+        answer.think("count.")
+    (stopped,) = settled(history).messages([answer.id])
+    assert (stopped.state, stopped.text, stopped.thought) == ("stopped", "", "Let me count.")
+    with history.continuing(stopped, "demo", "Fast") as more:
+        more.think(" Done.")
+        more.append("one")
+        more.finish(replace(STATS, thought_tokens=4))
+        more.think("late")
+    (whole,) = settled(history).messages([answer.id])
+    assert (whole.text, whole.thought) == ("one", "Let me count. Done.")
+    assert whole.stats is not None and whole.stats.thought_tokens == 4
+    copy = history.fork(whole.id)
+    assert [message.thought for message in settled(history).tree(copy).messages] == ["", whole.thought]
+    assert answer.id in [hit.message for hit in history.search("one")] and not history.search("Let me")
+
+
 def test_an_answer_that_raises_is_a_failed_one(history: History) -> None:
     question = history.ask(history.begin(SETUP), None, "hi")
     with pytest.raises(ZeroDivisionError), history.answering(question, "demo", "") as answer:

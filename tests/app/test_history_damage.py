@@ -22,6 +22,8 @@ from floe_chat.app.history import (
     parse,
 )
 from floe_chat.app.history.database import opening
+from floe_chat.app.history.database.opening import open_unsaved
+from floe_chat.app.history.database.salvage import salvage
 from floe_chat.app.history.database.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
 from floe_chat.engine.events import Rule
@@ -290,3 +292,19 @@ def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> 
     assert [message.text for message in again.messages] == [message.text for message in tree.messages]
     assert as_markdown(tree).startswith("# hi\ufffd") and opened.store.search("chat")
     opened.store.close()
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION])
+def test_what_models_thought_is_carried_over(file: Path, tmp_path: Path, version: int) -> None:
+    filled(file, 1, 2)
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE message SET thought = 'hm' WHERE role = 'assistant'")
+        if version < VERSION:
+            connection.execute("ALTER TABLE message DROP COLUMN thought")
+    connection.close()
+    store = open_unsaved()
+    assert salvage(file, store).messages > 1
+    (chat,) = store.conversations()
+    expected = "hm" if version == VERSION else ""
+    assert {message.thought for message in store.tree(chat.id).messages if message.role == "assistant"} == {expected}
+    store.close()

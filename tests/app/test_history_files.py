@@ -52,7 +52,8 @@ def tree(store: HistoryStore) -> Tree:
         states: tuple[MessageState, MessageState] = ("complete", "failed")
         for answer, state in zip((one, two), states, strict=True):
             store.begin_answer(answer, first, "demo", "High", "")
-            store.end_answer(answer, f"{state} answer", state, AnswerStats(7, None, 0.25, "length", True))
+            stats = AnswerStats(7, None, 0.25, "length", True, 5)
+            store.end_answer(answer, f"{state} answer", state, stats, f"thought {NASTY}")
         store.begin_answer(last, store.tree(chat).messages[-1].id, "", "", "")
         store.end_answer(last, "", "stopped", None)
         store.switch(chat, one)
@@ -79,6 +80,18 @@ def test_json_loses_nothing_and_is_the_same_after_a_round_trip(store: HistorySto
     assert {hit.conversation for hit in store.search('"complete answer"')} == {tree.conversation.id, copy}
 
 
+def test_exports_of_earlier_versions_have_no_thinking(tree: Tree) -> None:
+    def change(document: Any) -> None:
+        for message in document["conversations"][0]["messages"]:
+            del message["thought"]
+            if message["stats"] is not None:
+                del message["stats"]["thought_tokens"]
+
+    (read,) = parse(edited(as_json([tree]), change), "x", print)
+    assert {message.thought for message in read.messages} == {""}
+    assert [message.stats and message.stats.thought_tokens for message in read.messages] == [None, 0, 0, None]
+
+
 def test_nothing_that_a_terminal_obeys_leaves_as_it_is(tree: Tree) -> None:
     for text in (as_json([tree]), as_markdown(tree)):
         left = {char for char in text if char != "\n" and char != "\t" and (ord(char) < 32 or 0x7F <= ord(char) < 0xA0)}
@@ -94,6 +107,8 @@ def test_markdown_reads_as_the_branch_that_is_shown(store: HistoryStore) -> None
         store.end_answer(a, "A small network.\n", "complete", AnswerStats(4, 12.5, 0.25, "stop"))
         store.begin_answer(b := new_id(), q, "", "", "")
         store.end_answer(b, "Cut", "stopped", None)
+        store.begin_answer(c := new_id(), q, "demo", "Fast", "")
+        store.end_answer(c, "Small.", "complete", AnswerStats(4, None, None, "stop", False, 1234), "They ask.\n\nSo:")
         store.switch(chat, a)
     assert as_markdown(store.tree(chat)) == (
         "# What is an expert?\n\ndemo · Fast · 1970-01-01 00:00 UTC\n\n## System prompt\n\nBe brief.\n\n"
@@ -103,6 +118,12 @@ def test_markdown_reads_as_the_branch_that_is_shown(store: HistoryStore) -> None
     with store.transaction():
         store.switch(chat, b)
     assert as_markdown(store.tree(chat)).endswith("## Answer\n\nCut\n\n*cut off*\n")
+    with store.transaction():
+        store.switch(chat, c)
+    assert as_markdown(store.tree(chat)).endswith(
+        "## demo · Fast\n\n> *Thought for 1,234 tokens*\n>\n> They ask.\n>\n> So:\n\nSmall.\n\n"
+        "*4 tokens · end of turn*\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ GLM4_MOE = """\
 {%- endif -%}"""
 GRANITE = (
     "{%- if messages[0]['role'] != 'system' %}"
-    "{{- '<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\\n' }}{%- endif %}{%- for message in messages %}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' +"
+    "{{- '<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' +"
     " message['content'] + '<|end_of_text|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}"
     "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"
 )

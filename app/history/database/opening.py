@@ -179,10 +179,10 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> OpenedHistory:
 
 def _stop_abandoned(store: HistoryStore) -> int:
     """Mark answers that no process is writing any more as stopped; returns how many there were."""
-    rows = list(store.rows("SELECT id, text, writer, created FROM message WHERE state = 'streaming'"))
-    left = [row for row in rows if not is_running(as_text(row[2]), as_whole(row[3]))]
-    for message, text, _writer, _created in left:
-        store.end_answer(message, as_text(text), "stopped", None)
+    rows = list(store.rows("SELECT id, text, thought, writer, created FROM message WHERE state = 'streaming'"))
+    left = [row for row in rows if not is_running(as_text(row[3]), as_whole(row[4]))]
+    for message, text, thought, _writer, _created in left:
+        store.end_answer(message, as_text(text), "stopped", None, as_text(thought))
     return len(left)
 
 
@@ -262,7 +262,8 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
         os.close(private_file.open_for(file, os.O_RDWR | os.O_CREAT))
     # Only SQLite may open it: closing another descriptor would drop the locks of this process's other connections.
     for part in parts(private_file.real(file)):
-        private_file.need_ordinary(part)
+        with suppress(FileNotFoundError):  # another program has just closed the history
+            private_file.need_ordinary(part)
     private_file.own_file(file)
     return (_readable(file),) if os.name != "nt" and file.stat().st_mode & 0o077 else ()
 

@@ -49,7 +49,8 @@ _MESSAGE = """SELECT m.id, m.conversation, m.parent, m.depth, m.role, m.text, m.
         (SELECT count(*) FROM message s WHERE s.parent IS m.parent AND s.conversation = m.conversation
             AND s.deleted IS NULL AND s.id <= m.id),
         (SELECT count(*) FROM message s WHERE s.parent IS m.parent AND s.conversation = m.conversation
-            AND s.deleted IS NULL)
+            AND s.deleted IS NULL),
+        m.thought
     FROM message m WHERE m.id IN ({})"""
 
 # UNION, not UNION ALL: a ring of parents in a damaged file ends there.
@@ -226,11 +227,12 @@ def _no_message() -> UsageError:
 
 
 def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:
-    id_, conversation, parent, depth, role, text, state, created, model, preset, stats, sibling, siblings = row
+    id_, conversation, parent, depth, role, text, state, created, model, preset, stats, *rest = row
+    sibling, siblings, thought = rest
     return Message(
         *(id_, conversation, parent, as_whole(depth), role if role in get_args(Role) else "assistant", as_text(text)),
         *(state if state in get_args(MessageState) else "stopped", as_whole(created), as_text(model), as_text(preset)),
-        *(_stats(stats), attachments, sibling, siblings),
+        *(_stats(stats), attachments, sibling, siblings, as_text(thought)),
     )
 
 

@@ -27,7 +27,7 @@ from .store import HistoryStore
 from .trouble import SQLITE_ERRORS
 
 _CONVERSATION = "number, id, title, created, updated, model, preset, system_prompt, persona, head, deleted"
-_MESSAGE = "id, conversation, parent, role, state, created, model, preset, text, deleted"
+_MESSAGE = "id, conversation, parent, role, state, created, model, preset, text, {}, deleted"
 _ATTACHMENT = "rowid, message, name, text"
 
 _Row = tuple[Any, ...]
@@ -56,7 +56,7 @@ def salvage(damaged: Path, store: HistoryStore) -> Salvaged:
     connection.execute("PRAGMA writable_schema = ON")  # otherwise a truncated file is not read at all
     try:
         conversations = {row[1]: row for row in _rows(connection, "conversation", "number", _CONVERSATION)}
-        messages = sorted(_rows(connection, "message", "id", _MESSAGE), key=lambda row: row[0])
+        messages = sorted(_rows(connection, "message", "id", _messages(connection)), key=lambda row: row[0])
         files = list(_rows(connection, "attachment", "rowid", _ATTACHMENT))
     finally:
         connection.close()
@@ -72,6 +72,15 @@ def salvage(damaged: Path, store: HistoryStore) -> Salvaged:
             store.add_tree(new_id(), _tree(conversations.get(identity), joined, files))
             gaps += has_gap
     return Salvaged(len(found), sum(len(rows) for rows in found.values()), gaps)
+
+
+def _messages(connection: sqlite3.Connection) -> str:
+    """The columns of messages; earlier versions had no thinking."""
+    try:
+        thinks = any(row[1] == "thought" for row in connection.execute("PRAGMA table_info(message)"))
+    except SQLITE_ERRORS:
+        thinks = False
+    return _MESSAGE.format("thought" if thinks else "''")
 
 
 def _rows(connection: sqlite3.Connection, table: str, key: str, columns: str) -> Iterator[_Row]:
@@ -122,11 +131,11 @@ def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree
 
 
 def _message(row: _Row, attachments: tuple[Attachment, ...]) -> Message:
-    identity, _conversation, parent, role, state, created, model, preset, text, _deleted = row
+    identity, _conversation, parent, role, state, created, model, preset, text, thought, _deleted = row
     return Message(
         *(identity, 0, parent, 0, role if role in get_args(Role) else "assistant", as_text(text)),
         *(state if state in get_args(MessageState) else "stopped", _time(created), as_text(model), as_text(preset)),
-        *(None, attachments, 1, 1),
+        *(None, attachments, 1, 1, as_text(thought)),
     )
 
 

@@ -107,8 +107,11 @@ _UNSENT = (
     )""",
 )
 
+# A search does not look into what a model thought.
+_THOUGHT = ("ALTER TABLE message ADD COLUMN thought TEXT NOT NULL DEFAULT ''",)
+
 _SEARCH = (*_SEARCH_TABLES, *_FILL_SEARCH, *_SEARCH_TRIGGERS)
-MIGRATIONS = (_TABLES, _SEARCH, _UNSENT)
+MIGRATIONS = (_TABLES, _SEARCH, _UNSENT, _THOUGHT)
 VERSION = len(MIGRATIONS)
 
 

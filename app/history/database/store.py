@@ -89,13 +89,16 @@ class HistoryStore(Reader):
         self._connection.execute(sql, (_sound(model), _sound(preset), writer, message))
         self._show(self._conversation_of(message), message)
 
-    def write_answer(self, message: int, text: str) -> None:
-        """Set an answer's text so far."""
-        self._connection.execute("UPDATE message SET text = ? WHERE id = ?", (_sound(text), message))
+    def write_answer(self, message: int, text: str, thought: str) -> None:
+        """Set an answer's text and thinking so far."""
+        values = (_sound(text), _sound(thought), message)
+        self._connection.execute("UPDATE message SET text = ?, thought = ? WHERE id = ?", values)
 
-    def end_answer(self, message: int, text: str, state: MessageState, stats: AnswerStats | None) -> None:
-        """Set an answer's whole text and how it ended; from now on a search finds it."""
-        self.write_answer(message, text)
+    def end_answer(
+        self, message: int, text: str, state: MessageState, stats: AnswerStats | None, thought: str = ""
+    ) -> None:
+        """Set an answer's whole text and thinking and how it ended; from now on a search finds the text."""
+        self.write_answer(message, text, thought)
         sql = "UPDATE message SET state = ?, stats = ?, writer = NULL WHERE id = ?"
         self._connection.execute(sql, (state, _json(stats), message))
         self._connection.execute(
@@ -174,6 +177,7 @@ class HistoryStore(Reader):
             self.insert(
                 *(copy, conversation, ids[message.parent], message.role, message.text),
                 *("stopped" if message.state == "streaming" else message.state, message.model, message.preset),
+                thought=message.thought,
                 stats=message.stats,
                 created=message.created,
             )
@@ -206,6 +210,7 @@ class HistoryStore(Reader):
         model: str = "",
         preset: str = "",
         *,
+        thought: str = "",
         stats: AnswerStats | None = None,
         created: int | None = None,
         writer: str | None = None,
@@ -218,11 +223,11 @@ class HistoryStore(Reader):
                 raise UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.")
             depth = row[0] + 1
         sql = """INSERT INTO message
-            (id, conversation, parent, depth, role, state, created, model, preset, stats, writer, text)
-            VALUES (?,?,?,?,?,?,?,?,?,?,?,?)"""
+            (id, conversation, parent, depth, role, state, created, model, preset, stats, writer, text, thought)
+            VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"""
         at = now() if created is None else created
         columns = (message, conversation, parent, depth, role, state, at, _sound(model), _sound(preset))
-        self._connection.execute(sql, (*columns, _json(stats), writer, _sound(text)))
+        self._connection.execute(sql, (*columns, _json(stats), writer, _sound(text), _sound(thought)))
 
     def attach(self, message: int, attachments: Sequence[Attachment]) -> None:
         """Add the attachments of a message."""

@@ -61,7 +61,7 @@ class Writer:
         self._inode: int | None = None
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._waiting: list[_Entry] = []
-        self._answers: dict[Answer, str] = {}  # running ones, and what is written of each
+        self._answers: dict[Answer, tuple[str, str]] = {}  # running ones, and what is written of each
         self._troubled = False
         self._damaged = False
         self._closing = False
@@ -77,7 +77,7 @@ class Writer:
 
     def follow(self, answer: Answer) -> None:
         """Write the text of `answer` as it grows; for changes."""
-        self._answers.setdefault(answer, "")
+        self._answers.setdefault(answer, ("", ""))
 
     def leave(self, answer: Answer) -> None:
         """The text of `answer` is whole; for changes."""
@@ -171,9 +171,9 @@ class Writer:
                 for entry in entries:
                     entry.write(store)
                 texts = {answer: answer.collect() for answer in self._answers}
-                for answer, text in texts.items():
-                    if text != self._answers[answer]:
-                        store.write_answer(answer.id, text)
+                for answer, said in texts.items():
+                    if said != self._answers[answer]:
+                        store.write_answer(answer.id, *said)
         except (*SQLITE_ERRORS, FloeError) as error:
             return error
         self._answers.update(texts)
