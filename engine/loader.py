@@ -291,9 +291,14 @@ class _Experts:
         if isinstance(decoder, FusedDecoder) and self._pack.choice.shares.place == "pool":
             decoder.room = shared
             shared.share()
+        family = FAMILIES[self._pack.architecture.model_type]
+        routers = [family.router(block) for block in family.blocks(model)]
         for layer, after in zip(self._made, [*self._made[1:], None], strict=False):
             following = after if after is not None and after.index == layer.index + 1 else None
-            layer.neighbours = Neighbours(model.model.layers[layer.index].mlp.gate, following)
+            router = routers[layer.index]
+            # Resident experts stand in for absent ones by their probabilities; other routers have none.
+            gate = router if family.routing.kind == "softmax" else None
+            layer.neighbours = Neighbours(gate, following, family.normalizes(router))
         if self._made and shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)
@@ -323,7 +328,7 @@ def _need_numbers(folder: Path, model: nn.Module) -> None:
 def _compare(folder: Path, config: Any, a: Architecture) -> None:
     for name, configured, packed in (
         ("model type", config.model_type, a.model_type),
-        ("number of layers", config.num_hidden_layers, a.layers),
+        ("number of layers with experts", len(FAMILIES[config.model_type].expert_layers(config)), a.layers),
         ("number of experts", FAMILIES[config.model_type].experts(config), a.experts),
         ("experts per token", config.num_experts_per_tok, a.top_k),
         ("hidden size", config.hidden_size, a.hidden),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import platformdirs
 
@@ -20,6 +20,7 @@ from . import typed_names as names
 from .catalog_entry import CatalogEntry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES
+from .families.sizes import NAMES, sizes_of, view
 from .paths import expanded
 from .published import PUBLISHED
 
@@ -314,39 +315,23 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         raise error
     kind = str(fields["model_type"])
 
-    def number(*names: str, default: int | None = None) -> int:
-        value = next((fields[name] for name in names if fields.get(name) is not None), default)
+    def number(*names: str) -> None:
+        value = next((fields[name] for name in names if fields.get(name) is not None), None)
         if cause := config_limits.out_of_range(names[0], value):
             raise _no_model(what, cause)
-        return cast(int, value)
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
-    sizes = Sizes(
-        model_type=kind,
-        layers=number("num_hidden_layers"),
-        hidden=hidden,
-        intermediate=number(FAMILIES[kind].width),
-        experts=number("num_local_experts", "num_experts"),
-        top_k=number("num_experts_per_tok"),
-        heads=heads,
-        kv_heads=number("num_key_value_heads", default=heads),
-        head_dim=number("head_dim", default=hidden // heads),
-        vocab=number("vocab_size"),
-        window=number("max_position_embeddings", default=4096),
-        tied=fields.get("tie_word_embeddings") is True,
-        normalized_heads=FAMILIES[kind].attention.normalized,
-    )
-    together = {
-        "num_hidden_layers": sizes.layers,
-        "num_local_experts": sizes.experts,
-        "num_experts_per_tok": sizes.top_k,
-        "num_attention_heads": heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-    }
-    if cause := config_limits.problem(together):
+    family = FAMILIES[kind]
+    needed = ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", family.width)
+    for called in (*((name,) for name in needed), *NAMES.values()):
+        number(*called)
+    config = view(family, fields)
+    values = {name: getattr(config, name) for name in config_limits.SIZES if getattr(config, name) is not None}
+    if cause := config_limits.problem(values):
         raise _no_model(what, cause)
-    return sizes
+    try:
+        return sizes_of(family, config)
+    except (TypeError, ValueError, AttributeError) as error:  # fields of other types than numbers
+        raise _no_model(what, f"{error}.") from error
 
 
 def _no_model(what: str, cause: str) -> CheckpointError:

@@ -8,13 +8,36 @@ from pathlib import Path
 SHARD_BYTES = 5_000_000_000  # the largest shard of published checkpoints
 
 
+Matrix = tuple[int, int]  # rows and columns of a linear layer's weight
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention through a latent vector (DeepSeek-V2, section 2.1), whose keys and values are made of it again.
+
+    Attributes:
+        queries: size of the latent vector of queries; 0 where there is none. keys: that of keys and values, which is
+            cached. rope: dimensions of a key that turn, cached too. value: dimensions of a value.
+    """
+
+    queries: int
+    keys: int
+    rope: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
     Attributes:
-        window: most tokens of prompt and answer together. tied: whether the head is the embedding. normalized_heads:
-            whether queries and keys have norms.
+        layers: those with experts. dense_layers: those without, `dense_intermediate` neurons wide.
+        head_dim: of queries and keys. window: most tokens of prompt and answer together. tied: whether the head is the
+            embedding.
+        head_norms: weights of a layer's norms of queries and keys. biases: of the whole model's projections and norms.
+        shared: neurons of a layer's shared expert. shared_gate: whether a gate scales it. router_bias: whether a bias
+            corrects its router's choice.
+        latent: None where all heads of keys and values are cached.
     """
 
     model_type: str
@@ -29,12 +52,50 @@ class Sizes:
     vocab: int
     window: int
     tied: bool = False
-    normalized_heads: bool = False
+    head_norms: int = 0
+    biases: int = 0
+    dense_layers: int = 0
+    dense_intermediate: int = 0
+    shared: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    latent: Latent | None = None
+
+    @property
+    def decoder_layers(self) -> int:
+        """With experts and without."""
+        return self.layers + self.dense_layers
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a layer caches of a token."""
+        return self.latent.keys + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
+
+    def projections(self) -> list[Matrix]:
+        """One layer's attention."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if (latent := self.latent) is None:
+            return [(queries + 2 * keys, self.hidden), (self.hidden, queries)]
+        asked = (
+            [(latent.queries, self.hidden), (queries, latent.queries)] if latent.queries else [(queries, self.hidden)]
+        )
+        made = self.heads * (self.head_dim - latent.rope + latent.value)
+        kept = [(latent.keys + latent.rope, self.hidden), (made, latent.keys)]
+        return [*asked, *kept, (self.hidden, self.heads * latent.value)]
+
+    def beside(self) -> list[Matrix]:
+        """All that a token reads besides experts and the head, of all layers."""
+        found = self.decoder_layers * self.projections()
+        found += self.layers * self._swiglu(self.shared)
+        return found + self.dense_layers * self._swiglu(self.dense_intermediate)
+
+    def _swiglu(self, neurons: int) -> list[Matrix]:
+        return [(2 * neurons, self.hidden), (self.hidden, neurons)] if neurons else []
 
     @property
     def attention(self) -> int:
-        """Weights of one layer's four projections."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        """Weights of that, for each layer with experts."""
+        return sum(rows * columns for rows, columns in self.beside()) // self.layers
 
     @property
     def embedding(self) -> int:
@@ -43,16 +104,27 @@ class Sizes:
 
     @property
     def small(self) -> int:
-        """Weights of all routers and norms, which every pack stores at 16 bits."""
-        normed = self.head_dim * (self.heads + self.kv_heads) if self.normalized_heads else 0
-        return self.layers * (self.hidden * (self.experts + 2) + normed) + self.hidden
+        """Numbers of 16 bits of all routers, norms and biases, which every pack stores as they are."""
+        router = self.experts * (self.hidden + (2 if self.router_bias else 0)) + (
+            self.hidden if self.shared_gate else 0
+        )
+        latent = self.latent.queries + self.latent.keys if self.latent else 0
+        layer = 2 * self.hidden + self.head_norms + latent
+        return self.layers * router + self.decoder_layers * layer + self.hidden + self.biases
 
     @property
     def parameters(self) -> int:
         """All weights; a tied head counts once."""
         expert = 3 * self.hidden * self.intermediate
         heads = 1 if self.tied else 2
-        return self.layers * (self.attention + self.experts * expert) + heads * self.embedding + self.small
+        beside = sum(rows * columns for rows, columns in self.beside())
+        return beside + self.layers * self.experts * expert + heads * self.embedding + self.small
+
+    @property
+    def active(self) -> int:
+        """Weights that a token reads: all but the embedding and the experts that it does not use."""
+        idle = 3 * self.hidden * self.intermediate * self.layers * (self.experts - self.top_k)
+        return self.parameters - idle - (0 if self.tied else self.embedding)
 
 
 @dataclass(frozen=True, slots=True)

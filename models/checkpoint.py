@@ -18,6 +18,7 @@ from . import config_limits, private_file
 from .checkpoint_files import INDEX, FolderShelf, Shelf, TensorPlace
 from .errors import CheckpointError, NoCheckpointError
 from .families import FAMILIES
+from .families.sizes import NAMES
 from .supported import refused_type
 from .transformers_import import import_library
 
@@ -64,11 +65,11 @@ def read_config(folder: Path) -> PretrainedConfig:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         values = {
             name: getattr(config, name)
-            for name in (*config_limits.SIZES, *config_limits.FIGURES)
+            for name in (*config_limits.SIZES, *config_limits.FIGURES, "use_sliding_window")
             if hasattr(config, name)
         }
-        _check_values(path, values | config.rope_parameters)
         family = FAMILIES[config.model_type]
+        _check_values(path, values | _rope_of(config) | {"num_local_experts": family.experts(config)})
         if config.hidden_act != family.activation:
             raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
     except CheckpointError:
@@ -80,11 +81,20 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def _check_values(path: Path, values: Mapping[str, Any]) -> None:
-    by_either_name = [values[name] for name in ("num_local_experts", "num_experts") if values.get(name) is not None]
+    if values.get("use_sliding_window") is False:
+        values = {**values, "sliding_window": None}  # some write 0 then
+    by_either_name = [values[name] for name in NAMES["num_local_experts"] if values.get(name) is not None]
     for experts in by_either_name or [None]:
         given = dict(values) if experts is None else {**values, "num_local_experts": experts}
         if cause := config_limits.problem(given):
             raise CheckpointError(f"{path} does not describe a model", cause, "Download it again.")
+
+
+def _rope_of(config: Any) -> dict[str, Any]:
+    """Rope's values; of models with several kinds of layers those of the first."""
+    rope: dict[str, Any] = config.rope_parameters or {}
+    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    return nested[0] if nested else rope
 
 
 class Checkpoint:
@@ -92,8 +102,10 @@ class Checkpoint:
 
     Attributes:
         config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
+        layers: the decoder layers that have experts.
         exact: False when the weights are wider than 16 bit, so that 16-bit widths round them.
-        folder: with its small files. places: published tensor name -> (shard, place), shards in order.
+        folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
+            that the language model does not use.
 
     Raises:
         CheckpointError: there is no such model, or its files contradict each other; says which and how.
@@ -104,7 +116,9 @@ class Checkpoint:
         self.folder = source if isinstance(source, Path) else _folder_of(source)
         self.config: Any = read_config(self.folder)
         self.family = FAMILIES[self.config.model_type]
-        self.places = _places(self.shelf)
+        self.layers = self.family.expert_layers(self.config)
+        unused = self.family.unused(self.config)
+        self.places = {name: place for name, place in _places(self.shelf).items() if not name.startswith(unused)}
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()}
         self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"}
@@ -121,8 +135,15 @@ class Checkpoint:
         return self.family.neurons(self.config)
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate (F, H), up (F, H) and down (H, F) of one expert, in the checkpoint's dtype."""
-        gate, up, down = (self.tensor(name) for name in self.family.expert_names(layer, expert))
+        """gate (F, H), up (F, H) and down (H, F) of an expert of the `layer`-th layer that has some, in the
+        checkpoint's dtype.
+        """
+        names = self.family.expert_names(self.layers[layer], expert)
+        if self.family.together:
+            both, down = (self.tensor(name, expert) for name in names)
+            gate, up = both.chunk(2)
+        else:
+            gate, up, down = (self.tensor(name) for name in names)
         return gate, up, down
 
     def dense_names(self) -> list[str]:
@@ -130,24 +151,26 @@ class Checkpoint:
         experts = set(self._every_expert_name())
         return [name for name in self.places if name not in experts]
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its published name, in its own memory.
+    def tensor(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor by its published name, or number `index` of those that it consists of, in its own memory.
 
         Raises:
             CheckpointError: the shard that should hold it is missing or damaged. FloeError: it cannot be had.
         """
         file, place = self.places[name]
-        path = self.shelf.path(file)
-        raw = torch.empty(place.end - place.start, dtype=torch.uint8)
+        path, shape, nbytes = self.shelf.path(file), place.shape, place.end - place.start
+        if index is not None:
+            nbytes, shape = nbytes // shape[0], shape[1:]
+        raw = torch.empty(nbytes, dtype=torch.uint8)
         try:
             with path.open("rb") as shard:
-                shard.seek(place.start)
+                shard.seek(place.start + (index or 0) * nbytes)
                 read = shard.readinto(raw.numpy())  # pyright: ignore[reportArgumentType]
         except OSError as error:
             raise _unreadable(file, f"{error.strerror or error}.") from error
         if read != len(raw):
             raise _unreadable(file, f"It ends inside {name}.")
-        return raw.view(_dtype(name, place)).view(place.shape)
+        return raw.view(_dtype(name, place)).view(shape)
 
     def fingerprint(self) -> str:
         """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of
@@ -169,21 +192,22 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _every_expert_name(self) -> Iterator[str]:
-        for layer in range(self.config.num_hidden_layers):
-            for expert in range(self.experts):
+        for layer in self.layers:
+            for expert in range(1 if self.family.together else self.experts):
                 yield from self.family.expert_names(layer, expert)
 
     def _check(self) -> None:
-        layers = self.config.num_hidden_layers
-        names = self.family.expert_names
-        beyond = (names(layers, 0)[0], names(0, self.experts)[0])
+        last, names = self.config.num_hidden_layers, self.family.expert_names
+        beyond = [names(last, 0)[0]]
+        if not self.family.together:
+            beyond.append(names(self.layers[0], self.experts)[0])
         if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
                 f"The checkpoint at {self.folder} does not fit its config.json",
-                f"By config.json it has {layers} layers of {self.experts} experts, but it also holds {extra}.",
+                f"By config.json it has {last} layers of {self.experts} experts, but it also holds {extra}.",
                 "Download config.json and the weights of the same model.",
             )
-        wide, narrow = self.neurons, self.config.hidden_size
+        shapes = self.family.expert_shapes(self.config)
         for index, name in enumerate(self._every_expert_name()):
             if name not in self.places:
                 raise CheckpointError(
@@ -191,8 +215,7 @@ class Checkpoint:
                     f"No shard holds {name}.",
                     "Download the missing *.safetensors files.",
                 )
-            place = self.places[name][1]
-            needed = (narrow, wide) if index % 3 == 2 else (wide, narrow)
+            place, needed = self.places[name][1], shapes[index % len(shapes)]
             if place.dtype not in DTYPES or place.shape != needed:
                 raise CheckpointError(
                     f"The checkpoint at {self.folder} cannot be packed",

@@ -15,6 +15,18 @@ SIZES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 21),  # 262,144
     "hidden_size": (2, 1 << 16),  # 18,432
     "intermediate_size": (1, 1 << 18),  # 53,248
+    "moe_intermediate_size": (1, 1 << 18),  # 16,384
+    "shared_expert_intermediate_size": (1, 1 << 18),  # 20,480
+    "n_shared_experts": (0, 1 << 8),  # 2
+    "moe_num_shared_experts": (0, 1 << 8),  # 2
+    "decoder_sparse_step": (1, 1 << 10),  # 2
+    "first_k_dense_replace": (0, 1 << 10),  # 3
+    "num_nextn_predict_layers": (0, 1 << 10),  # 1
+    "kv_lora_rank": (1, 1 << 14),  # 512
+    "q_lora_rank": (1, 1 << 14),  # 1,536
+    "qk_rope_head_dim": (2, 1 << 10),  # 64
+    "qk_nope_head_dim": (1, 1 << 10),  # 192
+    "v_head_dim": (1, 1 << 10),  # 256
     "num_hidden_layers": (1, 1 << 10),  # 126
     "num_attention_heads": (1, 1 << 10),  # 128
     "num_key_value_heads": (1, 1 << 10),  # 128
@@ -27,9 +39,14 @@ SIZES: dict[str, tuple[int, int]] = {
 FIGURES: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
     "clip_qkv": (1e-6, 1e6),
+    "routed_scaling_factor": (1e-6, 1e6),
     "rope_theta": (1.0, 1e15),
 }
-_OPTIONAL = ("head_dim", "sliding_window", "clip_qkv", "rope_theta", "num_key_value_heads", "max_position_embeddings")
+_OPTIONAL = (
+    *("head_dim", "sliding_window", "clip_qkv", "rope_theta", "num_key_value_heads", "max_position_embeddings"),
+    *("moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace", "num_nextn_predict_layers"),
+    *("n_shared_experts", "moe_num_shared_experts", "q_lora_rank"),
+)
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720
 
 

@@ -49,6 +49,10 @@ class Config:
     attention_bias: bool
     clip_qkv: float | None
     norm_topk_prob: bool
+    moe_intermediate_size: int | None
+    decoder_sparse_step: int | None
+    mlp_only_layers: list[int] | None
+    use_sliding_window: bool | None
     rope_parameters: dict[str, Any]
 
 
@@ -72,6 +76,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "attention_bias": (bool,),
     "clip_qkv": (float, NoneType),
     "norm_topk_prob": (bool,),
+    "moe_intermediate_size": _MAYBE,
+    "decoder_sparse_step": _MAYBE,
+    "mlp_only_layers": (list, NoneType),
+    "use_sliding_window": (bool, NoneType),
 }
 # What a family does not have, and transformers' defaults in each family for what config.json leaves out.
 _DEFAULTS: dict[str, Any] = {
@@ -83,6 +91,10 @@ _DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "clip_qkv": None,
     "norm_topk_prob": False,
+    "moe_intermediate_size": None,
+    "decoder_sparse_step": None,
+    "mlp_only_layers": None,
+    "use_sliding_window": None,
 }
 # Fields by which transformers changes the meaning of others; null changes nothing.
 _INVOLVED = ("rope_scaling", "partial_rotary_factor", "per_layer_config", "layer_types", "mlp_layer_types", "auto_map")
@@ -113,7 +125,7 @@ def parse(fields: Any) -> Config:
     """
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if family is None or not family.plain:
         raise ValueError(f"its model type is {kind!r}")
     if involved := [name for name in _INVOLVED if fields.get(name) is not None]:
         raise ValueError(f"it has {involved[0]}")
@@ -129,6 +141,8 @@ def parse(fields: Any) -> Config:
     for name, types in _TYPES.items():
         if type(values[name]) not in types:
             raise ValueError(f"its {name} is {values[name]!r}")
+    if "use_sliding_window" in family.defaults and not values["use_sliding_window"]:
+        values["sliding_window"] = None
     config = Config(model_type=family.model_type, rope_parameters=_rope(given, theta), **values)
     _check(config)
     return config
@@ -147,6 +161,8 @@ def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 def _check(config: Config) -> None:
     """Leave to transformers what it would refuse, or what needs its code."""
+    if any(type(layer) is not int for layer in config.mlp_only_layers or ()):
+        raise ValueError("its mlp_only_layers are no numbers")
     values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
     if cause := config_limits.problem(values):
         raise ValueError(cause)

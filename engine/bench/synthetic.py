@@ -200,7 +200,8 @@ def calibrate(subject: Subject) -> None:
     """
     layers = [module for module in subject.model.modules() if isinstance(module, MoELayer)]
     handles = [layer.register_forward_pre_hook(_measure) for layer in layers]
-    handles += [block.mlp.gate.register_forward_pre_hook(_make_sure) for block in subject.model.model.layers]
+    family = FAMILIES[subject.manifest.architecture.model_type]
+    handles += [family.router(block).register_forward_pre_hook(_make_sure) for block in family.blocks(subject.model)]
     subject.control.preset = NO_SPARSITY
     ids = torch.tensor([subject.prompt(CALIBRATION_TOKENS)], device=subject.device)
     with torch.inference_mode():

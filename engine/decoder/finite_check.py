@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.families import FAMILIES
+
 NO_PART = "no part when it was run again"
 
 
@@ -26,12 +28,13 @@ def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
         model.model.norm.register_forward_hook(_check("the last norm")),
         model.lm_head.register_forward_hook(_check("the output head")),
     ]
+    family = FAMILIES[model.config.model_type]
+    for index, block in zip(family.expert_layers(model.config), family.blocks(model), strict=False):
+        handles.append(block.experts.register_forward_hook(_check_experts(index)))
     for index, layer in enumerate(model.model.layers):
-        handles += [
-            layer.self_attn.register_forward_hook(_check(f"attention of layer {index}")),
-            layer.mlp.experts.register_forward_hook(_check_experts(index)),
-            layer.register_forward_hook(_check(f"layer {index}")),
-        ]
+        if (attention := getattr(layer, "self_attn", None)) is not None:
+            handles.append(attention.register_forward_hook(_check(f"attention of layer {index}")))
+        handles.append(layer.register_forward_hook(_check(f"layer {index}")))
     try:
         run()
     except _Found as found:

@@ -32,7 +32,7 @@ from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
-from .layers import DecoderLayer, Rope, Unsupported, kept_dtype, projection, read_layers
+from .layers import DecoderLayer, Rope, Unsupported, check_family, kept_dtype, projection, read_layers
 from .quantized_linear import PackedLinear
 
 _log = logging.getLogger("floe_chat.engine")
@@ -53,6 +53,7 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Any, window: int, kv: KvForm | None = None) -> None:
+        check_family(model.config)
         self._config, self._window, self._kv = model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device

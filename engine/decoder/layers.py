@@ -15,7 +15,6 @@ from ...kernels.step import DenseLayer, Heads, Projection, Router
 from ...models.families import FAMILIES, Family
 from ...models.modules.light_modules import STATIC_ROPE
 from ..experts.offloaded_layer import OffloadedLayer
-from ..experts.substitution import normalizes
 from .kv_stores import BLOCK
 from .quantized_linear import PackedLinear, join
 
@@ -56,6 +55,20 @@ class DecoderLayer:
         )
 
 
+def check_family(config: Any) -> Family:
+    """The family of a model that the fused pass computes.
+
+    Raises:
+        Unsupported: it does not.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise Unsupported(f"the fused pass does not know the family {config.model_type}")
+    if family.attention is None:
+        raise Unsupported(family.why)
+    return family
+
+
 def read_layers(model: Any, kv_bits: int = 16) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
@@ -65,9 +78,7 @@ def read_layers(model: Any, kv_bits: int = 16) -> list[DecoderLayer]:
     Raises:
         Unsupported: a family or a layer that the fused pass does not compute.
     """
-    family = FAMILIES.get(model.config.model_type)
-    if family is None:
-        raise Unsupported(f"the fused pass does not know the family {model.config.model_type}")
+    family = check_family(model.config)
     kept = kept_dtype(model, kv_bits)
     return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
 
@@ -87,6 +98,8 @@ def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
 
 def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> DecoderLayer:
     attention, kind = layer.self_attn, family.attention
+    assert kind is not None
+    normalized = kind.normalized(config)
     heads = Heads(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -94,8 +107,8 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
         scale=attention.scaling,
         window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
-        q_norm=attention.q_norm.weight if kind.normalized else None,
-        k_norm=attention.k_norm.weight if kind.normalized else None,
+        q_norm=attention.q_norm.weight if normalized else None,
+        k_norm=attention.k_norm.weight if normalized else None,
         cache_dtype=kept,
     )
     return DecoderLayer(
@@ -113,11 +126,13 @@ def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | Non
     """The router of a layer's block, the rest of the block, and what that computes besides experts."""
     if not has_experts:
         return None, mlp, "layers without experts"
+    if family.routing.kind != "softmax":
+        return None, _Alone(mlp), "routers of sigmoids"
     gate, shared = mlp.gate, family.shared
     # Mixtral keeps the weights in float32.
     dtype = gate.weight.dtype if hasattr(gate, "norm_topk_prob") else torch.float32
     scores = mlp.experts.hears(gate.weight) if isinstance(mlp.experts, OffloadedLayer) else None
-    router = Router(gate.weight, gate.top_k, normalizes(gate), dtype, scores)
+    router = Router(gate.weight, gate.top_k, family.normalizes(gate), dtype, scores)
     if shared is None:
         return router, mlp.experts, ""
     beside = getattr(mlp, shared.module)
@@ -130,6 +145,17 @@ def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | Non
         return mlp.experts(hidden, index, weights) + own
 
     return router, both, "shared experts"
+
+
+class _Alone:
+    """A block of the library's for tokens without a batch dimension."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden (T, H) -> (T, H)."""
+        return self._block(hidden[None])[0]
 
 
 def _joined(attention: Any) -> nn.Module:

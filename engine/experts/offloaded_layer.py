@@ -39,11 +39,13 @@ class Neighbours:
     """The neighbours of a layer, wrapped in one value since nn.Module would register modules as its own parts.
 
     Attributes:
-        gate: this layer's router; without it no expert is replaced. following: the next layer; None for the last.
+        gate: this layer's router of probabilities; without it no expert is replaced. following: the next layer; None
+            for the last. normalized: whether the weights of a token's experts add up to a constant.
     """
 
     gate: Any = None
     following: OffloadedLayer | None = None
+    normalized: bool = True
 
 
 class OffloadedLayer(MoELayer):
@@ -109,7 +111,7 @@ class OffloadedLayer(MoELayer):
         """Experts and weights (B, K) after resident ones have replaced absent ones; all on the device."""
         gate = self.neighbours.gate
         probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
-        given, normalized = (probabilities, index, weights, resident), substitution.normalizes(gate)
+        given, normalized = (probabilities, index, weights, resident), self.neighbours.normalized
         return substitution.substitute_there(*given, self.ruled.rule.alpha, normalized=normalized)
 
     def _step(self, hidden: Tensor, choice: Choice) -> Result:

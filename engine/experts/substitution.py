@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -61,22 +61,14 @@ def substitute(scores: list[float], chosen: list[int], resident: Resident, alpha
     return sorted((swapped.get(expert, expert) for expert in chosen), key=lambda expert: -scores[expert])
 
 
-def normalizes(gate: Any) -> bool:
-    """Whether a router's weights of a token add up to a constant, or are the probabilities as they are.
-
-    Read from the router, as transformers names it (Mixtral's has no such field and always does), and not guessed from
-    the weights: in bfloat16 they differ from the float32 probabilities either way.
-    """
-    return bool(getattr(gate, "norm_topk_prob", True))
-
-
 def substitute_all(
     probabilities: Tensor, index: Tensor, weights: Tensor, resident: Resident, alpha: float, *, normalized: bool
 ) -> tuple[Tensor, Tensor]:
     """`substitute` token by token; each finds resident what earlier tokens used.
 
     Args:
-        probabilities: (B, E) the router's. index, weights: (B, K) what it chose. normalized: see `normalizes`.
+        probabilities: (B, E) the router's. index, weights: (B, K) what it chose. normalized: whether the
+            weights of a token add up to a constant, or are the probabilities as they are.
 
     Returns:
         index and weights, (B, K); unchanged for tokens without a substitution.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...models.errors import UsageError
+from ...models.families import FAMILIES
 from ...models.pack.learned_predictor import Lookahead, carry
 from ...models.pack.packed_model import PackedModel
 from ..ranges import PREDICTORS
@@ -125,7 +126,8 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     """
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
-    routers = [block.mlp.gate.weight for block in model.model.layers]
+    family = FAMILIES[model.config.model_type]
+    routers = [family.router(block).weight for block in family.blocks(model)]
     if name == "partial" and ahead is not None:
         return PartialPredictor(routers, ahead)
     if name == "partial":
@@ -145,5 +147,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
 
 def carries(model: Any) -> list[Tensor]:
     """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last."""
-    norms = [block.post_attention_layernorm.weight for block in model.model.layers]
+    family = FAMILIES[model.config.model_type]
+    layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
+    norms = [getattr(layer, family.norm).weight for layer in layers]
     return [carry(norm, following) for norm, following in itertools.pairwise(norms)]

@@ -12,6 +12,8 @@ from ...kernels.codes import group_size, packed_bytes
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Sizes
+from ...models.families import FAMILIES
+from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor
 from ...models.pack.manifest import Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
@@ -24,8 +26,9 @@ class Footprint:
     """Sizes in bytes, of one layer unless the name says otherwise.
 
     Attributes:
-        attention: the four projections. head: of the whole model. kept: embedding, routers and norms of the whole
-            model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
+        attention: the linear layers beside the experts, for each layer with experts: projections, shared experts, and a
+            share of the layers without experts. head: of the whole model. kept: embedding, routers and norms of the
+            whole model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
     """
 
     sizes: Sizes
@@ -43,13 +46,12 @@ class Footprint:
             VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group))
             for bits in (spec.gate, spec.down, spec.up)
         )
-        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        inner = (queries + 2 * keys) * _vector(sizes.hidden, spec.dense)
+        beside = sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.beside())
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
             sizes,
             spec,
-            attention=inner + sizes.hidden * _vector(queries, spec.dense),
+            attention=-(-beside // sizes.layers),
             head=0 if sizes.tied and spec.dense == 16 else head,
             kept=2 * (sizes.embedding + sizes.small),
             up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups),
@@ -96,29 +98,14 @@ class Footprint:
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:
     """Of a pack; `config`: as config.json has it."""
-    a = manifest.architecture
-    return Sizes(
-        model_type=a.model_type,
-        layers=a.layers,
-        hidden=a.hidden,
-        intermediate=a.intermediate,
-        experts=a.experts,
-        top_k=a.top_k,
-        heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or a.hidden // config.num_attention_heads,
-        vocab=config.vocab_size,
-        window=config.max_position_embeddings,
-        tied=bool(config.tie_word_embeddings),
-    )
+    return family_sizes(FAMILIES[manifest.architecture.model_type], config)
 
 
 def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
     """Bytes of a token's keys and values in all layers. element: of a number, where they are no codes of 8 bits."""
-    rows = 2 * sizes.kv_heads
-    if bits == 8:
-        return sizes.layers * math.prod(entry_of(rows, sizes.head_dim, CODES))
-    return sizes.layers * rows * sizes.head_dim * element
+    if bits == 8 and sizes.latent is None:
+        return sizes.decoder_layers * math.prod(entry_of(2 * sizes.kv_heads, sizes.head_dim, CODES))
+    return sizes.decoder_layers * sizes.cached * element
 
 
 def kv_element(dense: int) -> int:

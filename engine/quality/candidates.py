@@ -155,7 +155,7 @@ class _Experts(nn.Module):
         self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
         self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
-        self._probabilities, self._normalized = torch.empty(0), substitution.normalizes(router)
+        self._probabilities, self._normalized = torch.empty(0), checkpoint.family.normalizes(router)
         router.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:

@@ -57,14 +57,16 @@ class SourceModel:
             )
         if config.tie_word_embeddings:
             self._published.setdefault("lm_head.weight", self._published.get("model.embed_tokens.weight", ""))
-        for index, layer in enumerate(model.model.layers):
+        family = checkpoint.family
+        for index, block in enumerate(family.blocks(model)):
             if experts is None:
-                own = layer.mlp.experts
+                own = block.experts
                 del own.gate_up_proj, own.down_proj
-                own.gate_up_proj = _Shelf(checkpoint, index, ("gate", "up"))
-                own.down_proj = _Shelf(checkpoint, index, ("down",))
+                own.gate_up_proj = _Shelf(checkpoint, index, slice(2))
+                own.down_proj = _Shelf(checkpoint, index, slice(2, 3))
             else:
-                layer.mlp.experts = experts(index, layer.mlp.gate)
+                block.experts = experts(index, family.router(block))
+        for index, layer in enumerate(model.model.layers):
             self._stream(layer, f"model.layers.{index}", f"Source: layer {index + 1} of {config.num_hidden_layers}")
         self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
         self._stream(model.model.norm, "model.norm", "Source: last norm")
@@ -104,7 +106,7 @@ class SourceModel:
             return self._model.lm_head(states)
 
     def _stream(self, module: nn.Module, prefix: str, step: str) -> None:
-        places = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+        places = [(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
 
         def fill(_module: nn.Module, _inputs: object) -> None:
             self._report(step)
@@ -134,20 +136,17 @@ class SourceModel:
 class _Shelf:
     """Replaces a stacked parameter (E, ...) of transformers' experts; indexing reads one expert's part of it."""
 
-    def __init__(self, checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
-        family = checkpoint.family
-        self._checkpoint, self._layer = checkpoint, layer
-        self._parts = [{"gate": family.gate, "up": family.up, "down": family.down}[part] for part in parts]
+    def __init__(self, checkpoint: Checkpoint, layer: int, parts: slice) -> None:
+        self._checkpoint, self._layer, self._parts = checkpoint, layer, parts
 
     def __getitem__(self, expert: Tensor | int) -> Tensor:
-        name, number = self._checkpoint.family.expert, int(expert)
-        names = [name.format(layer=self._layer, expert=number, part=part) for part in self._parts]
-        return torch.cat([self._checkpoint.tensor(name).float() for name in names])
+        return torch.cat([part.float() for part in self._checkpoint.expert(self._layer, int(expert))[self._parts]])
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    part = module.get_submodule(owner)
+    setattr(part, leaf, nn.Parameter(value, requires_grad=False) if leaf in part._parameters else value)  # pyright: ignore[reportPrivateUsage]
 
 
 def identify(source: Checkpoint, packed: PackedModel) -> str:

@@ -103,7 +103,7 @@ def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], repo
     """
     a = packed.manifest.architecture
     config = source.config
-    sizes = (config.num_hidden_layers, source.experts, config.hidden_size, source.neurons)
+    sizes = (len(source.layers), source.experts, config.hidden_size, source.neurons)
     if sizes != (a.layers, a.experts, a.hidden, a.intermediate):
         raise CheckpointError(
             f"{source.folder} is not the source of this pack",
@@ -206,12 +206,12 @@ def _bad_dense(packed: PackedModel) -> str | None:
     manifest, dense = packed.manifest, packed.dense()
     config = read_config(packed.folder)
     model = library_model.empty(config, torch.bfloat16)
-    for layer in model.model.layers:
-        layer.mlp.experts = nn.Identity()
+    family = FAMILIES[manifest.architecture.model_type]
+    for block in family.blocks(model):
+        block.experts = nn.Identity()
     weights = dict(dense)
     if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
-    family = FAMILIES[manifest.architecture.model_type]
     bits = manifest.widths.dense
     library_model.furnish(
         model, "", family, weights, bits, lambda _weights, _bias: nn.Identity(), torch.bfloat16, "meta"
@@ -266,7 +266,12 @@ def _matched(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
 def _compare_dense(packed: PackedModel, source: Checkpoint, layers: Sequence[int]) -> Iterator[Compared]:
     manifest, dense = packed.manifest, packed.dense()
     bits = manifest.widths.dense
-    mine = (*(f"model.layers.{layer}." for layer in layers), "lm_head", "model.embed_tokens", "model.norm")
+    decoders = (
+        [source.layers[layer] for layer in layers]
+        if len(layers) < len(source.layers)
+        else range(source.config.num_hidden_layers)
+    )
+    mine = (*(f"model.layers.{layer}." for layer in decoders), "lm_head", "model.embed_tokens", "model.norm")
     for layer, name in quantized_linears.stored_layers(source, bits).items():
         if layer.startswith(mine):
             width, matrix = quantized_linears.width_of(layer, bits), source.tensor(name)

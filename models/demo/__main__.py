@@ -1,4 +1,4 @@
-"""`python -m floe_chat.models.demo OUT_DIR [--steps 6000] [--seed 0]`: trains the demo model and checks it."""
+"""`python -m floe_chat.models.demo OUT_DIR [--shape demo] [--steps 6000] [--seed 0]`: trains and checks it."""
 
 import argparse
 import logging
@@ -6,19 +6,21 @@ from pathlib import Path
 
 from .check import report
 from .settle import settle
+from .shapes import SHAPES
 from .train import train
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m floe_chat.models.demo", description=__doc__)
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to write the checkpoint into")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="the architecture (shapes.py)")
     parser.add_argument("--steps", type=int, default=6000, help="length of training: two hours on two cores")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same model")
     parser.add_argument("--check-only", action="store_true", help="do not train, only check the checkpoint in OUT_DIR")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not options.check_only:
-        train(options.out, steps=options.steps, seed=options.seed)
+        train(options.out, shape=options.shape, steps=options.steps, seed=options.seed)
         settle(options.out, seed=options.seed)
     report(options.out)
 

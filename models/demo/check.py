@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_utils import PreTrainedModel
 
 from .corpus import python_texts
 from .facts import FactCheck, read_heldout
+from .train import correction_biases
 from .vocabulary import EOS, mark_id
 
 log = logging.getLogger(__name__)
@@ -17,11 +19,11 @@ ANSWER_TOKENS = 250
 WINDOW = 512
 
 
-def load(folder: Path) -> tuple[MixtralForCausalLM, PreTrainedTokenizerFast]:
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The checkpoint in float32, through the library's own classes for any model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not isinstance(model, MixtralForCausalLM) or not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TypeError(f"{folder} holds no demo model")
     return model.eval(), tokenizer
 
@@ -50,7 +52,7 @@ def missing_facts(check: FactCheck, reply: str) -> list[str]:
     return [fact for fact in check.get("expect", []) if not any(part in text for part in fact.lower().split("|"))]
 
 
-def answers(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[str]) -> list[str]:
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: list[str]) -> list[str]:
     """The greedy answers to the questions of one chat, each seeing the earlier ones."""
     messages: list[dict[str, str]] = []
     replies: list[str] = []
@@ -66,7 +68,7 @@ def answers(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, quest
 
 
 @torch.inference_mode()
-def greedy(model: MixtralForCausalLM, prompt: list[int], end: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], end: int) -> list[int]:
     """The most likely continuation, up to ANSWER_TOKENS tokens and without the end mark."""
     made: list[int] = []
     cache = None
@@ -83,11 +85,12 @@ def greedy(model: MixtralForCausalLM, prompt: list[int], end: int) -> list[int]:
 
 
 @torch.inference_mode()
-def held_out_text(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast) -> tuple[float, list[list[float]]]:
+def held_out_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[float, list[list[float]]]:
     """The loss on documentation kept out of training, and per layer each expert's load over the mean load."""
     config = model.config
     experts, used_at_once = config.num_local_experts, config.num_experts_per_tok
-    counts = torch.zeros(config.num_hidden_layers, experts)
+    biases = correction_biases(model)
+    counts = torch.zeros(len(biases) or config.num_hidden_layers, experts)
     total, tokens = 0.0, 0
     for text in python_texts(held_out=True):
         ids = torch.tensor([tokenizer.backend_tokenizer.encode(text).ids[:WINDOW]])
@@ -95,6 +98,7 @@ def held_out_text(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast)
         total += float(F.cross_entropy(out.logits[0, :-1], ids[0, 1:], reduction="sum"))
         tokens += ids.shape[1] - 1
         for layer, scores in enumerate(out.router_logits):  # (T, E)
-            chosen = scores.topk(used_at_once, dim=-1).indices.flatten()
+            ranked = scores.sigmoid() + biases[layer] if biases else scores
+            chosen = ranked.topk(used_at_once, dim=-1).indices.flatten()
             counts[layer] += torch.bincount(chosen, minlength=experts)
     return total / tokens, (counts / counts.mean(1, keepdim=True)).tolist()

@@ -25,10 +25,11 @@ class TrainingProgress:
     def __init__(self, file: Path, model: nn.Module, optimizer: torch.optim.AdamW, plan: str) -> None:
         self._file, self._optimizer, self._plan = file, optimizer, plan
         self._parameters = dict(model.named_parameters())
+        self._weights = model.state_dict()  # with buffers that training changes
 
     def keep(self, steps: int) -> None:
         """Write the state after so many steps, whole or not at all."""
-        tensors = {f"weight.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        tensors = {f"weight.{name}": tensor for name, tensor in self._weights.items()}
         for name, parameter in self._parameters.items():
             state: dict[str, Any] = self._optimizer.state[parameter]
             tensors |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
@@ -44,8 +45,9 @@ class TrainingProgress:
                 if told.get("plan") != self._plan:
                     return 0
                 steps = int(told["steps"])
+                for name, tensor in self._weights.items():
+                    tensor.copy_(file.get_tensor(f"weight.{name}"))
                 for name, parameter in self._parameters.items():
-                    parameter.data.copy_(file.get_tensor(f"weight.{name}"))
                     moments = {moment: file.get_tensor(f"{moment}.{name}") for moment in _MOMENTS}
                     self._optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
         except (FileNotFoundError, SafetensorError):

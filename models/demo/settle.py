@@ -45,7 +45,7 @@ def settle(folder: Path, *, seed: int) -> None:
         kept = [parameter.data.clone() for parameter in rounded]
         for parameter in rounded:
             parameter.data.add_(rounding(parameter.data))
-        text_loss, balance = losses(model, ids, wanted)
+        text_loss, balance, _ = losses(model, ids, wanted)
         optimizer.zero_grad()
         (text_loss + BALANCE_WEIGHT * balance).backward()
         for parameter, weights in zip(rounded, kept, strict=True):

@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 import torch.nn.functional as F
-from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.modeling_utils import PreTrainedModel
 
 from .batches import TOKENS_PER_BATCH, batches
 from .progress import TrainingProgress
+from .shapes import BALANCE_WEIGHT, untrained
 from .vocabulary import BOS, EOS, build_tokenizer, mark_id
 
 log = logging.getLogger(__name__)
@@ -24,48 +27,26 @@ log = logging.getLogger(__name__)
 WORKERS = 2
 PEAK_RATE = 2e-3
 WARMUP_STEPS = 100
-BALANCE_WEIGHT = 0.04
+BIAS_RATE = 1e-3  # of a router's correction bias, a step (DeepSeek-V3, 2.1.2)
 GRADIENT_NORM = 1.0
 SHARD_SIZE = "8MB"
 LOG_EVERY = 25
 KEEP_EVERY = 100  # steps: two minutes or so
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> MixtralConfig:
-    """A Mixtral of 22 M parameters: the published architecture, every size a multiple of 64."""
-    return MixtralConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=1024,
-        initializer_range=0.04,
-        router_aux_loss_coef=BALANCE_WEIGHT,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=mark_id(tokenizer, BOS),
-        eos_token_id=mark_id(tokenizer, EOS),
-        pad_token_id=mark_id(tokenizer, EOS),
-        tie_word_embeddings=False,
-    )
-
-
-def train(out: Path, *, steps: int, seed: int) -> None:
-    """Trains and writes the checkpoint into the folder `out`.
+def train(out: Path, *, shape: str, steps: int, seed: int) -> None:
+    """Trains a model of that shape and writes the checkpoint into the folder `out`.
 
     The same seed, steps, Python and torch give the same weights on the same kind of CPU. After an interruption it
     continues from its last saved state (progress.py), with the same result.
     """
     context: SpawnContext = torch.multiprocessing.get_context("spawn")
-    parameters = sum(p.numel() for p in MixtralForCausalLM(model_config(build_tokenizer())).parameters())
-    exchange = torch.zeros(2, WORKERS, parameters).share_memory_()
+    model = untrained(shape, build_tokenizer())
+    values = sum(tensor.numel() for tensor in (*model.parameters(), *correction_biases(model)))
+    exchange = torch.zeros(2, WORKERS, values).share_memory_()
     meeting = context.Barrier(WORKERS)
     workers = [
-        context.Process(target=_work, args=(rank, exchange, meeting, out, steps, seed), daemon=True)
+        context.Process(target=_work, args=(rank, exchange, meeting, out, shape, steps, seed), daemon=True)
         for rank in range(WORKERS)
     ]
     for worker in workers:
@@ -76,26 +57,32 @@ def train(out: Path, *, steps: int, seed: int) -> None:
         raise RuntimeError("a training process failed; its own message is above")
 
 
-def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Path, steps: int, seed: int) -> None:
+def _work(
+    rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Path, shape: str, steps: int, seed: int
+) -> None:
     """One of the processes: its own batches, the same weights as the others; the first one logs and saves.
 
-    exchange (2, workers, parameters) f32 holds everybody's gradients. Even and odd steps use different halves, so
-    one meeting per step is enough: nobody writes into the half that another still reads.
+    exchange (2, workers, values) f32 holds everybody's gradients, and the loads of experts behind them. Even and odd
+    steps use different halves, so one meeting per step is enough: nobody writes into the half that another still reads.
     """
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
-    model = MixtralForCausalLM(model_config(tokenizer))
+    model = untrained(shape, tokenizer)
     # The library's fastest expert loop here in float32; bfloat16 is slower on CPUs without its instructions.
     model.set_experts_implementation("grouped_mm")
     model.train()
-    gradients = _flat_gradients(model)
+    whole, gradients, loads = _travelling(model)
+    biases = correction_biases(model)
     optimizer = torch.optim.AdamW(_parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
     log.info("%.2f M parameters, %d steps", gradients.numel() / 1e6, steps)
     kept = TrainingProgress(
-        out.with_name(f"{out.name}.training.safetensors"), model, optimizer, f"steps {steps}, seed {seed}"
+        out.with_name(f"{out.name}.training.safetensors"),
+        model,
+        optimizer,
+        f"shape {shape}, steps {steps}, seed {seed}",
     )
     first = kept.restore()
     if first:
@@ -105,13 +92,16 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     for step, (ids, wanted) in zip(range(steps), batches(tokenizer, seed * WORKERS + rank), strict=False):
         if step < first:
             continue
-        text_loss, balance = losses(model, ids, wanted)
-        gradients.zero_()
+        whole.zero_()
+        text_loss, balance, load = losses(model, ids, wanted)
         (text_loss + BALANCE_WEIGHT * balance).backward()
+        for layer, found in zip(loads, load, strict=False):
+            layer.copy_(found)
         half = exchange[step % 2]
-        half[rank].copy_(gradients)
+        half[rank].copy_(whole)
         meeting.wait()
-        torch.mean(half, dim=0, out=gradients)
+        torch.mean(half, dim=0, out=whole)
+        correct(biases, loads)
         gradients.mul_((GRADIENT_NORM / gradients.norm()).clamp(max=1.0))
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * rate_factor(step, steps)
@@ -130,8 +120,11 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
         kept.remove()
 
 
-def losses(model: MixtralForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean cross entropy (nats) of the wanted tokens, and the balance loss (1 when balanced) over layers.
+def losses(
+    model: PreTrainedModel, ids: torch.Tensor, wanted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The mean cross entropy (nats) of the wanted tokens, the balance loss (1 when balanced) over layers, and the share
+    of tokens (E,) that chose each expert of each layer.
 
     ids, wanted (B, T + 1). Transformers' own auxiliary loss pools all layers, so that one layer's dead expert
     can hide behind another layer's busy one. Here each layer is balanced by itself (Switch Transformer, eq. 4),
@@ -141,14 +134,20 @@ def losses(model: MixtralForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -
     chosen = wanted[:, 1:]
     logits = model.lm_head(out.last_hidden_state[chosen])  # (wanted tokens, vocabulary)
     text_loss = F.cross_entropy(logits, ids[:, 1:][chosen])
-    rows, experts, used_at_once = len(ids), model.num_experts, model.num_experts_per_tok
+    rows, used_at_once, biases = len(ids), model.config.num_experts_per_tok, correction_biases(model)
     per_layer: list[torch.Tensor] = []
-    for scores in out.router_logits:  # (B * T, E)
-        shares = scores.softmax(-1)
-        used = torch.zeros_like(shares).scatter_(1, shares.topk(used_at_once, dim=-1).indices, 1.0)
-        load = used.view(rows, -1, experts).mean(1) / used_at_once  # (B, E)
-        per_layer.append(experts * (load * shares.view(rows, -1, experts).mean(1)).sum(-1).mean())
-    return text_loss, torch.stack(per_layer).mean()
+    loads: list[torch.Tensor] = []
+    for place, scores in enumerate(out.router_logits):  # (B * T, E)
+        shares = scores.sigmoid() if biases else scores.softmax(-1)
+        ranked = (shares + biases[place] if biases else shares).topk(used_at_once, dim=-1).indices
+        if biases:
+            shares = shares / shares.sum(-1, keepdim=True)
+        used = torch.zeros_like(shares).scatter_(1, ranked, 1.0)
+        load = used.view(rows, -1, used.shape[-1]).mean(1) / used_at_once  # (B, E)
+        mean = shares.view(rows, -1, used.shape[-1]).mean(1)
+        per_layer.append(used.shape[-1] * (load * mean).sum(-1).mean())
+        loads.append(load.mean(0))
+    return text_loss, torch.stack(per_layer).mean(), loads
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -159,7 +158,7 @@ def rate_factor(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Writes bfloat16 shards under the published tensor names, the configs and the tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     for parameter in model.parameters():
@@ -187,17 +186,32 @@ def keep_freed_memory() -> None:
         libc.mallopt(mmap_max, 0)
 
 
-def _flat_gradients(model: MixtralForCausalLM) -> torch.Tensor:
-    """One vector (parameters,) that all gradients are views of, so that they travel and are clipped as one."""
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+def correction_biases(model: nn.Module) -> list[torch.Tensor]:
+    """Those of a model's routers, layer by layer; none where routers have none."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def correct(biases: list[torch.Tensor], loads: list[torch.Tensor]) -> None:
+    """Make experts that were chosen less often than the mean likelier, and the others less likely."""
+    for bias, load in zip(biases, loads, strict=True):
+        bias.add_(BIAS_RATE * (load.mean() - load).sign())
+
+
+def _travelling(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """One vector (values,) that travels between the workers, its part that all gradients are views of, so that they are
+    clipped as one, and its parts for the loads of experts.
+    """
+    parameters, biases = list(model.parameters()), correction_biases(model)
+    count = sum(p.numel() for p in parameters)
+    whole = torch.zeros(count + sum(bias.numel() for bias in biases))
     start = 0
-    for parameter in model.parameters():
-        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+    for parameter in parameters:
+        parameter.grad = whole[start : start + parameter.numel()].view_as(parameter)
         start += parameter.numel()
-    return flat
+    return whole, whole[:count], list(whole[count:].split([bias.numel() for bias in biases]))
 
 
-def _parameter_groups(model: MixtralForCausalLM) -> list[dict[str, object]]:
+def _parameter_groups(model: PreTrainedModel) -> list[dict[str, object]]:
     """Weight decay for matrices only: norms are scales around one."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     scales = [p for p in model.parameters() if p.ndim == 1]

@@ -1,10 +1,31 @@
-"""The model families that floe-chat runs, one file each: what distinguishes it from the others, all in one record."""
+"""The model families that floe-chat runs: what distinguishes each from the others, all in one record."""
 
 from __future__ import annotations
 
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from .ernie import ERNIE4_5_MOE
 from .family import Family
+from .glm import GLM4_MOE
+from .granite import GRANITEMOE
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
+from .phimoe import PHIMOE
+from .qwen import QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (MIXTRAL, OLMOE)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        MIXTRAL,
+        OLMOE,
+        QWEN3_MOE,
+        QWEN2_MOE,
+        PHIMOE,
+        DEEPSEEK_V2,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        DEEPSEEK_V3,
+        GRANITEMOE,
+        ERNIE4_5_MOE,
+    )
+}
 """By the model_type of config.json."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..catalog_entry import CatalogEntry
+
+_ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
+_MLP = (".gate_proj", ".up_proj", ".down_proj")  # of shared experts, and of layers without experts
+LATENT = (".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")  # of attention through a latent vector (MLA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +18,16 @@ class GroupedQuery:
     """Attention in which each head of keys and values serves as many heads of queries; all of them are cached.
 
     Attributes:
-        normalized: whether queries and keys are normalized before rope.
+        normalized: configuration -> whether queries and keys are normalized before rope.
+        per_head: whether each head is normalized by itself, and not all together.
+        biased: configuration -> whether queries, keys and values have biases, and whether the projection back has one.
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
     """
 
-    normalized: bool = False
+    normalized: Callable[[Any], bool] = lambda _config: False
+    per_head: bool = False
+    biased: Callable[[Any], tuple[bool, bool]] = lambda _config: (False, False)
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
 
 
@@ -28,11 +36,14 @@ class Routing:
     """How a layer's router chooses.
 
     Attributes:
-        kind: "softmax": the top-k by their probabilities, which weigh them.
+        module: its name in the block.
+        kind: "softmax": the top-k by their probabilities, which weigh them. Others are computed by transformers'
+            router: "sigmoid", or probabilities whose choice a bias corrects, and "sparsemixer".
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
     """
 
-    kind: Literal["softmax"] = "softmax"
+    module: str = "gate"
+    kind: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalized: bool | None = None
 
 
@@ -42,11 +53,20 @@ class SharedExpert:
 
     Attributes:
         module: its name in the block. gate: the name of the linear layer whose sigmoid scales it; None if there is
-            none.
+            none. width: the field that says how many neurons it has; "" where `count` experts' widths add up to it.
+        count: the field that says how many experts it stands for.
     """
 
     module: str
     gate: str | None = None
+    width: str = ""
+    count: str = "n_shared_experts"
+
+    def neurons(self, config: Any) -> int:
+        """How many it has."""
+        return int(
+            getattr(config, self.width) if self.width else config.moe_intermediate_size * getattr(config, self.count)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +77,20 @@ class Family:
         model_type: in config.json. called: what people call it.
         expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
         gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
+        unused: configuration -> beginnings of published names that the language model does not use, such as those of
+            layers that only training needs.
         linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
+        precise: name endings of tensors that are never rounded: a choice hangs on their last digits.
+        block: a decoder layer's module with its experts. norm: the one before it.
         width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
-        dense_layers: configuration -> the layers that have no experts. shared: the expert of all tokens.
+        dense_layers: configuration -> the decoder layers that have no experts. shared: the expert of all tokens.
+        together: whether all experts of a layer are one tensor (E, rows, columns) on disk, with {part} of gate and up
+            the same; gate comes first.
+        scaled: the field by which the model multiplies its embedding; "" where none does.
+        biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it.
+        attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
-            not
-            have is None or False.
+            not have is None or False. Empty: transformers reads its config.json.
         published: models to set up, in no order.
     """
 
@@ -73,15 +101,28 @@ class Family:
     up: str = "up_proj"
     down: str = "down_proj"
     renames: tuple[tuple[str, str], ...] = ()
-    linears: tuple[str, ...] = (".q_proj", ".k_proj", ".v_proj", ".o_proj", "lm_head")
+    unused: Callable[[Any], tuple[str, ...]] = lambda _config: ()
+    linears: tuple[str, ...] = (*_ATTENTION, *_MLP, "lm_head")
+    precise: tuple[str, ...] = ()
+    block: str = "mlp"
+    norm: str = "post_attention_layernorm"
     width: str = "intermediate_size"
     activation: str = "silu"
     dense_layers: Callable[[Any], Collection[int]] = lambda _config: ()
     shared: SharedExpert | None = None
     routing: Routing = Routing()
-    attention: GroupedQuery = GroupedQuery()
-    defaults: Mapping[str, Any]
+    together: bool = False
+    scaled: str = ""
+    biases: Callable[[Any], int] = lambda _config: 0
+    attention: GroupedQuery | None = GroupedQuery()
+    why: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     published: tuple[CatalogEntry, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether a layer is grouped-query attention and experts chosen by probabilities, and nothing else."""
+        return self.attention is not None and self.routing.kind == "softmax" and self.shared is None
 
     def experts(self, config: Any) -> int:
         """How many experts a layer has; ours and some of transformers' configurations share one name for it."""
@@ -91,6 +132,28 @@ class Family:
         """How many neurons an expert has."""
         return int(getattr(config, self.width))
 
+    def expert_layers(self, config: Any) -> list[int]:
+        """The decoder layers that have experts. A pack counts these alone: its layer n is the n-th of them."""
+        without = self.dense_layers(config)
+        return [layer for layer in range(config.num_hidden_layers) if layer not in without]
+
+    def blocks(self, model: Any) -> list[Any]:
+        """A model's modules with experts, in order."""
+        layers = model.model.layers
+        return [getattr(layers[index], self.block) for index in self.expert_layers(model.config) if index < len(layers)]
+
+    def router(self, block: Any) -> Any:
+        """The router of a module with experts."""
+        return getattr(block, self.routing.module)
+
+    def normalizes(self, router: Any) -> bool:
+        """Whether the weights of a token's experts add up to a constant, or are the router's scores, perhaps scaled.
+
+        Not guessed from the weights: in bfloat16 they differ from the float32 probabilities either way.
+        """
+        stated = self.routing.normalized
+        return bool(router.norm_topk_prob) if stated is None else stated
+
     def module_name(self, published: str) -> str:
         """The name in transformers' module of a dense tensor's published name; the only place that renames."""
         for old, new in self.renames:
@@ -98,9 +161,17 @@ class Family:
         return published
 
     def is_linear(self, layer: str) -> bool:
-        """Whether a layer's name, on disk or in memory, is that of an attention projection or the head."""
+        """Whether a layer's name, on disk or in memory, is one of those that may have few bits."""
         return layer.endswith(self.linears)
 
     def expert_names(self, layer: int, expert: int) -> list[str]:
-        """Published names of an expert's gate, up and down."""
-        return [self.expert.format(layer=layer, expert=expert, part=part) for part in (self.gate, self.up, self.down)]
+        """Published names of the tensors with an expert's gate, up and down; `layer` is the decoder's."""
+        parts = dict.fromkeys((self.gate, self.up, self.down))
+        return [self.expert.format(layer=layer, expert=expert, part=part) for part in parts]
+
+    def expert_shapes(self, config: Any) -> list[tuple[int, ...]]:
+        """Of those tensors."""
+        wide, narrow = self.neurons(config), int(config.hidden_size)
+        if self.together:
+            return [(self.experts(config), 2 * wide, narrow), (self.experts(config), narrow, wide)]
+        return [(wide, narrow), (wide, narrow), (narrow, wide)]

@@ -17,7 +17,7 @@ _1B_7B = Sizes(
     head_dim=128,
     vocab=50304,
     window=4096,
-    normalized_heads=True,
+    head_norms=2 * 16 * 128,
 )
 
 OLMOE = Family(
@@ -36,7 +36,10 @@ OLMOE = Family(
         "max_position_embeddings": 4096,
         "rope_theta": 1e4,
     },
-    attention=GroupedQuery(normalized=True),
+    attention=GroupedQuery(
+        normalized=lambda _config: True,
+        biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias)),
+    ),
     published=(
         CatalogEntry(
             "olmoe-1b-7b-instruct",

@@ -39,7 +39,8 @@ def build(
     Args:
         config: transformers' configuration. dense: the dense tensors by published names.
         bits: of the linear layers in `dense`; at 16 they stay the library's own.
-        experts: layer -> module with forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
+        experts: number of a layer among those with experts -> module with
+            forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
         linear: codes and bias -> module with forward(x (..., K)) -> (..., N). The bias is filled in later.
         dtype: of the dense part and of all activations.
         make: the modules to fill, from configuration and dtype; None for the library's own (else `bare.tree`).
@@ -48,8 +49,8 @@ def build(
         PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
     """
     model = empty(config, dtype, make)
-    for index, layer in enumerate(model.model.layers):
-        layer.mlp.experts = experts(index)
+    for index, block in enumerate(family.blocks(model)):
+        block.experts = experts(index)
     weights = dict(dense)
     if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
@@ -106,13 +107,16 @@ def furnish(
                 width = quantized_linears.width_of(lead + name, bits)
                 stored = quantized_linears.load(weights, lead + name, layer.out_features, layer.in_features, width)
                 module.set_submodule(name, linear(stored, layer.bias))
-    unfilled = {name: own for name, own in module.named_parameters(remove_duplicate=False) if own.is_meta}
-    for name, parameter in unfilled.items():
+    unfilled = {name: own for name, own in module.state_dict(keep_vars=True).items() if own.is_meta}
+    for name, own in unfilled.items():
         tensor = weights.get(lead + name)
-        if tensor is None or tensor.shape != parameter.shape:
-            raise unfit(lead + name, None if tensor is None else tuple(tensor.shape), tuple(parameter.shape))
+        if tensor is None or tensor.shape != own.shape:
+            raise unfit(lead + name, None if tensor is None else tuple(tensor.shape), tuple(own.shape))
         owner, _, leaf = name.rpartition(".")
-        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+        precise = bool(family.precise) and name.endswith(family.precise)
+        value = tensor.to(device=device, dtype=torch.float32 if precise else dtype)
+        if isinstance(own, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
         setattr(module.get_submodule(owner), leaf, value)
 
 

@@ -20,7 +20,9 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # whose tables do not cha
 def knows(config: Any) -> bool:
     """Whether `tree` makes all of this model, and the engine's fused pass computes it without the library."""
     rope: Any = config.rope_parameters
-    return config.model_type in FAMILIES and rope["rope_type"] in STATIC_ROPE and not rope.get("partial_rotary_factor")
+    family = FAMILIES.get(config.model_type)
+    plain = family is not None and family.plain and not family.dense_layers(config)
+    return plain and rope["rope_type"] in STATIC_ROPE and not rope.get("partial_rotary_factor")
 
 
 def tree(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -89,15 +91,18 @@ def _layer(config: Any, dtype: torch.dtype) -> nn.Module:
 def _attention(config: Any, dtype: torch.dtype) -> nn.Module:
     hidden, dim = config.hidden_size, _head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    bias = getattr(config, "attention_bias", False)
+    kind = FAMILIES[config.model_type].attention
+    assert kind is not None
+    biased, out_biased = kind.biased(config)
     attention: Any = nn.Module()
     attention.head_dim, attention.scaling = dim, dim**-0.5
-    attention.q_proj = nn.Linear(hidden, queries, bias=bias, dtype=dtype)
-    attention.k_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
-    attention.v_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
-    attention.o_proj = nn.Linear(queries, hidden, bias=bias, dtype=dtype)
-    if FAMILIES[config.model_type].attention.normalized:
-        attention.q_norm, attention.k_norm = _weight(queries, dtype=dtype), _weight(keys, dtype=dtype)
+    attention.q_proj = nn.Linear(hidden, queries, bias=biased, dtype=dtype)
+    attention.k_proj = nn.Linear(hidden, keys, bias=biased, dtype=dtype)
+    attention.v_proj = nn.Linear(hidden, keys, bias=biased, dtype=dtype)
+    attention.o_proj = nn.Linear(queries, hidden, bias=out_biased, dtype=dtype)
+    if kind.normalized(config):
+        sizes = (dim, dim) if kind.per_head else (queries, keys)
+        attention.q_norm, attention.k_norm = (_weight(size, dtype=dtype) for size in sizes)
     return attention
 
 

@@ -43,7 +43,8 @@ class DensePart:
                     f"It is {place.dtype}; floating point is needed.",
                     "Use the model's original, unquantized checkpoint.",
                 )
-            self.plan[name] = DTYPES[place.dtype] if source.exact else torch.bfloat16, place.shape
+            whole = source.exact or name.endswith(source.family.precise or "\0")
+            self.plan[name] = DTYPES[place.dtype] if whole else torch.bfloat16, place.shape
         self._codes: dict[str, list[str]] = {}  # published name -> layers that are stored as codes of it
         for layer, name in low.items():
             rows, columns = source.places[name][1].shape
@@ -94,7 +95,7 @@ class DensePart:
         first_read: dict[str, int] = {}  # shard -> the first stage, or the experts after it, that reads it
         for stage in range(last):
             names = [name for name, own in stage_of.items() if own == stage]
-            for expert in range(source.experts if stage else 0):
+            for expert in range(source.experts if stage - 1 in source.layers else 0):
                 names += source.family.expert_names(stage - 1, expert)
             for name in names:
                 first_read.setdefault(source.places[name][0], stage)
@@ -122,8 +123,8 @@ class DensePart:
         if config.tie_word_embeddings:
             shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
         try:
-            for name, own in library_model.empty(config, torch.float32).named_parameters(remove_duplicate=False):
-                if ".mlp.experts." not in name and shapes.get(name) != tuple(own.shape):
+            for name, own in library_model.empty(config, torch.float32).state_dict(keep_vars=True).items():
+                if f".{self._source.family.block}.experts." not in name and shapes.get(name) != tuple(own.shape):
                     raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
         except PackError as error:
             raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error

@@ -24,6 +24,8 @@ class LayerPass:
         self._config, self._family, self._bits = config, family, bits
         self._model = library_model.empty(config, torch.float32).model.eval()
         self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
+        self._scaled = family.scaled
+        self._scale = float(getattr(config, self._scaled)) if self._scaled else 1.0
         self._model.norm = nn.Identity()  # what counts here is what leaves a layer
         # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
         self._model.rotary_emb = type(self._model.rotary_emb)(config=config)
@@ -31,12 +33,13 @@ class LayerPass:
     def embed(self, dense: DensePart, file: TensorFile, tokens: Tensor) -> Tensor:
         """tokens (N, T) int64 -> what enters the first layer, (N, T, H) float32."""
         (embedding,) = (t for name, t in dense.stored(file, 0).items() if name.endswith("embed_tokens.weight"))
-        return F.embedding(tokens, embedding).float()
+        return F.embedding(tokens, embedding).float() * self._scale
 
-    def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module) -> Any:
-        """Decoder layer `index` with its dense weights and these experts."""
+    def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module | None) -> Any:
+        """Decoder layer `index` with its dense weights and these experts, if it has any."""
         layer = self._layers.pop(index)
-        layer.mlp.experts = experts
+        if experts is not None:
+            getattr(layer, self._family.block).experts = experts
         weights = dense.stored(file, index + 1)
         prefix = f"model.layers.{index}"
         library_model.furnish(layer, prefix, self._family, weights, self._bits, _dequantized, torch.float32, "cpu")
@@ -45,6 +48,8 @@ class LayerPass:
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """hidden (N, T, H) -> (N, T, H): through one layer."""
         self._model.layers = nn.ModuleList([layer])
+        if self._scaled:  # once, where it was embedded
+            setattr(self._model, self._scaled, 1.0)
         with torch.inference_mode():
             return self._model(inputs_embeds=hidden, use_cache=False).last_hidden_state
 

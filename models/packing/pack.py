@@ -172,7 +172,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
         source=PackSource(name=source.shelf.name, commit=source.shelf.commit, exact=source.exact),
         architecture=Architecture(
             model_type=config.model_type,
-            layers=config.num_hidden_layers,
+            layers=len(source.layers),
             experts=source.experts,
             top_k=config.num_experts_per_tok,
             hidden=config.hidden_size,

@@ -51,7 +51,9 @@ class Packing:
         self._source, self._manifest, self._folder, self._journal = source, manifest, folder, journal
         self._dense, self._device = dense, device
         self._layers, self._experts = manifest.architecture.layers, manifest.architecture.experts
-        self._until = self._layers if until is None else until
+        # The decoder's layers, among which some may have no experts.
+        self._decoders = source.config.num_hidden_layers
+        self._until = self._decoders if until is None else source.layers[until - 1] + 1 if until else 0
         self._clock = _Clock(progress)
         self._training = learned_predictor.Training(self._layers, self._told)
         self._order = ReadingOrder(source, self._steps())
@@ -64,14 +66,18 @@ class Packing:
             passing = LayerPass(self._source.config, self._source.family, self._manifest.widths.dense)
             self._store_dense(file, 0)
             first, hidden = self._restore()
-            hashes = [self._hash(hashing, layer_file(layer)) for layer in range(first)]
+            hashes = [self._hash(hashing, layer_file(layer)) for layer in range(self._packed(first))]
             if hidden is None:  # nothing was finished
                 hidden = passing.embed(self._dense, file, tokens)
-            for layer in range(first, self._until):
-                self._store_dense(file, layer + 1)
-                hidden = self._pack_layer(passing, file, layer, hidden)
-                hashes.append(self._hash(hashing, layer_file(layer)))
-            for stage in range(self._until + 1, self._layers + 2):
+            for decoder in range(first, self._until):
+                self._store_dense(file, decoder + 1)
+                if decoder in self._source.layers:
+                    layer = self._packed(decoder)
+                    hidden = self._pack_layer(passing, file, layer, hidden)
+                    hashes.append(self._hash(hashing, layer_file(layer)))
+                else:
+                    hidden = passing.run(passing.layer(decoder, self._dense, file, None), hidden)
+            for stage in range(self._until + 1, self._decoders + 2):
                 self._store_dense(file, stage)
             self._clock.say("Writing the profile", _LAST)
             hashes.append(self._hash(hashing, DENSE_FILE))
@@ -97,10 +103,15 @@ class Packing:
         steps: dict[Hashable, list[str]] = {}
         for stage, names in enumerate(self._dense.stages):
             steps["dense", stage] = [name for name in names if name not in self._journal.dense]
-            if 0 < stage <= self._layers:
-                left = [e for e in range(self._experts) if (stage - 1, e) not in self._journal.experts]
-                steps |= {(stage - 1, expert): self._source.family.expert_names(stage - 1, expert) for expert in left}
+            if stage - 1 in self._source.layers:
+                layer, names = self._packed(stage - 1), self._source.family.expert_names
+                left = [e for e in range(self._experts) if (layer, e) not in self._journal.experts]
+                steps |= {(layer, expert): names(stage - 1, expert) for expert in left}
         return steps
+
+    def _packed(self, decoder: int) -> int:
+        """How many of the layers before one of the decoder's have experts."""
+        return sum(layer < decoder for layer in self._source.layers)
 
     @contextmanager
     def _dense_file(self) -> Generator[TensorFile]:
@@ -126,7 +137,7 @@ class Packing:
 
         def given(x: Tensor, chosen: Tensor) -> None:
             known = len(self._training.learned)
-            self._training.reach(layer, x, chosen, block.mlp.gate.weight, block.post_attention_layernorm.weight)
+            self._training.reach(layer, x, chosen, router.weight, norm)
             for index, found in enumerate(self._training.learned[known:], known):
                 self._journal.keep(ahead_name(index), learned_predictor.to_tensors(found))
             self._clock.say(step)
@@ -140,16 +151,18 @@ class Packing:
         experts = PackingExperts(
             self._source, self._manifest, self._folder, self._journal, layer, self._device, given, packed
         )
-        block = passing.layer(layer, self._dense, file, experts)
-        hidden = passing.run(block, hidden)
-        state = {"layers": torch.tensor([layer + 1]), "hidden": hidden}
+        family, decoder = self._source.family, self._source.layers[layer]
+        module = passing.layer(decoder, self._dense, file, experts)
+        router, norm = family.router(getattr(module, family.block)), getattr(module, family.norm).weight
+        hidden = passing.run(module, hidden)
+        state = {"layers": torch.tensor([decoder + 1]), "hidden": hidden}
         if self._training.before is not None:
             state |= dict(zip(("given", "chosen", "norm"), self._training.before, strict=True))
         self._journal.keep(_STATE, state)
         return hidden
 
     def _restore(self) -> tuple[int, Tensor | None]:
-        """How many layers are finished, and the state that left the last of them (N, T, H)."""
+        """How many of the decoder's layers are finished, and the state that left the last of them (N, T, H)."""
         while (found := self._journal.kept(ahead_name(len(self._training.learned)))) is not None:
             self._training.learned.append(learned_predictor.from_tensors(found))
         state = self._journal.kept(_STATE)
@@ -158,7 +171,7 @@ class Packing:
         layers = int(state["layers"])
         if "given" in state:
             self._training.before = state["given"], state["chosen"], state["norm"]
-        for layer in range(layers):
+        for layer in range(self._packed(layers)):
             name = layer_file(layer)
             path, noted = self._folder / name, self._journal.files.get(name)
             if not path.is_file():

@@ -57,7 +57,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate, self.up = whole.gate_up_proj.chunk(2, 1)
         self.down, self.router, self.rule = whole.down_proj, gate.weight, rule
-        self.normalized = substitution.normalizes(gate)
+        self.normalized = bool(getattr(gate, "norm_topk_prob", True))
         self.resident = substitution.Residency(RESIDENT)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

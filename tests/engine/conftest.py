@@ -9,12 +9,10 @@ import pytest
 import torch
 from floe_chat.engine.offload import row_pool
 from floe_chat.kernels.offload.placing import StepTable
-from floe_chat.models.families import FAMILIES
 from torch import Tensor
 
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Gated, GatedLink
 from .ram_link import RamLink
-from .step_models import PLANNED
 
 
 @pytest.fixture
@@ -39,15 +37,6 @@ def gated(request: pytest.FixtureRequest) -> Iterator[Callable[..., Gated]]:
     for link in made:
         link.open()
         link.close()
-
-
-@pytest.fixture(scope="module")
-def planned() -> Iterator[None]:
-    """Families that are not supported yet, as if they were."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, family in PLANNED.items():
-            patch.setitem(FAMILIES, kind, family)
-        yield
 
 
 @pytest.fixture(params=["native", "numpy"])

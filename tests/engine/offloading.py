@@ -20,6 +20,7 @@ from floe_chat.engine.offload.links.compiled_link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.models.families import FAMILIES
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def offloaded(
     parts: Parts | None = None,
 ) -> Generator[Offload]:
     """The model with all rows but a pool of `share` of them in RAM; what the pool does not hold is NaN there."""
-    blocks = [layer.mlp for layer in loaded.model.model.layers]
+    blocks = FAMILIES[loaded.model.config.model_type].blocks(loaded.model)
     before: list[MoELayer] = [block.experts for block in blocks]
     packed = [layer.packed for layer in before]
     total = len(packed) * packed[0].rows.data.shape[0] * packed[0].rows.data.shape[1]

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.models.families import Family
-from floe_chat.models.families.family import GroupedQuery, SharedExpert
 from torch import Tensor, nn
 
 from .driver import a_preset
@@ -73,28 +71,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"head_dim": 10},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
-}
-PLANNED = {  # no pack can be made of them yet; their layers have parts that the two above lack
-    "qwen2_moe": Family(
-        model_type="qwen2_moe",
-        called="Qwen2 MoE",
-        expert="",
-        defaults={},
-        dense_layers=lambda config: config.mlp_only_layers,
-        shared=SharedExpert("shared_expert", gate="shared_expert_gate"),
-        attention=GroupedQuery(
-            window=lambda config, layer: (
-                config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-            )
-        ),
-    ),
-    "qwen3_moe": Family(
-        model_type="qwen3_moe",
-        called="Qwen3 MoE",
-        expert="",
-        defaults={},
-        attention=GroupedQuery(normalized=True, window=lambda config, _layer: config.sliding_window),
-    ),
 }
 
 

@@ -21,8 +21,6 @@ from .fake_card import FakeCard
 from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape
 from .step_models import LIMIT, MODELS, WINDOW, Noting, feed, ids_of, make_model
 
-pytestmark = pytest.mark.usefixtures("planned")
-
 
 def graphed(model: Any) -> FusedDecoder:
     decoder = choose(model, WINDOW)

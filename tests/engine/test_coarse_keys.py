@@ -25,7 +25,6 @@ from .driver import silent
 from .fake_card import FakeCard
 from .step_models import MODELS, PRESET, WINDOW, Noting, feed, ids_of, make_model
 
-pytestmark = pytest.mark.usefixtures("planned")
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
 LOSS, SAME = 3e-2, 5e-3
 PIECES = {"token by token": [1] * 24, "chunks": [9, 1, 1, 60, 1, 5, 1]}

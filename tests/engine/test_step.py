@@ -22,8 +22,6 @@ from ..helpers import make_checkpoint, make_pack, relative_rms
 from .driver import open_model
 from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, feed, ids_of, lean_pass, make_model
 
-pytestmark = pytest.mark.usefixtures("planned")
-
 PIECES = {
     "token by token": [1] * 24,
     "prompt, then tokens": [PREFILL_CHUNK, 1, 1, 1, 1],
@@ -63,7 +61,9 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
 
 
 def test_every_family_that_can_be_packed_is_compared() -> None:
-    assert {name.partition("-")[0] for name in MODELS} >= set(FAMILIES)
+    assert {name.partition("-")[0] for name in MODELS} >= {
+        name for name, family in FAMILIES.items() if family.attention and family.routing.kind == "softmax"
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,6 +13,8 @@ from floe_chat.models.catalog import asset, described, find, installed, models_f
 from floe_chat.models.catalog_entry import CatalogEntry
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
+from floe_chat.models.families import FAMILIES
+from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.published import PUBLISHED
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,6 +102,11 @@ def test_assets_are_there() -> None:
     assert len(asset("calibration.txt").read_text(encoding="utf-8")) > 10_000
 
 
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
+)
+
+
 class TestDescribed:
     def test_listed_models_have_their_published_sizes(self) -> None:
         """Bytes as the published indexes state them (total_size)."""
@@ -107,28 +114,27 @@ class TestDescribed:
         assert sizes["mixtral-8x7b-instruct"] == sizes["mixtral-8x7b"] == 93_405_585_408
         assert sizes["mixtral-8x22b-instruct"] == 281_260_142_592
         assert sizes["olmoe-1b-7b-instruct"] == 13_838_323_712
+        assert sizes["qwen3-30b-a3b"] == 61_064_245_248
+        assert sizes["qwen1.5-moe-a2.7b-chat"] == 28_631_568_384
+        assert sizes["deepseek-v2-lite-chat"] == 31_412_968_448
+        assert sizes["phi-3.5-moe-instruct"] == 83_746_306_688
 
     @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name)
-    def test_their_weights_are_those_of_transformers_modules(self, entry: CatalogEntry) -> None:
-        s = entry.sizes
-        config = AutoConfig.for_model(
-            s.model_type,
-            vocab_size=s.vocab,
-            hidden_size=s.hidden,
-            intermediate_size=s.intermediate,
-            num_hidden_layers=s.layers,
-            num_attention_heads=s.heads,
-            num_key_value_heads=s.kv_heads,
-            num_experts_per_tok=s.top_k,
-            **{"num_experts" if s.model_type == "olmoe" else "num_local_experts": s.experts},
-        )
+    def test_their_sizes_are_those_of_the_published_configuration(self, entry: CatalogEntry) -> None:
+        fields = CONFIGS[entry.name]
+        assert described(fields).sizes == entry.sizes
+        config = AutoConfig.for_model(**fields)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
-        assert sum(weights.numel() for weights in module.parameters()) == s.parameters
+        precise = "e_score_correction_bias"  # of 32 bits; a buffer of most families, and a parameter of one
+        weights = sum(tensor.numel() for name, tensor in module.named_parameters() if not name.endswith(precise))
+        biases = sum(tensor.numel() for name, tensor in module.state_dict().items() if name.endswith(precise))
+        assert entry.sizes.parameters == weights + 2 * biases
+        assert sizes_of(FAMILIES[config.model_type], config) == entry.sizes
 
     def test_the_smallest_that_can_chat_is_listed_first(self) -> None:
         first, *others = (entry for entry in PUBLISHED if entry.chat)
-        assert first.name == "olmoe-1b-7b-instruct" and first.gated is False
+        assert first.name == "granite-3.1-3b-a800m-instruct" and first.gated is False
         assert all(other.sizes.parameters > first.sizes.parameters for other in others)
         assert [entry.chat is None for entry in PUBLISHED] == sorted(entry.chat is None for entry in PUBLISHED)
 
@@ -176,7 +182,7 @@ class TestDescribed:
         assert described(fields).sizes == described("demo").sizes
         del fields["num_key_value_heads"], fields["head_dim"], fields["max_position_embeddings"]
         sizes = described(fields).sizes
-        assert (sizes.kv_heads, sizes.head_dim, sizes.window) == (8, 32, 4096)
+        assert (sizes.kv_heads, sizes.head_dim, sizes.window) == (8, 32, 131072)
 
     @pytest.mark.parametrize(
         "changed",

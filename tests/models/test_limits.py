@@ -42,8 +42,21 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
+OTHERS: dict[str, tuple[str, ...]] = {  # families with the fields that Mixtral does not have
+    "qwen2_moe": ("shared_expert_intermediate_size", "moe_intermediate_size", "decoder_sparse_step"),
+    "ernie4_5_moe": ("moe_num_shared_experts",),
+    "deepseek_v3": (
+        *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_shared_experts"),
+        *("num_nextn_predict_layers", "first_k_dense_replace", "routed_scaling_factor"),
+    ),
+}
+
+
 def write(folder: Path, **fields: Any) -> Path:
-    (folder / "config.json").write_text(json.dumps(SOUND | fields))
+    """A configuration of a family that has the fields."""
+    kind = next((kind for kind, names in OTHERS.items() if fields.keys() & set(names)), "mixtral")
+    sizes = {} if kind == "mixtral" else {"moe_intermediate_size": 64, "num_key_value_heads": 32}
+    (folder / "config.json").write_text(json.dumps(SOUND | {"model_type": kind} | sizes | fields))
     return folder
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from floe_chat.models.demo import settle
 from floe_chat.models.demo.check import load
-from floe_chat.models.demo.train import model_config, save
+from floe_chat.models.demo.shapes import demo
+from floe_chat.models.demo.train import save
 from floe_chat.models.demo.vocabulary import build_tokenizer
 from transformers import MixtralForCausalLM
 
@@ -19,7 +20,7 @@ def test_all_weights_learn_on_and_always_alike(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(settle, "STEPS", 2)
     monkeypatch.setattr(settle, "keep_freed_memory", lambda: None)  # this process goes on with other tests
     tokenizer = build_tokenizer()
-    config = model_config(tokenizer)
+    config = demo(tokenizer)
     config.num_hidden_layers, config.intermediate_size = 2, 64
     torch.manual_seed(0)
     save(MixtralForCausalLM(config), tokenizer, tmp_path / "one")

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....models.families import FAMILIES
 from ....models.pack.packed_model import PackedLayer
 from ...decoder.fused_pass import FusedDecoder
 from ...decoder.kv_cache import KVCache
@@ -78,10 +79,11 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
         guesses: by which predictor; "partial" knows nothing of a layer's output here.
     """
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
-    blocks = loaded.model.model.layers
+    family = FAMILIES[loaded.packed.manifest.architecture.model_type]
+    blocks = family.blocks(loaded.model)
     own = loaded.decoder.ahead if isinstance(loaded.decoder, FusedDecoder) else None
     ahead = predictor.make(guesses, loaded.model, loaded.packed, own)
-    packed: list[PackedLayer] = [block.mlp.experts.packed for block in blocks]
+    packed: list[PackedLayer] = [block.experts.packed for block in blocks]
     sizes, count, layers = loaded.packed.manifest.architecture, len(ids), len(blocks)
     experts, top_k = sizes.experts, sizes.top_k
     ups = [torch.stack([layer.signal.dense(expert, torch.float32) for expert in range(experts)]) for layer in packed]
@@ -103,14 +105,14 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
         at = layer.index
         trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
         trace.values[token, at] = F.linear(hidden, ups[at].flatten(0, 1)).abs().view(experts, neurons).half().numpy()
-        heard[token, at] = F.linear(hidden, blocks[at].mlp.gate.weight)[0].float().softmax(-1).numpy()
+        heard[token, at] = F.linear(hidden, family.router(blocks[at]).weight)[0].float().softmax(-1).numpy()
         if at + 1 < layers:
             guess = ahead.guess(at, hidden, None)
             trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()
             values = F.linear(guess, ups[at + 1].flatten(0, 1)).abs()
             trace.ahead[token, at + 1] = values.view(experts, neurons).half().numpy()
 
-    handles = [block.mlp.experts.register_forward_pre_hook(note) for block in blocks]
+    handles = [block.experts.register_forward_pre_hook(note) for block in blocks]
     kv = KVCache()
     with torch.inference_mode():
         for token, one in enumerate(ids):  # noqa: B007 - `note` reads it

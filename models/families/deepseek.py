@@ -1,0 +1,160 @@
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash, which is built like V3: attention through a latent vector, shared experts,
+and layers without experts at the beginning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..catalog_entry import CatalogEntry, Latent, Sizes
+from .family import LATENT, Family, Routing, SharedExpert
+
+_V2_LITE = Sizes(
+    model_type="deepseek_v2",
+    layers=26,
+    hidden=2048,
+    intermediate=1408,
+    experts=64,
+    top_k=6,
+    heads=16,
+    kv_heads=16,
+    head_dim=192,
+    vocab=102400,
+    window=163840,
+    dense_layers=1,
+    dense_intermediate=10944,
+    shared=2 * 1408,
+    latent=Latent(queries=0, keys=512, rope=64, value=128),
+)
+_FLASH = Sizes(
+    model_type="glm4_moe_lite",
+    layers=46,
+    hidden=2048,
+    intermediate=1536,
+    experts=64,
+    top_k=4,
+    heads=20,
+    kv_heads=20,
+    head_dim=256,
+    vocab=154880,
+    window=202752,
+    dense_layers=1,
+    dense_intermediate=10240,
+    shared=1536,
+    router_bias=True,
+    latent=Latent(queries=768, keys=512, rope=64, value=256),
+)
+_EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+_WHY = "its attention goes through a latent vector"
+
+
+def _first(config: Any) -> range:
+    return range(min(config.first_k_dense_replace or 0, config.num_hidden_layers))
+
+
+def further_layers(config: Any) -> tuple[str, ...]:
+    """The layers behind the last, which guess a second token in training."""
+    last, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
+    return tuple(f"model.layers.{layer}." for layer in range(last, last + more))
+
+
+def _flash_dense(config: Any) -> list[int]:
+    kinds = config.mlp_layer_types or ["dense"]
+    return [layer for layer, kind in enumerate(kinds) if kind != "sparse"]
+
+
+_LINEARS = (*LATENT, ".q_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj", "lm_head")
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    called="DeepSeek-V2",
+    expert=_EXPERT,
+    linears=_LINEARS,
+    width="moe_intermediate_size",
+    dense_layers=_first,
+    shared=SharedExpert("shared_experts"),
+    routing=Routing(normalized=False),
+    attention=None,
+    why=_WHY,
+    defaults={
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    published=tuple(
+        CatalogEntry(
+            name,
+            _V2_LITE,
+            f"deepseek-ai/{repo}",
+            licence="DeepSeek licence",
+            gated=False,
+            chat="User: and Assistant: turns, from its own chat template",
+        )
+        for name, repo in (
+            ("deepseek-v2-lite-chat", "DeepSeek-V2-Lite-Chat"),
+            ("deepseek-coder-v2-lite-instruct", "DeepSeek-Coder-V2-Lite-Instruct"),
+        )
+    ),
+)
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    called="DeepSeek-V3",
+    expert=_EXPERT,
+    linears=_LINEARS,
+    precise=("e_score_correction_bias",),
+    width="moe_intermediate_size",
+    dense_layers=_first,
+    shared=SharedExpert("shared_experts"),
+    unused=further_layers,
+    routing=Routing(kind="sigmoid"),
+    attention=None,
+    why=_WHY,
+    defaults={
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+)
+
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    called="GLM-4.7-Flash",
+    expert=_EXPERT,
+    linears=_LINEARS,
+    precise=("e_score_correction_bias",),
+    width="moe_intermediate_size",
+    dense_layers=_flash_dense,
+    shared=SharedExpert("shared_experts"),
+    unused=further_layers,
+    routing=Routing(kind="sigmoid"),
+    attention=None,
+    why=_WHY,
+    defaults={
+        "mlp_layer_types": None,
+        "n_shared_experts": 1,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+    published=(
+        CatalogEntry(
+            "glm-4.7-flash",
+            _FLASH,
+            "zai-org/GLM-4.7-Flash",
+            licence="MIT",
+            gated=False,
+            chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
+        ),
+    ),
+)

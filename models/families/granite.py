@@ -1,0 +1,50 @@
+"""Granite 3 MoE (IBM): small experts stored together, and multipliers of embedding, attention and residual stream."""
+
+from __future__ import annotations
+
+from ..catalog_entry import CatalogEntry, Sizes
+from .family import Family, Routing
+
+
+def _sizes(layers: int, hidden: int, experts: int, heads: int) -> Sizes:
+    return Sizes(
+        model_type="granitemoe",
+        layers=layers,
+        hidden=hidden,
+        intermediate=512,
+        experts=experts,
+        top_k=8,
+        heads=heads,
+        kv_heads=8,
+        head_dim=64,
+        vocab=49155,
+        window=131072,
+        tied=True,
+    )
+
+
+GRANITEMOE = Family(
+    model_type="granitemoe",
+    called="Granite MoE",
+    expert="model.layers.{layer}.block_sparse_moe.{part}.weight",
+    gate="input_linear",
+    up="input_linear",
+    down="output_linear",
+    together=True,
+    renames=((".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),),
+    block="block_sparse_moe",
+    routing=Routing(module="router", normalized=True),
+    scaled="embedding_multiplier",
+    attention=None,
+    why="multipliers scale its residual stream",
+    published=(
+        CatalogEntry(
+            "granite-3.1-3b-a800m-instruct",
+            _sizes(32, 1536, 40, 24),
+            "ibm-granite/granite-3.1-3b-a800m-instruct",
+            licence="Apache-2.0",
+            gated=False,
+            chat="<|start_of_role|> turns, from its own chat template",
+        ),
+    ),
+)

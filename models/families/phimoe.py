@@ -1,0 +1,56 @@
+"""Phi-3.5-MoE (Microsoft): 16 experts chosen two times one by SparseMixer; LayerNorm with biases; long rope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..catalog_entry import CatalogEntry, Sizes
+from .family import Family, Routing
+
+_3_5 = Sizes(
+    model_type="phimoe",
+    layers=32,
+    hidden=4096,
+    intermediate=6400,
+    experts=16,
+    top_k=2,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=32064,
+    window=131072,
+    biases=32 * (3 * 4096 + 128 * (32 + 2 * 8)) + 4096 + 32064,
+)
+
+
+def _biases(config: Any) -> int:
+    """Of norms, projections and head."""
+    hidden, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+    projected = head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads) + hidden
+    layer = 2 * hidden + (projected if config.attention_bias else 0)
+    return config.num_hidden_layers * layer + hidden + (config.vocab_size if config.lm_head_bias else 0)
+
+
+PHIMOE = Family(
+    model_type="phimoe",
+    called="Phi-3.5-MoE",
+    expert="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
+    gate="w1",
+    up="w3",
+    down="w2",
+    renames=((".block_sparse_moe.gate.", ".mlp.router."),),
+    routing=Routing(module="router", kind="sparsemixer", normalized=False),
+    biases=_biases,
+    attention=None,
+    why="its router is SparseMixer's and its norms have biases",
+    published=(
+        CatalogEntry(
+            "phi-3.5-moe-instruct",
+            _3_5,
+            "microsoft/Phi-3.5-MoE-instruct",
+            licence="MIT",
+            gated=False,
+            chat="<|user|> and <|assistant|> turns, from its own chat template",
+        ),
+    ),
+)

@@ -1,0 +1,154 @@
+"""Qwen's Mixture-of-Experts models: Qwen1.5-MoE and Qwen2 with a gated shared expert, Qwen3 with normalized heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..catalog_entry import CatalogEntry, Sizes
+from .family import Family, GroupedQuery, SharedExpert
+
+
+def _dense_layers(config: Any) -> set[int]:
+    """Layers without experts: those that are named, and all but every n-th."""
+    named, step = config.mlp_only_layers or (), config.decoder_sparse_step or 1
+    return {layer for layer in range(config.num_hidden_layers) if layer in named or (layer + 1) % step}
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """Of some layers of Qwen2; published models use none."""
+    kinds = getattr(config, "layer_types", None)
+    if not config.use_sliding_window or not kinds or kinds[layer] != "sliding_attention":
+        return None
+    return int(config.sliding_window)
+
+
+def _qwen3_window(config: Any, _layer: int) -> int | None:
+    return config.sliding_window if config.use_sliding_window else None
+
+
+_30B_A3B = Sizes(
+    model_type="qwen3_moe",
+    layers=48,
+    hidden=2048,
+    intermediate=768,
+    experts=128,
+    top_k=8,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    vocab=151936,
+    window=40960,
+    head_norms=2 * 128,
+)
+_30B_A3B_2507 = replace(_30B_A3B, window=262144)
+_A2_7B = Sizes(
+    model_type="qwen2_moe",
+    layers=24,
+    hidden=2048,
+    intermediate=1408,
+    experts=60,
+    top_k=4,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    vocab=151936,
+    window=8192,
+    biases=24 * 3 * 2048,
+    shared=5632,
+    shared_gate=True,
+)
+_57B_A14B = Sizes(
+    model_type="qwen2_moe",
+    layers=28,
+    hidden=3584,
+    intermediate=2560,
+    experts=64,
+    top_k=8,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocab=151936,
+    window=32768,
+    biases=28 * 128 * (28 + 2 * 4),
+    shared=20480,
+    shared_gate=True,
+)
+_CHATML = "<|im_start|> turns, from its own chat template"
+
+_THINKS = f"{_CHATML}; it thinks first"
+
+
+def _entry(name: str, sizes: Sizes, repo: str, chat: str = _CHATML, licence: str = "Apache-2.0") -> CatalogEntry:
+    return CatalogEntry(name, sizes, f"Qwen/{repo}", licence=licence, gated=False, chat=chat)
+
+
+_SHARED_FIELDS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_hidden_layers": 24,
+}
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    called="Qwen2 MoE",
+    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
+    width="moe_intermediate_size",
+    dense_layers=_dense_layers,
+    shared=SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size"),
+    defaults={
+        **_SHARED_FIELDS,
+        "intermediate_size": 5632,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_local_experts": 60,
+        "qkv_bias": True,
+    },
+    attention=GroupedQuery(window=_window, biased=lambda config: (bool(config.qkv_bias), False)),
+    published=(
+        _entry("qwen1.5-moe-a2.7b-chat", _A2_7B, "Qwen1.5-MoE-A2.7B-Chat", licence="Tongyi Qianwen licence"),
+        _entry("qwen2-57b-a14b-instruct", _57B_A14B, "Qwen2-57B-A14B-Instruct"),
+    ),
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    called="Qwen3 MoE",
+    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
+    width="moe_intermediate_size",
+    dense_layers=_dense_layers,
+    defaults={
+        **_SHARED_FIELDS,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "attention_bias": False,
+    },
+    attention=GroupedQuery(
+        normalized=lambda _config: True,
+        per_head=True,
+        biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias)),
+        window=_qwen3_window,
+    ),
+    published=(
+        _entry("qwen3-30b-a3b", _30B_A3B, "Qwen3-30B-A3B", _THINKS),
+        _entry("qwen3-30b-a3b-instruct-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Instruct-2507"),
+        _entry(
+            "qwen3-30b-a3b-thinking-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Thinking-2507", f"{_CHATML}; it thinks first"
+        ),
+        _entry("qwen3-coder-30b-a3b-instruct", _30B_A3B_2507, "Qwen3-Coder-30B-A3B-Instruct"),
+    ),
+)

@@ -1,0 +1,80 @@
+"""The sizes of a model of any family, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from ..catalog_entry import Latent, Sizes
+from .family import Family
+
+# A field of ours, and what families call it in config.json.
+NAMES: dict[str, tuple[str, ...]] = {
+    "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k"),
+}
+
+
+def view(family: Family, fields: Mapping[str, Any]) -> Any:
+    """The fields of a config.json as a configuration: with the family's defaults, its names, and None for the rest."""
+    given = {**family.defaults, **fields}
+    for name, others in NAMES.items():
+        given[name] = next((fields[other] for other in others if fields.get(other) is not None), given.get(name))
+    return _View(**given)
+
+
+class _View(SimpleNamespace):
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def sizes_of(family: Family, config: Any) -> Sizes:
+    """`config`: transformers' configuration, ours, or a `view`."""
+    hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    with_experts = len(family.expert_layers(config))
+    latent = _latent(config)
+    head_dim = config.qk_nope_head_dim + latent.rope if latent else _head_dim(config)
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    shared, attention = family.shared, family.attention
+    normalized = attention is not None and attention.normalized(config)
+    biased = attention.biased(config) if attention else (False, False)
+    per_head = attention is not None and attention.per_head
+    return Sizes(
+        model_type=family.model_type,
+        layers=with_experts,
+        hidden=hidden,
+        intermediate=family.neurons(config),
+        experts=family.experts(config),
+        top_k=config.num_experts_per_tok,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config.vocab_size,
+        window=getattr(config, "max_position_embeddings", None) or 4096,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        head_norms=(2 * head_dim if per_head else queries + keys) if normalized else 0,
+        biases=family.biases(config) + layers * _biases(biased, queries + 2 * keys, hidden),
+        dense_layers=layers - with_experts,
+        dense_intermediate=config.intermediate_size if layers > with_experts else 0,
+        shared=shared.neurons(config) if shared else 0,
+        shared_gate=bool(shared and shared.gate),
+        router_bias=bool(family.precise),
+        latent=latent,
+    )
+
+
+def _latent(config: Any) -> Latent | None:
+    keys = getattr(config, "kv_lora_rank", None)
+    if not keys:
+        return None
+    return Latent(getattr(config, "q_lora_rank", None) or 0, keys, config.qk_rope_head_dim, config.v_head_dim)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _biases(biased: tuple[bool, bool], projected: int, hidden: int) -> int:
+    return biased[0] * projected + biased[1] * hidden

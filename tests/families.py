@@ -1,0 +1,108 @@
+"""Tiny random checkpoints of every family, of odd sizes and in their published layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .helpers import write_tokenizer
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 40,
+    "intermediate_size": 37,
+    "moe_intermediate_size": 29,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 700,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+}
+_GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
+_LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 64,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+# By a name that says what is special: model_type first.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "sliding_window": None},
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 3},
+    "qwen3_moe": {"num_experts": 6, "head_dim": 10, "norm_topk_prob": True},
+    "qwen3_moe layers without experts": {"num_experts": 6, "head_dim": 10, "mlp_only_layers": [1]},
+    "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 31, "layer_types": ["full_attention"] * 3},
+    "phimoe": {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE},
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    "deepseek_v2 groups": {
+        **_LATENT,
+        **_GROUPS,
+        "q_lora_rank": 20,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": {**_GROUPS, "n_routed_experts": 6, "head_dim": 12, "attention_bias": True, "use_qk_norm": False},
+    "glm4_moe normalized": {"n_routed_experts": 6, "head_dim": 12, "use_qk_norm": True, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {**_LATENT, **_GROUPS, "q_lora_rank": 20},
+    "deepseek_v3": {**_LATENT, **_GROUPS, "q_lora_rank": 20, "first_k_dense_replace": 1},
+    "granitemoe": {
+        "num_local_experts": 5,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "tie_word_embeddings": True},
+}
+
+
+def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """One of MODELS as transformers publishes it; correction biases stay at 32 bits, as in published checkpoints."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {**_SIZES, "vocab_size": write_tokenizer(folder), **MODELS[name]}
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.partition(" ")[0], **fields))
+    _unsettle(model)
+    model.to(dtype)
+    for part, tensor in model.state_dict(keep_vars=True).items():
+        if part.endswith("correction_bias"):
+            tensor.data = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def _unsettle(model: nn.Module) -> None:
+    """Norms that are not one, biases that are not zero, and routers that prefer some experts."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+        elif name.endswith((".gate.weight", ".router.weight")):
+            nn.init.normal_(parameter, std=0.3)
