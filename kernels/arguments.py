@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, indices, require
+from .layouts import check_roles
 from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
@@ -258,3 +259,4 @@ def _same_experts(signal: SignalWeights, rows: ExpertRows) -> None:
     mine, theirs = (*signal.q.shape[:2], signal.layout.vector.n), (rows.experts, rows.neurons, rows.layout.other.n)
     if mine != theirs:
         raise ValueError(f"the signal has (experts, neurons, hidden) {tuple(mine)}, but rows have {theirs}")
+    check_roles(signal.layout, rows.layout)

@@ -14,11 +14,12 @@ Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .activation import Function, Projection, beside, function_of
 from .codes import align, check_width, dequantize, pack_codes, packed_bytes
 
 
@@ -69,14 +70,19 @@ class RowLayout:
     Attributes:
         other, down: the two vectors of H values; their widths may differ.
         float16: what 16-bit vectors hold, float16 or bfloat16.
+        signal: the projection that is stored apart (`SignalLayout.projection`); the record holds the other one's row.
+        function: of that row's product with x.
     """
 
     other: VectorLayout
     down: VectorLayout
     float16: torch.dtype
+    signal: Projection = "up"
+    function: Function = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
+        object.__setattr__(self, "function", function_of(beside(self.signal)))
         if self.other.n != self.down.n:
             raise ValueError(f"a row of {self.other.n} values, but a down column of {self.down.n}")
 
@@ -107,18 +113,32 @@ class SignalLayout:
     scales in tensors of their own (they stay in VRAM).
 
     Attributes:
-        vector: one row of the projection. float16: what 16-bit rows hold.
+        vector: one row of the projection. float16: what 16-bit rows hold. projection: which one it is.
+        function: of its product with x, which makes the signal v of it.
     """
 
     vector: VectorLayout
     float16: torch.dtype
+    projection: Projection = "up"
+    function: Function = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
+        object.__setattr__(self, "function", function_of(self.projection))
 
     @property
     def row_bytes(self) -> int:
         return packed_bytes(self.vector.n, self.vector.bits)
+
+
+def check_roles(signal: SignalLayout, rows: RowLayout) -> None:
+    """Refuse a signal and rows that do not complete each other.
+
+    Raises:
+        ValueError: rows made for another signal.
+    """
+    if signal.projection != rows.signal:
+        raise ValueError(f"the signal is {signal.projection}, but rows are made for {rows.signal} as the signal")
 
 
 def _check_float16(dtype: torch.dtype) -> None:

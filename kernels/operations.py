@@ -71,7 +71,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, x_bits: int = 22) -> Active:
-    """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
+    """The active neurons of every call: v = s(signal_e · x), kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
 
     Args:
         x: (B, H) floating point. signal: the layer's signal projections. thresholds: (P,) one per call, 0 keeps all. A
@@ -97,11 +97,11 @@ def sparse_swiglu(
     *,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
+    """The MoE output from the active neurons alone: y[token] += weight · sum_n o(other_n · x) v_n down_n.
 
     Args:
         x: (B, H). rows: the layer's neuron records. active: what `signal_gemv` found for the same
-            calls. down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below the call's; their down
+            calls. down_thresholds: (P,) leaves out neurons with |o(other_n · x) v_n| below the call's; their down
             halves are not read.
 
     Returns:
@@ -139,7 +139,7 @@ def moe_step(
 
     Returns:
         y (B, H) of x's dtype, and counts (P, 2) int64 on the device of x: how many neurons of each call were active,
-        and for how many of those |silu(gate_n · x) v_n| reached the second threshold (all, if there is none).
+        and for how many of those |o(other_n · x) v_n| reached the second threshold (all, if there is none).
 
     Raises:
         ValueError: shapes that do not fit, or (on the CPU) an index out of range.
@@ -165,8 +165,8 @@ def expert_swiglu(
     """One expert over many tokens, as prefill needs it: the same result as `signal_gemv` and `sparse_swiglu`.
 
     Args:
-        x: (B, H). expert: its index in 0..E-1. thresholds: (B,) neurons with |up_n · x| below the token's are left
-            out. down_thresholds: (B,) likewise those with |silu(gate_n · x) v_n| below it.
+        x: (B, H). expert: its index in 0..E-1. thresholds: (B,) neurons with |v_n| below the token's are left
+            out. down_thresholds: (B,) likewise those with |o(other_n · x) v_n| below it.
 
     Returns:
         y (B, H), not yet weighted by the router; over all tokens, how many neurons were active, and how many of those

@@ -1,6 +1,8 @@
 """The definition of every operation, in plain torch. Fast paths are tested against these; they run everywhere.
 
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
+s is the function of the signal's projection and o the other one's (activation.py): for an expert's gate and up in
+SwiGLU, silu of the gate and nothing of up, whichever of the two is the signal.
 `x_bits` lets other implementations keep less of x's precision, as `rounded` defines; operations here read all of it.
 """
 
@@ -12,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .activation import applied
 from .codes import CHUNK
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Limits, Work
@@ -67,10 +70,10 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
-    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3).
+    """v = s(signal_e · x) for every call, keeping the neurons with |v| >= thresholds[call].
 
-    A v that is not a number is kept, so that it reaches the result and is noticed. A call with an infinite threshold is
-    left out: it keeps nothing.
+    FloE Algorithm 1, lines 2-3, where the signal is up. A v that is not a number is kept, so that it reaches the
+    result and is noticed. A call with an infinite threshold is left out: it keeps nothing.
     """
     offsets = [0]
     neurons: list[Tensor] = []
@@ -78,7 +81,7 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     for token, expert, threshold in zip(
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
-        v = F.linear(x[token], signal.dense(expert, x.dtype))
+        v = applied(signal.layout.function, F.linear(x[token], signal.dense(expert, x.dtype)))
         kept = (~(v.abs() < threshold) & (threshold != math.inf)).nonzero().squeeze(1)
         neurons.append(kept)
         values.append(v[kept])
@@ -98,9 +101,9 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
+    """y[token] += weight · sum_n o(other_n · x) v_n down_n over the active neurons n of every call.
 
-    With down_thresholds (P,), neurons with |silu(gate_n · x) v_n| below the call's are left out. Beside y (B, H), how
+    With down_thresholds (P,), neurons with |o(other_n · x) v_n| below the call's are left out. Beside y (B, H), how
     many neurons of every call were not, (P,) int64.
     """
     y = torch.zeros_like(x)
@@ -111,8 +114,8 @@ def sparse_swiglu(
         neurons = active.neurons[chosen]
         if not neurons.numel():
             continue  # adds nothing, whatever its weight
-        gate, down = rows.layout.read(rows.data[expert].index_select(0, neurons), x.dtype)
-        h = F.silu(F.linear(x[token], gate)) * active.values[chosen]
+        other, down = rows.layout.read(rows.data[expert].index_select(0, neurons), x.dtype)
+        h = applied(rows.layout.function, F.linear(x[token], other)) * active.values[chosen]
         if down_thresholds is not None:
             small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
             h = h.masked_fill(small, 0)
@@ -155,9 +158,9 @@ def expert_swiglu(
     Dequantizes the whole expert once and lets the library multiply; what misses a threshold is masked per token, so
     the result is what `signal_gemv` and `sparse_swiglu` give token by token.
     """
-    v = F.linear(x, signal.dense(expert, x.dtype))
-    gate, down = rows.layout.read(rows.data[expert], x.dtype)
-    h = F.silu(F.linear(x, gate)) * v
+    v = applied(signal.layout.function, F.linear(x, signal.dense(expert, x.dtype)))
+    other, down = rows.layout.read(rows.data[expert], x.dtype)
+    h = applied(rows.layout.function, F.linear(x, other)) * v
     active = ~(v.abs() < thresholds[:, None])
     kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
     return h.masked_fill(~kept, 0) @ down, int(active.sum()), int(kept.sum())

@@ -29,7 +29,7 @@ class Active:
 
     Attributes:
         offsets: (P + 1,) int64 on the CPU; call p owns neurons[offsets[p]:offsets[p + 1]].
-        neurons: (N,) int64 or int32, no neuron twice within a call. values: (N,) v = up · x of each.
+        neurons: (N,) int64 or int32, no neuron twice within a call. values: (N,) the signal v of each.
     """
 
     offsets: Tensor
@@ -42,10 +42,10 @@ class Limits:
     """The thresholds of neurons in each expert of a layer, or in each half: (E,) float32 each, at a rule's shares.
 
     Attributes:
-        signal: of |up · x|. product: of |silu(gate · x) up · x|; None where no down half is skipped. late: of |up · x|
-            for rows that are not on the device; None where every row is waited for. least: (parts,) float64, the rule's
-            `drop` and the larger of `drop` and `major`, where they may change in place: a captured call reads them;
-            None for those of the rule. native: what `cpu/native.py` made of them.
+        signal: of |v|, the signal. product: of |h|, an expert's hidden value; None where no down half is skipped. late:
+            of |v| for rows that are not on the device; None where every row is waited for. least: (parts,) float64, the
+            rule's `drop` and the larger of `drop` and `major`, where they may change in place: a captured call reads
+            them; None for those of the rule. native: what `cpu/native.py` made of them.
     """
 
     signal: Tensor
@@ -60,7 +60,7 @@ class Work:
     """The work for a router's choice: P calls, token by token, choice by choice, part by part.
 
     Attributes:
-        thresholds: (P,) float32 for |up · x|, infinite for a call that is left out: it has no active neurons, and its
+        thresholds: (P,) float32 for |v|, infinite for a call that is left out: it has no active neurons, and its
             weights are not read. products, late: (P,) as in `Limits`.
     """
 

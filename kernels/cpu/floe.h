@@ -59,16 +59,22 @@ typedef struct {
     int32_t bits, bfloat16;
 } floe_vector;
 
-// The signal projections of a layer: weights.SignalWeights.
+// The function of a projection's product with x: activation.FUNCTIONS, in their order.
+enum { FLOE_PLAIN, FLOE_SILU };
+
+// The signal projections of a layer: weights.SignalWeights. function: of them; the other one's is in floe_rows.
 typedef struct {
     floe_vector row;
+    int32_t function;
     const uint8_t *q, *scale, *zero;
     int64_t experts, neurons;
 } floe_signal;
 
-// A layer's rows. Neuron n of expert e is row e · neurons + n: weights.ExpertRows.
+// A layer's rows, of the projection that is not the signal and of down. Neuron n of expert e is row e · neurons + n:
+// weights.ExpertRows.
 typedef struct {
     floe_vector other, down;
+    int32_t function;
     const uint8_t *data;
     int64_t experts, neurons, row_bytes;
 } floe_rows;
@@ -86,8 +92,8 @@ typedef struct {
     FLOE_OPTIONAL const float *product, *late;
 } floe_limits;
 
-// P calls (types.Calls and Work): threshold is what |up · x| must reach, infinite for a call that is left out; product
-// what |silu(gate · x) up · x| must reach, late what |up · x| must reach for rows that are absent.
+// P calls (types.Calls and Work): threshold is what the signal |v| must reach, infinite for a call that is left out;
+// product what |h| must reach, late what |v| must reach for rows that are absent.
 typedef struct {
     int64_t count;
     int64_t *token, *expert;
@@ -106,14 +112,15 @@ typedef struct {
 FLOE_API int floe_select(const floe_rule *rule, const floe_limits *limits, int64_t tokens, int64_t top_k,
                          const int64_t *index, const float *weights, const floe_calls *calls);
 
-// v = up_e · x, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1) and returns N; the neurons wait in
-// the calling thread until it fetches them with floe_signal_take.
+// v = s(signal_e · x), s the signal's function, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1)
+// and returns N; the neurons wait in the calling thread until it fetches them with floe_signal_take.
 FLOE_API int64_t floe_signal_gemv(const float *x, int64_t tokens, const floe_signal *signal, const floe_calls *calls,
                                   int digits, int threads, int64_t *offsets);
 FLOE_API int floe_signal_take(int64_t count, int32_t *neurons, float *values);
 
-// y[token] = sum over calls of weight · sum_n silu(gate_n · x) v_n down_n; y is (tokens, H), written whole. Neurons
-// below the call's `product` are left out, and their down half unread. Fills kept (P): how many were not.
+// y[token] = sum over calls of weight · sum_n h_n down_n, h_n = o(other_n · x) v_n with the rows' function o; y is
+// (tokens, H), written whole. Neurons with |h_n| below the call's `product` are left out, and their down half unread.
+// Fills kept (P): how many were not.
 FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows *rows, const floe_calls *calls,
                                 const floe_active *active, int digits, int threads, float *y, int64_t *kept);
 
@@ -122,9 +129,9 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows 
 FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
                            const floe_calls *calls, int digits, int threads, float *y, int64_t *counts);
 
-// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >=
-// thresholds[t], v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written
-// whole. Fills counts (2): how many (neuron, token) pairs were active, and how many reached the second threshold too.
+// One expert over many tokens: y[t] = sum_n h_nt down_n over the neurons with |v_nt| >= thresholds[t] and |h_nt| >=
+// down_thresholds[t], or NaN; v and h as above, y is (tokens, H), written whole. Fills counts (2): how many (neuron,
+// token) pairs were active, and how many reached the second threshold too.
 FLOE_API int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
                                 int64_t expert, const float *thresholds, FLOE_OPTIONAL const float *down_thresholds,
                                 int digits, int threads, float *y, int64_t *counts);

@@ -88,7 +88,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
-    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
+    """v = s(signal_e · x) for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     Raises:
         ValueError: tensors or indices that do not fit.
@@ -117,10 +117,10 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
+    """y[token] += weight · sum_n o(other_n · x) v_n down_n over the active neurons n of every call.
 
     Args:
-        down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below it, and does not read their down
+        down_thresholds: (P,) leaves out neurons with |o(other_n · x) v_n| below it, and does not read their down
             columns.
 
     Returns:

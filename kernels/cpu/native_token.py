@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import BYTES, CPU, Shape, index, require
+from ..layouts import check_roles
 from ..sampling import Filters
 from ..step import ExpertLayer
 from .binding import Stop, addresses_of, array_of, check, codes, library, records
@@ -205,6 +206,7 @@ def _expert_record(layer: ExpertLayer) -> Any:
     shape = *signal.q.shape[:2], signal.layout.vector.n
     if shape != (rows.experts, rows.neurons, rows.layout.other.n):
         raise ValueError(f"a signal of {shape[:2]} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
+    check_roles(signal.layout, rows.layout)
     given = records.limits(
         experts=rows.experts,
         signal=required("signal", limits.signal, (rows.experts,)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activation import FUNCTIONS
 from ..checks import CPU, Dtypes, Shape, require
 from ..layouts import VectorLayout
 from ..rule import Rule
@@ -32,7 +33,13 @@ def signal_record(signal: SignalWeights) -> Any:
         experts, neurons = signal.q.shape[:2]
         row = vector(signal.layout.vector, signal.layout.float16)
         made = records.signal(
-            row=row, q=signal.q, scale=signal.scale, zero=signal.zero, experts=experts, neurons=neurons
+            row=row,
+            function=FUNCTIONS.index(signal.layout.function),
+            q=signal.q,
+            scale=signal.scale,
+            zero=signal.zero,
+            experts=experts,
+            neurons=neurons,
         )
         object.__setattr__(signal, "native", made)
     return signal.native
@@ -45,6 +52,7 @@ def rows_record(rows: ExpertRows) -> Any:
         made = records.rows(
             other=vector(layout.other, layout.float16),
             down=vector(layout.down, layout.float16),
+            function=FUNCTIONS.index(layout.function),
             data=rows.data,
             experts=rows.experts,
             neurons=rows.neurons,

@@ -185,3 +185,11 @@ def dot_rows(data, scale, zero, row, live, x, token, magic, V: tl.constexpr, BLO
             xi = tl.load(x + word, mask=within, other=0.0)
             acc += load_values(data, scale, zero, rows, word[None, :], both, V) * xi[None, :]
     return tl.sum(acc, 1)
+
+
+@device_code()
+def applied(z, FUNCTION: tl.constexpr):
+    """The function of a projection's product with x, by its place among `activation.FUNCTIONS`."""
+    if FUNCTION == 1:
+        return z / (1.0 + tl.exp(-z))
+    return z

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from ..activation import FUNCTIONS, applied
 from ..weights import ExpertRows, LinearWeights, SignalWeights
 from . import launch
 from .gemv import gemv_kernel
@@ -48,8 +49,8 @@ def expert_swiglu(
     launch.check_reachable(device, "signal.scale", scale)
     launch.check_reachable(device, "signal.zero", zero)
     vector = signal_vector(signal.layout, signal.q, scale, zero)
-    gate, down = record_vectors(rows.layout, rows.data)
-    # v, gate · x, their product and what silu makes on the way: five numbers per token and neuron, two of them wide.
+    other, down = record_vectors(rows.layout, rows.data)
+    # v, other · x, their product and what silu makes on the way: five numbers per token and neuron, two of them wide.
     block = block_rows(x, neurons, hidden + 8 * tokens)
     scratch = torch.empty(min(block, neurons), hidden, dtype=x.dtype, device=device)
     y = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
@@ -58,8 +59,9 @@ def expert_swiglu(
     for start in range(0, neurons if tokens else 0, block):
         count, first = min(block, neurons - start), expert * neurons + start
         v = F.linear(x, unpack(signal.q, *scales, vector, first, count, scratch))
-        g = F.linear(x, unpack(rows.data, rows.data, rows.data, gate, first, count, scratch))
-        h = F.silu(g) * v
+        v = applied(signal.layout.function, v)
+        z = F.linear(x, unpack(rows.data, rows.data, rows.data, other, first, count, scratch))
+        h = applied(rows.layout.function, z) * v
         active = ~(v.abs() < thresholds[:, None])
         kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
         counts += torch.stack([active.sum(), kept.sum()])
@@ -90,7 +92,7 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
         with launch.on(device):
             gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
                 *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, outputs, launch.magic(device)),
-                *(vector, False, launch.GEMV_ROWS, launch.block_of(vector.words)),
+                *(vector, FUNCTIONS.index("plain"), False, launch.GEMV_ROWS, launch.block_of(vector.words)),
             )
         return y
     block = block_rows(x, outputs, x.shape[1] + tokens)

@@ -1,6 +1,6 @@
 # Device code: its values have types only once Triton compiles it.
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-"""up · x for several calls at once, and the list of neurons that reach their threshold, in ascending order.
+"""v = s(signal · x) for several calls at once, and the list of neurons that reach their threshold, in ascending order.
 
 One program of 128 threads computes 16 rows, 64 words of each at a time: two 16-byte loads per thread under way and 95
 registers at 2 bit, so five programs fit an SM and keep 20 KB in flight (360 GB/s over 28 SMs at 600 ns need 8 KB). With
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .codes import dot_rows
+from .codes import applied, dot_rows
 from .jit import device_code
 
 
 @device_code("neurons")
 def gemv_kernel(
     x, tokens, experts, thresholds, data, scale, zero, out, kept, neurons, magic,
-    V: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, FUNCTION: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out (P, F) = rows of an expert · x (spread); with COUNT also kept (P, blocks), how many of each block stay.
+    """out (P, F) = s(rows of an expert · x), x spread, s the FUNCTION; with COUNT also kept (P, blocks), how many of
+    each block stay.
 
     Without COUNT call p is token p and there is one matrix: a dense linear layer.
     """
@@ -38,7 +39,7 @@ def gemv_kernel(
     if COUNT:  # what no v can reach need not be computed: a call that is left out
         limit = tl.load(thresholds + call)
         wanted = live & (tl.full((ROWS,), 0.0, tl.float32) + limit < float("inf"))
-    v = dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK)
+    v = applied(dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK), FUNCTION)
     tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
         count = tl.sum((live & reaches(v, limit)).to(tl.int32), 0)

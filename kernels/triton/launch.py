@@ -16,14 +16,14 @@ from .codes import spread_kernel
 from .vectors import Vector
 
 # Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
-GEMV_ROWS, GATE_ROWS, DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 16, 16, 8, 4, 8
+GEMV_ROWS, PRODUCT_ROWS, DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 16, 16, 8, 4, 8
 WORDS = 64  # of a row at a time: 16 threads of 16 bytes each
 COMPACT = 512  # neurons per program of the compaction
 COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
 SPREAD_WORDS = 32
 COMBINE_COLUMNS = 64
-GATE_PROGRAMS = 256  # per call; beyond that a program takes several tiles
+PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
 WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
 MAX_SLICES = 64
 

@@ -52,7 +52,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
-    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
+    """v = s(signal_e · x) for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     x is (B, H) of any float type; products are summed in float32. Waits for the device once, to learn how many neurons
     there are. A v that is not a number counts as active.
@@ -88,10 +88,10 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
+    """y[token] += weight · sum_n o(other_n · x) v_n down_n over the active neurons n of every call, y (B, H).
 
-    With `down_thresholds` (P,) neurons with |silu(gate_n · x) v_n|
-    below the call's are left out and their down columns are not read. Repeats bit for bit.
+    With `down_thresholds` (P,) neurons with |o(other_n · x) v_n| below the call's are left out and their down columns
+    are not read. Repeats bit for bit.
 
     Returns:
         y, and how many neurons of every call reached the second threshold (P,) int64.

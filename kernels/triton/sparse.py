@@ -8,11 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..activation import FUNCTIONS
 from ..types import Calls
 from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .gemv import compact_kernel, gemv_kernel
-from .swiglu import combine_kernel, down_kernel, gate_kernel
+from .swiglu import combine_kernel, down_kernel, product_kernel
 from .vectors import record_vectors, signal_vector
 
 
@@ -83,16 +84,10 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
     with launch.on(device):
         spread = launch.spread(x, vector)
         gemv_kernel[(count, blocks)](
-            *(
-                spread,
-                calls.tokens,
-                calls.experts,
-                thresholds,
-                signal.q,
-                scale.view(torch.uint8),
-                zero.view(torch.uint8),
-            ),
-            *(v, kept, neurons, launch.magic(device), vector, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
+            *(spread, calls.tokens, calls.experts, thresholds, signal.q),
+            *(scale.view(torch.uint8), zero.view(torch.uint8)),
+            *(v, kept, neurons, launch.magic(device), vector, FUNCTIONS.index(signal.layout.function), True),
+            *(launch.GEMV_ROWS, launch.block_of(vector.words)),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
@@ -112,7 +107,7 @@ def swiglu(
     launch.check_weights(device, "rows", rows.data)
     if not count or not active.most:
         return (torch.zeros_like(x), active.ends - active.begins) if into is None else (into.y, into.reached)
-    gate, down = record_vectors(rows.layout, rows.data)
+    other, down = record_vectors(rows.layout, rows.data)
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
     slices = launch.slices_of(device, columns * count)
@@ -120,16 +115,16 @@ def swiglu(
     place = torch.empty(active.found.numel(), dtype=torch.int64, device=device)
     partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
     y = torch.empty(x.shape, dtype=x.dtype, device=device) if into is None else into.y
-    tiles = min(launch.GATE_PROGRAMS, triton.cdiv(active.most, launch.GATE_ROWS))
+    tiles = min(launch.PRODUCT_PROGRAMS, triton.cdiv(active.most, launch.PRODUCT_ROWS))
     counted = torch.empty(count, tiles, dtype=torch.int32, device=device) if into is None else into.reached
     with launch.on(device):
-        spread = launch.spread(x, gate)
-        gate_kernel[(count, tiles)](
+        spread = launch.spread(x, other)
+        product_kernel[(count, tiles)](
             *(spread, calls.tokens, calls.experts, calls.weights, active.begins, active.ends, active.found),
             *(active.found if active.at is None else active.at, active.values),
             *(calls.weights if limits is None else limits.to(device), rows.data, h, place, counted),
-            *(rows.data.shape[1], launch.magic(device), gate, limits is not None, active.at is not None),
-            *(launch.GATE_ROWS, launch.block_of(gate.words)),
+            *(rows.data.shape[1], launch.magic(device), other, FUNCTIONS.index(rows.layout.function)),
+            *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, launch.block_of(other.words)),
         )
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, partial, launch.magic(device)),

@@ -2,31 +2,34 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """The sparse half of an expert (FloE Algorithm 1, lines 4-7) in three kernels; no byte of a record is read twice.
 
-`gate_kernel` is a GEMV over the gate halves of the active records: h = silu(gate · x) v. `down_kernel` adds h times the
-down halves; a neuron whose h is zero, because it missed the second threshold, is never fetched. `combine_kernel` adds
-the partial sums in a fixed order, so results repeat bit for bit.
+`product_kernel` is a GEMV over the first halves of the active records, which are rows of the projection that is not
+the signal: h = o(other · x) v, with that projection's function o. `down_kernel` adds h times the down halves; a neuron
+whose h is zero, because it missed the second threshold, is never fetched. `combine_kernel` adds the partial sums in a
+fixed order, so results repeat bit for bit.
 
-Why not one kernel: a program would hold y (4096 floats), wait for a gate half, reduce it over its threads, and only
+Why not one kernel: a program would hold y (4096 floats), wait for a first half, reduce it over its threads, and only
 then ask for the down half; two latencies in a row for each few neurons and most of the registers for y. Apart, each
-half streams: gate programs own neurons; down programs own 64 words of every record (512 columns at 4 bit), a slice of
-the neurons, and their part of y in registers. `down_kernel` has each record's place from `gate_kernel` and fetches it
-one step ahead, so that one memory latency per step remains, with 16 bytes per thread under way.
+half streams: a program of the first owns neurons; one of the second owns 64 words of every record (512 columns at 4
+bit), a slice of the neurons, and their part of y in registers. `down_kernel` has each record's place from
+`product_kernel` and fetches it one step ahead, so that one memory latency per step remains, with 16 bytes per thread
+under way.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from .codes import dot_rows, field, first_column, group_of, load_scale, load_values, load_words, undo_field
+from .codes import applied, dot_rows, field, first_column, group_of, load_scale, load_values, load_words, undo_field
 from .jit import device_code
 
 
 @device_code("neurons")
-def gate_kernel(
+def product_kernel(
     x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons, magic,
-    V: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h = weight · silu(gate_n · x) v_n of every active neuron, and the number of its record into place.
+    """h = weight · o(other_n · x) v_n of every active neuron, and the number of its record into place.
 
     h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
     not. LISTED: `found` are records, whatever their expert; `at` says where among `values` each one's is; and reached
@@ -47,8 +50,8 @@ def gate_kernel(
         else:
             row += tl.load(experts + call) * neurons.to(tl.int64)
             value = tl.load(values + i, mask=live, other=0.0)
-        g = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
-        product = g / (1.0 + tl.exp(-g)) * value.to(tl.float32)
+        z = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
+        product = applied(z, FUNCTION) * value.to(tl.float32)
         there = live
         if LIMIT:
             there = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)

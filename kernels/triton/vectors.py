@@ -101,7 +101,7 @@ def _apart(layout: VectorLayout, float16: torch.dtype, row: int, fast: bool) -> 
 
 
 def signal_vector(layout: SignalLayout, q: Tensor, scale: Tensor, zero: Tensor) -> Vector:
-    """A row of an up projection, scales in tensors of their own."""
+    """A row of a signal projection, scales in tensors of their own."""
     return _apart(layout.vector, layout.float16, layout.row_bytes, _aligned(q, scale, zero))
 
 
@@ -121,5 +121,5 @@ def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
 
 
 def record_vectors(layout: RowLayout, data: Tensor) -> tuple[Vector, Vector]:
-    """The gate row and the down column of a neuron's record."""
+    """The other projection's row and the down column of a neuron's record."""
     return _in_record(layout, _aligned(data))

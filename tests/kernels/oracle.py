@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
@@ -13,7 +14,8 @@ from torch import Tensor
 
 # (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.
 SIZES = [(1, 1, 1, 1), (3, 7, 40, 20), (6, 37, 96, 32), (2, 7, 130, 26), (4, 7, 320, 64), (5, 37, 40, 1)]
-# (up, gate, down)
+SIGNALS: list[Projection] = ["up", "gate"]
+# (signal, other, down)
 WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
 # float32 differs from float64 by summation order alone; bfloat16 rounds every product's result to 8 bits.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
@@ -21,24 +23,39 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as stored, and the float64 weights that the bytes stand for: up, gate and down (E, F, H)."""
+    """A layer as stored, and the float64 weights that the bytes stand for: signal, other and down (E, F, H)."""
 
-    stored_up: SignalWeights
+    stored: SignalWeights
     rows: ExpertRows
-    up: Tensor
-    gate: Tensor
+    signal: Tensor
+    other: Tensor
     down: Tensor
 
+    def of_signal(self, z: Tensor) -> Tensor:
+        """v of the signal projection's product z."""
+        return silu(z) if self.stored.layout.projection == "gate" else z
 
-def make_layer(size: tuple[int, int, int, int], widths: tuple[int, int, int], *, seed: int = 0) -> Layer:
+    def of_other(self, z: Tensor) -> Tensor:
+        """What the other projection's product z multiplies v with."""
+        return z if self.stored.layout.projection == "gate" else silu(z)
+
+
+def silu(z: Tensor) -> Tensor:
+    """z sigmoid(z)."""
+    return z / (1 + torch.exp(-z))
+
+
+def make_layer(
+    size: tuple[int, int, int, int], widths: tuple[int, int, int], signal: Projection = "up", *, seed: int = 0
+) -> Layer:
     """Random codes, scales and zeros (or 16-bit values) of one layer."""
     experts, neurons, hidden, group = size
     generator = torch.Generator().manual_seed(seed)
     layouts = [VectorLayout(hidden, bits, group) for bits in widths]
     parts = [_random(experts * neurons, layout, generator) for layout in layouts]
     signal_layout, row_layout = (
-        SignalLayout(layouts[0], torch.bfloat16),
-        RowLayout(layouts[1], layouts[2], torch.bfloat16),
+        SignalLayout(layouts[0], torch.bfloat16, signal),
+        RowLayout(layouts[1], layouts[2], torch.bfloat16, signal),
     )
     codes, scale, zero = parts[0].stored
     q = codes.view(torch.uint8) if layouts[0].bits == 16 else pack_codes(codes, layouts[0].bits)
@@ -90,19 +107,23 @@ def make_calls(tokens: list[int], experts: list[int]) -> Calls:
     return Calls(torch.tensor(tokens, dtype=torch.long), torch.tensor(experts, dtype=torch.long), weights)
 
 
-def up_values(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
-    """v = up_e · x of every call, all F of them, in float64 with weights as the operation's dtype sees them."""
+def signal_values(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
+    """v = s(signal_e · x) of every call, all F of them, in float64 with weights as the operation's dtype sees them."""
+    return [layer.of_signal(product) for product in signal_products(layer, x, calls)]
+
+
+def signal_products(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
+    """signal_e · x of every call, likewise."""
     pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
-    return [_seen(layer.up[expert], x) @ x[token].double() for token, expert in pairs]
+    return [_seen(layer.signal[expert], x) @ x[token].double() for token, expert in pairs]
 
 
 def swiglu(layer: Layer, x: Tensor, calls: Calls, chosen: list[Tensor], values: list[Tensor]) -> Tensor:
-    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n, (B, H) float64."""
+    """y[token] += weight · sum_n o(other_n · x) v_n down_n, (B, H) float64."""
     y = torch.zeros(x.shape, dtype=torch.float64)
     pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
     for call, (token, expert) in enumerate(pairs):
-        g = _seen(layer.gate[expert], x)[chosen[call]] @ x[token].double()
-        h = g / (1 + torch.exp(-g)) * values[call]
+        h = layer.of_other(_seen(layer.other[expert], x)[chosen[call]] @ x[token].double()) * values[call]
         y[token] += calls.weights[call].double() * (h @ _seen(layer.down[expert], x)[chosen[call]])
     return y
 

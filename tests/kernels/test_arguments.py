@@ -22,7 +22,7 @@ from torch import Tensor
 from .oracle import make_layer
 
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
-UP, ROWS = LAYER.stored_up, LAYER.rows
+UP, ROWS = LAYER.stored, LAYER.rows
 LINEAR = LinearWeights(UP.layout.vector, UP.q[0], UP.scale[0], UP.zero[0])
 NBYTES = ROWS.layout.nbytes
 

@@ -16,9 +16,10 @@ from .oracle import Layer, make_calls, make_layer, make_x
 Size = tuple[int, int, int, int]
 
 
-@pytest.fixture(params=[(3, 7, 40, 20), (5, 19, 96, 32), (1, 1, 1, 1)], ids=str)
+@pytest.fixture(params=[((3, 7, 40, 20), "up"), ((5, 19, 96, 32), "gate"), ((1, 1, 1, 1), "up")], ids=str)
 def layer(request: pytest.FixtureRequest) -> Layer:
-    return make_layer(request.param, (3, 4, 2))
+    size, signal = request.param
+    return make_layer(size, (3, 4, 2), signal)
 
 
 def step_of(layer: Layer, tokens: int) -> tuple[Tensor, Calls, Tensor, Active]:
@@ -26,14 +27,14 @@ def step_of(layer: Layer, tokens: int) -> tuple[Tensor, Calls, Tensor, Active]:
     experts = layer.rows.experts
     calls = make_calls([tokens - 1, 0, 0], [experts - 1, 0, experts // 2])
     x, limits = make_x(tokens, layer.rows.layout.other.n, torch.float32), torch.tensor([0.0, 0.5, torch.inf])
-    return x, calls, limits, kernels.signal_gemv(x, layer.stored_up, calls, limits)
+    return x, calls, limits, kernels.signal_gemv(x, layer.stored, calls, limits)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_what_is_listed_is_what_is_active(layer: Layer, tokens: int) -> None:
     x, calls, limits, active = step_of(layer, tokens)
     listing, total = empty_listing(x, 3, layer.rows.neurons), active.neurons.numel()
-    kernels.list_active(x, layer.stored_up, calls, limits, listing)
+    kernels.list_active(x, layer.stored, calls, limits, listing)
     assert torch.equal(listing.offsets, active.offsets)
     assert torch.equal(listing.neurons[:total], active.neurons.int())
     for values in (listing.values, listing.copies):
@@ -58,7 +59,7 @@ def test_arguments_that_do_not_fit_are_refused(layer: Layer) -> None:
     x, calls, limits, active = step_of(layer, 1)
     neurons = layer.rows.neurons
     with pytest.raises(ValueError, match="values must be"):
-        kernels.list_active(x, layer.stored_up, calls, limits, empty_listing(x, 2, neurons))
+        kernels.list_active(x, layer.stored, calls, limits, empty_listing(x, 2, neurons))
     pool, slots = pool_of(layer, calls, active)
     (whole,) = portions(active, slots, 1, 3 * neurons)
     total = Total(x.clone(), torch.zeros(1, dtype=torch.int64))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from ..covering import covering
 from ..helpers import relative_rms
-from .oracle import Layer, each, make_layer, make_x, threshold_between
+from .oracle import SIGNALS, Layer, each, make_layer, make_x, threshold_between
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -26,21 +27,26 @@ BITS = [2, 3, 4, 8]
 
 def linear_of(layer: Layer, expert: int) -> LinearWeights:
     """One expert's up projection as a linear layer."""
-    up = layer.stored_up
+    up = layer.stored
     return LinearWeights(up.layout.vector, up.q[expert], up.scale[expert], up.zero[expert])
 
 
 def swiglu(layer: Layer, expert: int, x: Tensor, threshold: float) -> tuple[Tensor, int]:
     """The expert's output (B, H) in float64, and how many neurons are active over all tokens."""
-    up, gate, down = (part[expert] for part in (layer.up, layer.gate, layer.down))
-    v, g = x.double() @ up.T, x.double() @ gate.T
+    v, other = both(layer, expert, x)
     kept = v.abs() >= threshold
-    return torch.where(kept, g / (1 + torch.exp(-g)) * v, 0.0) @ down, int(kept.sum())
+    return torch.where(kept, other * v, 0.0) @ layer.down[expert], int(kept.sum())
+
+
+def both(layer: Layer, expert: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """v, and what it is multiplied with, (B, F) each in float64."""
+    v, other = (x.double() @ part[expert].T for part in (layer.signal, layer.other))
+    return layer.of_signal(v), layer.of_other(other)
 
 
 def quiet_threshold(layer: Layer, expert: int, x: Tensor, sparsity: float) -> float:
     """A threshold at about this quantile of |v|, in the widest gap nearby, so that rounding decides nothing."""
-    v = (x.double() @ layer.up[expert].T).abs().flatten().sort().values
+    v = both(layer, expert, x)[0].abs().flatten().sort().values
     if sparsity == 0:
         return 0.0
     middle = min(int(sparsity * len(v)), len(v) - 2)
@@ -54,7 +60,7 @@ def quiet_threshold(layer: Layer, expert: int, x: Tensor, sparsity: float) -> fl
 def test_linear_is_the_product(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
-    assert relative_rms(native.linear(x, linear_of(layer, 0)), x.double() @ layer.up[0].T) <= 1e-5
+    assert relative_rms(native.linear(x, linear_of(layer, 0)), x.double() @ layer.signal[0].T) <= 1e-5
 
 
 @every_isa
@@ -64,7 +70,7 @@ def test_linear_of_16_bit_x(bits: int, dtype: torch.dtype) -> None:
     layer, x = make_layer((1, 70, 320, 64), (bits, 4, 4)), make_x(11, 320, dtype)
     y = native.linear(x, linear_of(layer, 0))
     assert y.dtype == dtype
-    assert relative_rms(y, x.double() @ layer.up[0].T) <= TOLERANCE[dtype]
+    assert relative_rms(y, x.double() @ layer.signal[0].T) <= TOLERANCE[dtype]
 
 
 @every_isa
@@ -73,39 +79,47 @@ def test_linear_with_fewer_bits_of_x(size: tuple[int, int, int, int], bits: int,
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
     y = native.linear(x, linear_of(layer, 0), x_bits=15)
-    assert relative_rms(y, x.double() @ layer.up[0].T) <= 1e-4
+    assert relative_rms(y, x.double() @ layer.signal[0].T) <= 1e-4
 
 
 @every_isa
-@covering({"isa": native.ISAS, "widths": WIDTHS, "size": SIZES}, {"tokens": COUNTS, "sparsity": [0.0, 0.6, 0.95]})
+@covering(
+    {"isa": native.ISAS, "widths": WIDTHS, "size": SIZES},
+    {"tokens": COUNTS, "sparsity": [0.0, 0.6, 0.95], "signal": SIGNALS},
+)
 def test_expert_is_the_formula(
-    size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, sparsity: float
+    size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, sparsity: float, signal: Projection
 ) -> None:
-    layer, x, expert = make_layer(size, widths), make_x(tokens, size[2], torch.float32), size[0] - 1
+    layer, x, expert = make_layer(size, widths, signal), make_x(tokens, size[2], torch.float32), size[0] - 1
     threshold = quiet_threshold(layer, expert, x, sparsity)
     truth, kept = swiglu(layer, expert, x, threshold)
     torch.full(x.shape, float("nan"))  # freed memory that the output may get
-    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, each(x, threshold))
+    y, *counts = native.expert_swiglu(x, layer.stored, layer.rows, expert, each(x, threshold))
     assert counts == [kept, kept]
     assert relative_rms(y, truth) <= 1e-5
 
 
 @every_isa
-@covering({"widths": WIDTHS, "size": SIZES}, {"isa": native.ISAS, "tokens": [2, 9, 23], "keep": [0.8, 0.1]})
+@covering(
+    {"widths": WIDTHS, "size": SIZES},
+    {"isa": native.ISAS, "tokens": [2, 9, 23], "keep": [0.8, 0.1], "signal": SIGNALS},
+)
 def test_a_second_threshold_leaves_out_small_products(
-    size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, keep: float
+    size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, keep: float, signal: Projection
 ) -> None:
-    layer, x, expert = make_layer(size, widths), make_x(tokens, size[2], torch.float32), size[0] - 1
-    v, g = (x.double() @ part[expert].T for part in (layer.up, layer.gate))
+    layer, x, expert = make_layer(size, widths, signal), make_x(tokens, size[2], torch.float32), size[0] - 1
+    v, other = both(layer, expert, x)
     # Each token has both of its own.
     thresholds = torch.tensor([threshold_between(own, 0.5 + 0.4 * t / tokens) for t, own in enumerate(v)])
+    # With wide codes some gates close so far that float32 has only 0 for them.
+    thresholds = thresholds.clamp_min(1e-6 * float(v.abs().max()))
     active = v.abs() >= thresholds[:, None]
-    products = torch.where(active, g / (1 + torch.exp(-g)) * v, 0.0)
-    largest = float(products.abs().max())  # with wide codes some gates close so far that float32 has only 0 for them
+    products = torch.where(active, other * v, 0.0)
+    largest = float(products.abs().max())
     limits = torch.tensor([threshold_between(own[own != 0], keep) for own in products]).clamp_min(1e-6 * largest)
     truth = torch.where(products.abs() >= limits[:, None], products, 0.0)
     torch.full(x.shape, float("nan"))  # freed memory that the output may get
-    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, thresholds, limits)
+    y, *counts = native.expert_swiglu(x, layer.stored, layer.rows, expert, thresholds, limits)
     assert counts == [int(active.sum()), int(truth.count_nonzero())]
     assert relative_rms(y, truth @ layer.down[expert]) <= 1e-5
 
@@ -114,7 +128,7 @@ def test_a_second_threshold_leaves_out_small_products(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
     layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, dtype)
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0))
+    y, *_ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.0))
     assert y.dtype == dtype
     assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= TOLERANCE[dtype]
 
@@ -122,7 +136,7 @@ def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
 @every_isa
 def test_fewer_bits_of_x_cost_little() -> None:
     layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, torch.float32)
-    y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0), x_bits=15)
+    y, active, _ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.0), x_bits=15)
     assert active == 11 * 130
     assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= 2e-4
 
@@ -135,7 +149,7 @@ def test_the_number_of_threads_changes_nothing(sparsity: float) -> None:
     results: list[tuple[Tensor, Tensor, int]] = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, threshold))
+        y, active, _ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, threshold))
         results.append((native.linear(x, linear_of(layer, 0)), y, active))
     for linear, y, active in results[1:]:
         assert torch.equal(linear, results[0][0]) and torch.equal(y, results[0][1]) and active == results[0][2]
@@ -145,9 +159,9 @@ def test_the_number_of_threads_changes_nothing(sparsity: float) -> None:
 @pytest.mark.parametrize("hidden", [40, 320])
 def test_nan_and_infinity_reach_their_own_token_alone(hidden: int) -> None:
     layer, x = make_layer((1, 37, hidden, hidden // 5), (2, 4, 4)), make_x(5, hidden, torch.float32)
-    clean, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.5))
+    clean, *_ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.5))
     x[1, 3], x[3, 7] = float("nan"), float("inf")
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.5))
+    y, *_ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.5))
     assert y[1].isnan().all() and not y[3].isfinite().any()
     assert torch.equal(y[[0, 2, 4]], clean[[0, 2, 4]])
     linear = native.linear(x, linear_of(layer, 0))
@@ -157,10 +171,8 @@ def test_nan_and_infinity_reach_their_own_token_alone(hidden: int) -> None:
 @every_isa
 def test_no_tokens_and_no_neurons() -> None:
     layer = make_layer((1, 7, 40, 20), (2, 4, 4))
-    y, *counts = native.expert_swiglu(torch.empty(0, 40), layer.stored_up, layer.rows, 0, torch.empty(0))
+    y, *counts = native.expert_swiglu(torch.empty(0, 40), layer.stored, layer.rows, 0, torch.empty(0))
     assert y.shape == (0, 40) and counts == [0, 0]
     assert native.linear(torch.empty(0, 40), linear_of(layer, 0)).shape == (0, 7)
-    unreachable, *counts = native.expert_swiglu(
-        torch.ones(3, 40), layer.stored_up, layer.rows, 0, torch.full((3,), 1e30)
-    )
+    unreachable, *counts = native.expert_swiglu(torch.ones(3, 40), layer.stored, layer.rows, 0, torch.full((3,), 1e30))
     assert counts == [0, 0] and not unreachable.any()

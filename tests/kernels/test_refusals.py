@@ -20,9 +20,7 @@ pytestmark = pytest.mark.usefixtures("on_backend")
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
 WIDE = make_layer((3, 7, 40, 20), (16, 16, 16))
 OTHER = make_layer((3, 5, 40, 20), (2, 4, 4))
-LINEAR = LinearWeights(
-    LAYER.stored_up.layout.vector, LAYER.stored_up.q[0], LAYER.stored_up.scale[0], LAYER.stored_up.zero[0]
-)
+LINEAR = LinearWeights(LAYER.stored.layout.vector, LAYER.stored.q[0], LAYER.stored.scale[0], LAYER.stored.zero[0])
 X = torch.ones(2, 40)
 CALLS = Calls(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([0.5, 0.5]))
 ACTIVE = Active(torch.tensor([0, 2, 3]), torch.tensor([6, 0, 6]), torch.ones(3))
@@ -64,28 +62,28 @@ BAD_ACTIVE = [
 @pytest.mark.parametrize("x", BAD_X)
 def test_up_gemv_refuses_x(x: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.signal_gemv(x, LAYER.stored_up, CALLS, torch.zeros(2))
+        kernels.signal_gemv(x, LAYER.stored, CALLS, torch.zeros(2))
 
 
 @pytest.mark.parametrize("calls", BAD_CALLS)
 def test_up_gemv_refuses_calls(calls: Calls) -> None:
     with pytest.raises(ValueError):
-        kernels.signal_gemv(X, LAYER.stored_up, calls, torch.zeros(calls.experts.shape))
+        kernels.signal_gemv(X, LAYER.stored, calls, torch.zeros(calls.experts.shape))
 
 
 @pytest.mark.parametrize("thresholds", [torch.zeros(1), torch.zeros(3), torch.zeros(2, 1), torch.tensor(0.0)], ids=str)
 def test_up_gemv_refuses_thresholds(thresholds: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.signal_gemv(X, LAYER.stored_up, CALLS, thresholds)
+        kernels.signal_gemv(X, LAYER.stored, CALLS, thresholds)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"q": LAYER.stored_up.q[:, :, :-1]}, id="short-rows"),
-        pytest.param({"q": LAYER.stored_up.q[0]}, id="two-dimensional"),
-        pytest.param({"scale": LAYER.stored_up.scale[:, :, :1]}, id="fewer-scales"),
-        pytest.param({"scale": LAYER.stored_up.scale[:, :5]}, id="scales-of-fewer-neurons"),
+        pytest.param({"q": LAYER.stored.q[:, :, :-1]}, id="short-rows"),
+        pytest.param({"q": LAYER.stored.q[0]}, id="two-dimensional"),
+        pytest.param({"scale": LAYER.stored.scale[:, :, :1]}, id="fewer-scales"),
+        pytest.param({"scale": LAYER.stored.scale[:, :5]}, id="scales-of-fewer-neurons"),
         pytest.param(
             {name: torch.ones(3, 7, 4, dtype=torch.float16) for name in ("scale", "zero")}, id="groups-of-another-size"
         ),
@@ -93,7 +91,7 @@ def test_up_gemv_refuses_thresholds(thresholds: Tensor) -> None:
 )
 def test_up_gemv_refuses_weights_that_do_not_fit_their_layout(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        kernels.signal_gemv(X, replace(LAYER.stored_up, **changes), CALLS, torch.zeros(2))
+        kernels.signal_gemv(X, replace(LAYER.stored, **changes), CALLS, torch.zeros(2))
 
 
 @pytest.mark.parametrize("x", BAD_X)
@@ -123,25 +121,25 @@ def test_sparse_swiglu_refuses_records_that_do_not_fit_their_layout(layer: Any) 
 @pytest.mark.parametrize("expert", [-1, 3, 1 << 40])
 def test_expert_swiglu_refuses_experts(expert: int) -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, expert, each(X, 0.0))
+        kernels.expert_swiglu(X, LAYER.stored, LAYER.rows, expert, each(X, 0.0))
 
 
 def test_expert_swiglu_refuses_thresholds_of_other_tokens() -> None:
     with pytest.raises(ValueError, match=r"^thresholds must be"):
-        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, each(X[1:], 0.0))
+        kernels.expert_swiglu(X, LAYER.stored, LAYER.rows, 0, each(X[1:], 0.0))
     with pytest.raises(ValueError, match=r"^down_thresholds must be"):
-        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, each(X, 0.0), each(X[1:], 0.0))
+        kernels.expert_swiglu(X, LAYER.stored, LAYER.rows, 0, each(X, 0.0), each(X[1:], 0.0))
 
 
 @pytest.mark.parametrize("x", BAD_X[:-1])
 def test_expert_swiglu_refuses_x(x: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(x, LAYER.stored_up, LAYER.rows, 0, each(x, 0.0))
+        kernels.expert_swiglu(x, LAYER.stored, LAYER.rows, 0, each(x, 0.0))
 
 
 def test_expert_swiglu_refuses_up_and_rows_of_different_neuron_counts() -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(X, OTHER.stored_up, LAYER.rows, 0, each(X, 0.0))
+        kernels.expert_swiglu(X, OTHER.stored, LAYER.rows, 0, each(X, 0.0))
 
 
 def test_sparse_swiglu_refuses_down_thresholds() -> None:
@@ -152,16 +150,16 @@ def test_sparse_swiglu_refuses_down_thresholds() -> None:
 @pytest.mark.parametrize("calls", BAD_CALLS)
 def test_moe_step_refuses_calls(calls: Calls) -> None:
     with pytest.raises(ValueError):
-        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, calls, torch.zeros(calls.experts.shape))
+        kernels.moe_step(X, LAYER.stored, LAYER.rows, calls, torch.zeros(calls.experts.shape))
 
 
 def test_moe_step_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError):
-        kernels.moe_step(X, OTHER.stored_up, LAYER.rows, CALLS, torch.zeros(2))
+        kernels.moe_step(X, OTHER.stored, LAYER.rows, CALLS, torch.zeros(2))
     with pytest.raises(ValueError):
-        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, CALLS, torch.zeros(3))
+        kernels.moe_step(X, LAYER.stored, LAYER.rows, CALLS, torch.zeros(3))
     with pytest.raises(ValueError):
-        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, CALLS, torch.zeros(2), torch.zeros(1))
+        kernels.moe_step(X, LAYER.stored, LAYER.rows, CALLS, torch.zeros(2), torch.zeros(1))
 
 
 @pytest.mark.parametrize("x", BAD_X[:-1])

@@ -73,7 +73,7 @@ def test_it_is_layer_after_layer(
     stored = [make_experts((parts * experts, neurons, hidden, group), widths, seed=i) for i in range(layers)]
     limits = torch.rand(2, parts * experts, generator=torch.Generator().manual_seed(7)) / 4
     chosen = [
-        ExpertLayer(one.stored_up, one.rows, Limits(limits[0], limits[1] if i else None), rule)
+        ExpertLayer(one.stored, one.rows, Limits(limits[0], limits[1] if i else None), rule)
         for i, one in enumerate(stored)
     ]
     for position in (0, 5, 200):
@@ -90,7 +90,7 @@ def test_it_is_layer_after_layer(
 def test_what_is_not_a_number_reaches_the_result() -> None:
     sizes, shape, widths = SHAPES["small"]
     dense, one = [NativeStep(make_layer(sizes))], make_experts(shape, widths)
-    layer = ExpertLayer(one.stored_up, one.rows, Limits(torch.ones(5), torch.ones(5)), Rule(drop=0.3, weighed=True))
+    layer = ExpertLayer(one.stored, one.rows, Limits(torch.ones(5), torch.ones(5)), Rule(drop=0.3, weighed=True))
     x, _, rope, kv = make_input(sizes, 2)
     x[0, 3] = NAN
     found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), Stop())
@@ -145,7 +145,7 @@ def make_model() -> Model:
     dense = [NativeStep(replace(make_layer(sizes), eps=1e-5 * (1 + i))) for i in range(2)]
     stored = [make_experts((2 * shape[0], *shape[1:]), widths, seed=i) for i in range(2)]
     limits, rule = torch.full((2 * shape[0],), 0.1), Rule(drop=0.6, major=0.97, weighed=True)
-    experts = [ExpertLayer(one.stored_up, one.rows, Limits(limits, limits), rule) for one in stored]
+    experts = [ExpertLayer(one.stored, one.rows, Limits(limits, limits), rule) for one in stored]
     _, _, _, store = make_input(sizes, POSITION)
     rope = torch.stack([make_input(sizes, POSITION + i)[2] for i in range(20)])
     ends = make_ends(shape[2])

@@ -32,7 +32,7 @@ def seen(x: Tensor, group: int) -> Tensor:
 
 
 def linear_of(layer: Layer, expert: int = 0) -> LinearWeights:
-    up = layer.stored_up
+    up = layer.stored
     return LinearWeights(up.layout.vector, up.q[expert], up.scale[expert], up.zero[expert])
 
 
@@ -69,7 +69,7 @@ def test_linear_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bit
     x[:, ::37] *= 30  # hidden states have a few large values
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
     y = native.linear(x, linear_of(layer), 8)
-    assert relative_rms(y, seen(x, size[3]) @ layer.up[0].T) <= 1e-5
+    assert relative_rms(y, seen(x, size[3]) @ layer.signal[0].T) <= 1e-5
 
 
 @every_isa
@@ -78,9 +78,9 @@ def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bi
     layer, x = make_layer(size, (bits, 4, 4)), make_x(3, size[2], torch.float32)
     calls = make_calls([0, 1, 2], [0, size[0] - 1, 0])
     torch.full((3 * size[1],), float("nan"))
-    found = native.signal_gemv(x, layer.stored_up, calls, torch.zeros(3), 8)
+    found = native.signal_gemv(x, layer.stored, calls, torch.zeros(3), 8)
     pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
-    truth = [layer.up[expert] @ seen(x, size[3])[token] for token, expert in pairs]
+    truth = [layer.signal[expert] @ seen(x, size[3])[token] for token, expert in pairs]
     assert relative_rms(found.values, torch.cat(truth)) <= 1e-5
 
 
@@ -95,7 +95,7 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
     active = Active(torch.tensor([0, len(neurons)]), neurons, v)
     torch.full(x.shape, float("nan"))
     y, kept = native.sparse_swiglu(x, layer.rows, make_calls([0], [0]), active, None, 8)
-    gate, rough = layer.gate[0, neurons], seen(x, size[3])[0]
+    gate, rough = layer.other[0, neurons], seen(x, size[3])[0]
     h = silu(gate @ rough) * v.double()
     truth = make_calls([0], [0]).weights[0].double() * (h @ layer.down[0, neurons])
     assert kept.tolist() == [len(neurons)]
@@ -111,9 +111,9 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
 def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, bits, 4)), make_x(tokens, size[2], torch.float32)
     torch.full(x.shape, float("nan"))
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0), None, 8)
+    y, *_ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.0), None, 8)
     rough = seen(x, size[3])
-    h = silu(rough @ layer.gate[0].T) * (rough @ layer.up[0].T)
+    h = silu(rough @ layer.other[0].T) * (rough @ layer.signal[0].T)
     assert relative_rms(y, h @ layer.down[0]) <= 2e-5
 
 
@@ -162,7 +162,7 @@ def test_extreme_x_in_eight_bits(value: float) -> None:
     if value != value or value == float("inf"):
         assert not y[1].isfinite().any()
     else:
-        assert relative_rms(y[1], reference.rounded(x, 8)[1].double() @ layer.up[0].T) <= 1e-5
+        assert relative_rms(y[1], reference.rounded(x, 8)[1].double() @ layer.signal[0].T) <= 1e-5
 
 
 @every_isa
@@ -181,7 +181,7 @@ def test_the_number_of_threads_changes_nothing_in_eight_bits() -> None:
     results: list[tuple[Tensor, Tensor]] = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(native.moe_step(x, layer.stored_up, layer.rows, calls, limits, limits, 8))
+        results.append(native.moe_step(x, layer.stored, layer.rows, calls, limits, limits, 8))
     for y, counts in results[1:]:
         assert torch.equal(y, results[0][0]) and torch.equal(counts, results[0][1])
 

@@ -48,6 +48,16 @@ inline Stored stored(const floe_vector &v, const uint8_t *at) {
     return {at, at + 2 * groups, at + 4 * groups};
 }
 
-inline float silu(float g) { return g / (1.0f + std::exp(-g)); }
+inline float silu(float z) { return z / (1.0f + std::exp(-z)); }
+
+inline bool is_function(int32_t function) { return function == FLOE_PLAIN || function == FLOE_SILU; }
+
+// A projection's function, of one number; NaN stays NaN.
+inline float applied(int32_t function, float z) { return function == FLOE_SILU ? silu(z) : z; }
+
+// Whether rows are made for this signal: between them, exactly one is the gate.
+inline bool complete(const floe_signal &signal, const floe_rows &rows) {
+    return is_function(signal.function) && is_function(rows.function) && signal.function != rows.function;
+}
 
 } // namespace floe

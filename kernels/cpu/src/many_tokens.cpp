@@ -65,7 +65,7 @@ struct Expert {
     const Token *for_signal, *for_other;
     uint8_t *scratch;
     int64_t scratch_bytes;
-    float *h; // (tiles, tokens, kTile): silu(gate · x) v, zero where left out; in sparse tiles, of the kept alone
+    float *h; // (tiles, tokens, kTile): o(other · x) v, zero where left out; in sparse tiles, of the kept alone
     uint8_t *which, *counts; // (tiles, tokens, kTile) and (tiles, tokens): those neurons
     bool *sparse;            // (tiles)
     float *y;
@@ -94,16 +94,17 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
         row_ops().dot(c.signal->row, w, rows, group, tokens, nullptr, v, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
-                const bool reached = !(std::fabs(v[r][t]) < c.thresholds[first + t]); // NaN goes on to the result
+                const float value = applied(c.signal->function, v[r][t]);
+                const bool reached = !(std::fabs(value) < c.thresholds[first + t]); // NaN goes on to the result
                 active += reached;
-                *zeros += reached && v[r][t] == 0 && !(down_threshold(c, first + t) > 0);
-                h[(first + t) * kTile + n - start + r] = reached ? v[r][t] : 0;
+                *zeros += reached && value == 0 && !(down_threshold(c, first + t) > 0);
+                h[(first + t) * kTile + n - start + r] = reached ? value : 0;
             }
     }
     return active;
 }
 
-// The same tokens' and neurons' silu(gate · x) v in the place of v, zero where it is below the second threshold.
+// The same tokens' and neurons' o(other · x) v in the place of v, zero where it is below the second threshold.
 // Returns how many are not below it, of those whose v is not zero.
 int64_t compute_products(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
                          uint8_t *scratch) {
@@ -127,7 +128,7 @@ int64_t compute_products(const Expert &c, int64_t start, int64_t end, int64_t fi
             for (int t = 0; t < tokens; t++) {
                 if ((wanted[r] >> t & 1) == 0) continue;
                 float &product = h[(first + t) * kTile + n - start + r];
-                product *= silu(g[r][t]);
+                product *= applied(c.rows->function, g[r][t]);
                 if (std::fabs(product) < down_threshold(c, first + t)) product = 0; // NaN goes on to the result
                 else kept++;
             }
@@ -229,7 +230,8 @@ int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal
     const floe_vector &other = rows->other, &down = rows->down;
     const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down), neurons = rows->neurons;
     if (code_bytes(signal->row) < 0 || other_codes < 0 || down_codes < 0 || signal->row.n != other.n ||
-        other.n != down.n || tokens < 0 || neurons < 0 || signal->neurons != neurons || digits < 1 || digits > 3)
+        other.n != down.n || !complete(*signal, *rows) || tokens < 0 || neurons < 0 || signal->neurons != neurons ||
+        digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     const int64_t other_bytes = 4 * groups_of(other) + other_codes;
     if (rows->row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;

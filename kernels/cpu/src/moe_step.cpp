@@ -1,6 +1,6 @@
 // moe_step: signal_gemv, then sparse_swiglu of what it found, in one call: between the two nothing leaves the library.
 #include "buffers.h"
-#include "floe.h"
+#include "expert_ops.h"
 
 using namespace floe;
 
@@ -8,7 +8,7 @@ int floe_moe_step(const float *x, int64_t tokens, const floe_signal *signal, con
                   const floe_calls *calls, int digits, int threads, float *y, int64_t *counts) {
     thread_local Buffer ends, lists;
     const int64_t count = calls->count;
-    if (count < 0 || signal->row.n != rows->other.n || signal->experts != rows->experts ||
+    if (count < 0 || !complete(*signal, *rows) || signal->row.n != rows->other.n || signal->experts != rows->experts ||
         signal->neurons != rows->neurons)
         return FLOE_BAD_SHAPE;
     uint8_t *memory = ends.take(aligned(8 * (count + 1)) + aligned(8 * count));

@@ -41,6 +41,21 @@ struct Context {
     float *found_values;
 };
 
+// The signal's function of what a call found in one block, keeping what still reaches the threshold. No |s(z)| is above
+// |z|, so nothing is missing here; most neurons are gone already, and their exponential is never computed.
+void apply(const Context &c, int64_t call, int64_t place) {
+    int32_t *neurons = c.found_neurons + place * kBlockRows;
+    float *values = c.found_values + place * kBlockRows;
+    int32_t found = 0;
+    for (int32_t i = 0; i < c.counts[place]; i++) {
+        const float v = applied(c.signal->function, values[i]);
+        neurons[found] = neurons[i];
+        values[found] = v;
+        found += !(std::fabs(v) < c.calls->threshold[call]);
+    }
+    c.counts[place] = found;
+}
+
 void compute_block(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
@@ -77,6 +92,8 @@ void compute_block(void *opaque, int64_t item, int worker) {
             }
         }
     }
+    if (signal.function == FLOE_PLAIN) return;
+    for (int64_t i = first; i < last; i++) apply(c, c.order[i], c.order[i] * c.blocks + block);
 }
 
 } // namespace
@@ -88,8 +105,9 @@ int64_t floe_signal_gemv(const float *x, int64_t tokens, const floe_signal *sign
                          int threads, int64_t *offsets) {
     const int64_t neurons = signal->neurons, count = calls->count;
     const int64_t *const expert = calls->expert;
-    if (code_bytes(signal->row) < 0 || tokens < 0 || signal->experts < 0 || neurons < 0 || count < 0 ||
-        neurons > INT32_MAX || digits < 1 || digits > 3 || (count > 0 && calls->threshold == nullptr))
+    if (code_bytes(signal->row) < 0 || !is_function(signal->function) || tokens < 0 || signal->experts < 0 ||
+        neurons < 0 || count < 0 || neurons > INT32_MAX || digits < 1 || digits > 3 ||
+        (count > 0 && calls->threshold == nullptr))
         return FLOE_BAD_SHAPE;
     if (!in_range(calls->token, count, tokens) || !in_range(expert, count, signal->experts)) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;

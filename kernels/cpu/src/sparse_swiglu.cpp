@@ -1,4 +1,4 @@
-// sparse_swiglu: the active neurons' records, each read once: gate · x, then the down column into y.
+// sparse_swiglu: the active neurons' records, each read once: other · x, then the down column into y.
 //
 // The list of active neurons is cut into slices by its length alone; each slice has a sum of its own, and the sums
 // are added in order. So the result does not depend on the number of threads.
@@ -77,7 +77,7 @@ void SparseSum::compute(int64_t item, int worker) {
     const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active.neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
-    // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
+    // While rows of a batch are computed, those of the next one arrive; while down columns are added, those of the
     // next ones. So the memory always has as much to bring as is computed at the time.
     Kept kept(down_lines);
     int64_t kept_count = 0;
@@ -93,7 +93,7 @@ void SparseSum::compute(int64_t item, int worker) {
         }
         ops.dot(stored_rows.other, other, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
-            const float product = silu(g[r][0]) * c.active.values[start + r];
+            const float product = applied(stored_rows.function, g[r][0]) * c.active.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
             kept.push(stored(down, row(start + r) + c.other_bytes), weight * product);
             kept_count++;
@@ -153,8 +153,8 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
     const floe_vector &other = of_rows.other, &down = of_rows.down;
     const int64_t *const offsets = of_active.offsets, count = of_calls.count, neurons = of_rows.neurons;
     const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down);
-    if (other_codes < 0 || down_codes < 0 || other.n != down.n || tokens < 0 || of_rows.experts < 0 || neurons < 0 ||
-        count < 0 || with_digits < 1 || with_digits > 3)
+    if (other_codes < 0 || down_codes < 0 || other.n != down.n || !is_function(of_rows.function) || tokens < 0 ||
+        of_rows.experts < 0 || neurons < 0 || count < 0 || with_digits < 1 || with_digits > 3)
         return FLOE_BAD_SHAPE;
     other_bytes = 4 * groups_of(other) + other_codes;
     if (of_rows.row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;

@@ -1,6 +1,6 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
-Run: python -P compiling.py CASE CAPABILITY ..., where CASE is UP/GATE/DOWN-DTYPE[-OPTION], for example
+Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
 2/4/4-bfloat16-all, or attend-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
 instead of run.
 """
@@ -102,14 +102,15 @@ def call_operations(case: str) -> None:
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
-    up, gate, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
-    layout, signal_layout = RowLayout(gate, down, float16), SignalLayout(up, float16)
-    scales = [torch.empty(EXPERTS, F, up.groups, dtype=torch.float16) for _ in range(2)]
-    stored_up = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales)
+    own, other, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
+    signal = "gate" if "gate" in options else "up"
+    layout, signal_layout = RowLayout(other, down, float16, signal), SignalLayout(own, float16, signal)
+    scales = [torch.empty(EXPERTS, F, own.groups, dtype=torch.float16) for _ in range(2)]
+    stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales)
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))
-    kernels.moe_step(x, stored_up, rows, calls, limits)
+    kernels.moe_step(x, stored, rows, calls, limits)
     if "all" not in options:
         return
     index = torch.zeros(10, dtype=torch.int64)
@@ -120,7 +121,7 @@ def call_operations(case: str) -> None:
     kernels.sparse_swiglu(x, rows, calls, active, limits)
     lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
     offsets, values = torch.zeros(3, dtype=torch.int64), torch.empty(2 * F, dtype=dtype)
-    kernels.list_active(x, stored_up, calls, limits, Listing(values, offsets, lists[0], values))
+    kernels.list_active(x, stored, calls, limits, Listing(values, offsets, lists[0], values))
     total = Total(torch.empty(1, hidden, dtype=dtype), torch.zeros(1, dtype=torch.int64))
     for first in (True, False):
         kernels.add_listed(x, rows, calls, values, Portion(offsets, *lists), limits, total, first=first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.layouts import RowLayout, SignalLayout
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, SignalWeights
@@ -35,21 +36,21 @@ def relative_rms(got: Tensor, expected: Tensor) -> float:
     return float(error / expected.double().pow(2).mean().sqrt().clamp_min(1e-30))
 
 
-def layer_on(device: torch.device, size: Size, widths: Widths, *, seed: int = 0) -> Layer:
+def layer_on(device: torch.device, size: Size, widths: Widths, signal: Projection = "up", *, seed: int = 0) -> Layer:
     """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
-    layer = make_layer(size, widths, seed=seed)
-    up = layer.stored_up
+    layer = make_layer(size, widths, signal, seed=seed)
+    up = layer.stored
     up = SignalWeights(up.layout, *(tensor.to(device) for tensor in (up.q, up.scale, up.zero)))
-    return replace(layer, stored_up=up, rows=ExpertRows(layer.rows.layout, layer.rows.data.to(device)))
+    return replace(layer, stored=up, rows=ExpertRows(layer.rows.layout, layer.rows.data.to(device)))
 
 
 def float16_layer(device: torch.device, size: Size) -> Layer:
     """A layer of float16 weights."""
     layer = make_layer(size, (16, 16, 16))
-    up, gate, down = (part.half() for part in (layer.up, layer.gate, layer.down))
+    up, gate, down = (part.half() for part in (layer.signal, layer.other, layer.down))
     layout = RowLayout(layer.rows.layout.other, layer.rows.layout.down, torch.float16)
     records = layout.join(*(part.flatten(0, 1).contiguous().view(torch.uint8) for part in (gate, down)))
-    stored = replace(layer.stored_up, layout=SignalLayout(layer.stored_up.layout.vector, torch.float16))
+    stored = replace(layer.stored, layout=SignalLayout(layer.stored.layout.vector, torch.float16))
     stored = replace(stored, q=up.view(torch.uint8).to(device), scale=stored.scale.to(device))
     stored = replace(stored, zero=stored.zero.to(device))
     rows = ExpertRows(layout, records.view(*size[:2], -1).to(device))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.triton import dense
 from floe_chat.kernels.types import Calls
 from floe_chat.kernels.weights import LinearWeights
 
-from ..oracle import each, make_x, swiglu, threshold_between, up_values
+from ..oracle import SIGNALS, each, make_x, signal_values, swiglu, threshold_between
 from .layers import FAST_SIZES, TOLERANCE, Size, Widths, calls_on, layer_on, relative_rms, size_id
 
 SIZES: list[Size] = [(1, 1, 1, 1), (2, 70, 40, 20), (2, 7, 130, 26), *FAST_SIZES]
@@ -19,18 +20,23 @@ SIZES: list[Size] = [(1, 1, 1, 1), (2, 70, 40, 20), (2, 7, 130, 26), *FAST_SIZES
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize("widths", [(2, 4, 3), (16, 16, 8)], ids=str)
+@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 3), "up"), ((16, 16, 8), "gate")], ids=str)
 def test_expert_swiglu_is_the_formula(
-    widths: Widths, size: Size, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    widths: Widths,
+    signal: Projection,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dense, "SCRATCH", 1)  # the smallest blocks there are
-    layer, x, expert = layer_on(device, size, widths), make_x(5, size[2], dtype), size[0] - 1
+    layer, x, expert = layer_on(device, size, widths, signal), make_x(5, size[2], dtype), size[0] - 1
     calls = Calls(torch.arange(5), torch.full((5,), expert), torch.ones(5))
     # What is multiplied are weights in the type of x.
-    truth = up_values(layer, x, calls)
+    truth = signal_values(layer, x, calls)
     threshold = threshold_between(torch.cat(truth), 0.4)
     y, active, reached = kernels.expert_swiglu(
-        x.to(device), layer.stored_up, layer.rows, expert, each(x.to(device), threshold)
+        x.to(device), layer.stored, layer.rows, expert, each(x.to(device), threshold)
     )
     assert reached == active
     assert y.dtype == dtype and y.shape == x.shape
@@ -47,13 +53,14 @@ def test_expert_swiglu_is_the_formula(
         assert relative_rms(y, formula) <= (1e-5 if dtype == torch.float32 else 3e-2)
 
 
-def test_expert_swiglu_equals_the_sparse_operations(device: torch.device) -> None:
-    layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4)), make_x(3, 192, torch.float32).to(device)
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_expert_swiglu_equals_the_sparse_operations(signal: Projection, device: torch.device) -> None:
+    layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4), signal), make_x(3, 192, torch.float32).to(device)
     calls = calls_on(device, Calls(torch.arange(3), torch.full((3,), 1), torch.ones(3)))
     thresholds = torch.tensor([3.0, 4.0, 5.0], device=device)
     for limits in (None, thresholds / 2):
-        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 1, thresholds, limits)
-        step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
+        y, active, kept = kernels.expert_swiglu(x, layer.stored, layer.rows, 1, thresholds, limits)
+        step, counts = kernels.moe_step(x, layer.stored, layer.rows, calls, thresholds, limits)
         assert counts.sum(0).tolist() == [active, kept] and 0 < active < 3 * 37
         assert (kept < active) == (limits is not None)
         assert relative_rms(step, y.cpu()) <= 2e-6
@@ -62,13 +69,13 @@ def test_expert_swiglu_equals_the_sparse_operations(device: torch.device) -> Non
 def test_no_tokens_and_not_a_number(device: torch.device) -> None:
     layer = layer_on(device, (2, 7, 40, 20), (2, 4, 4))
     y, *counts = kernels.expert_swiglu(
-        torch.zeros(0, 40, device=device), layer.stored_up, layer.rows, 0, torch.zeros(0, device=device)
+        torch.zeros(0, 40, device=device), layer.stored, layer.rows, 0, torch.zeros(0, device=device)
     )
     assert y.shape == (0, 40) and counts == [0, 0]
     x = make_x(2, 40, torch.float32)
     x[0, 3] = float("nan")
     y, active, kept = kernels.expert_swiglu(
-        x.to(device), layer.stored_up, layer.rows, 0, each(x.to(device), 1.0), each(x.to(device), torch.inf)
+        x.to(device), layer.stored, layer.rows, 0, each(x.to(device), 1.0), each(x.to(device), torch.inf)
     )
     assert y[0].isnan().all() and not y[1].any() and active >= kept == 7
 

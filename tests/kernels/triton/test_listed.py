@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.listed import Listing, Portion, Total
 from torch import Tensor
 
 from ..listing import empty_listing, pool_of, portions
-from ..oracle import make_calls, make_x, swiglu, up_values
+from ..oracle import make_calls, make_x, signal_values, swiglu
 from .layers import ROUNDING, TOLERANCE, Size, calls_on, layer_on, relative_rms, size_id
 
 SIZES: list[Size] = [(3, 7, 40, 20), (3, 19, 128, 64), (1, 1, 1, 1), (2, 520, 64, 64)]
@@ -23,17 +24,19 @@ def reachable(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_listed_is_what_is_active(size: Size, dtype: torch.dtype, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (3, 2, 2)), make_x(2, size[2], dtype).to(device)
+@pytest.mark.parametrize(("dtype", "signal"), [(torch.float32, "gate"), (torch.bfloat16, "up")], ids=str)
+def test_what_is_listed_is_what_is_active(
+    size: Size, dtype: torch.dtype, signal: Projection, device: torch.device
+) -> None:
+    layer, x = layer_on(device, size, (3, 2, 2), signal), make_x(2, size[2], dtype).to(device)
     calls = calls_on(device, make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2]))
     limits = torch.tensor([0.5, torch.inf, 0.0], device=device)
-    want = kernels.signal_gemv(x, layer.stored_up, calls, limits)
+    want = kernels.signal_gemv(x, layer.stored, calls, limits)
     made = empty_listing(x, 3, size[1])
     listing = Listing(
         made.values, *(reachable(part.cpu(), device) for part in (made.offsets, made.neurons, made.copies))
     )
-    kernels.list_active(x, layer.stored_up, calls, limits, listing)
+    kernels.list_active(x, layer.stored, calls, limits, listing)
     if device.type == "cuda":
         torch.cuda.synchronize()
     total = want.neurons.numel()
@@ -45,16 +48,21 @@ def test_what_is_listed_is_what_is_active(size: Size, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize("widths", [(2, 4, 4), (2, 2, 3), (2, 16, 16)], ids=str)
+@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 4), "up"), ((2, 2, 3), "gate"), ((2, 16, 16), "gate")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("second", [None, 0.4])
 def test_parts_add_up_to_the_formula(
-    size: Size, widths: tuple[int, int, int], dtype: torch.dtype, second: float | None, device: torch.device
+    size: Size,
+    widths: tuple[int, int, int],
+    signal: Projection,
+    dtype: torch.dtype,
+    second: float | None,
+    device: torch.device,
 ) -> None:
-    layer, x = layer_on(device, size, widths), make_x(2, size[2], dtype)
+    layer, x = layer_on(device, size, widths, signal), make_x(2, size[2], dtype)
     calls = make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2])
     mine, limits = calls_on(device, calls), torch.tensor([0.5, torch.inf, 0.0], device=device)
-    active = kernels.signal_gemv(x.to(device), layer.stored_up, mine, limits)
+    active = kernels.signal_gemv(x.to(device), layer.stored, mine, limits)
     pool, slots = pool_of(layer, calls, active)
     seconds = None if second is None else torch.full((3,), second, device=device)
     total = Total(torch.full_like(x, torch.nan).to(device), torch.full((1,), 7, device=device))
@@ -69,7 +77,7 @@ def test_parts_add_up_to_the_formula(
     if second is None:
         bounds = active.offsets.tolist()
         chosen = [active.neurons[begin:end].cpu() for begin, end in pairwise(bounds)]
-        truth = [v[n] for v, n in zip(up_values(layer, x.double(), calls), chosen, strict=True)]
+        truth = [v[n] for v, n in zip(signal_values(layer, x.double(), calls), chosen, strict=True)]
         formula = swiglu(layer, x.double(), calls, chosen, truth)
         assert relative_rms(total.y, formula) <= TOLERANCE[dtype] + 4 * ROUNDING[dtype]
 

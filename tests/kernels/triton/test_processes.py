@@ -57,6 +57,7 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("16/16/16-bfloat16", "75", id="bfloat16 weights"),
         pytest.param("16/16/16-float16", "75", id="float16 weights"),
         pytest.param("2/4/3-bfloat16-group16", "86", id="groups of 16"),
+        pytest.param("3/4/4-bfloat16-gate", "86", id="gate as the signal"),
         pytest.param("2/4/3-bfloat16-general", "86", id="general path"),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths"),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention"),
@@ -68,7 +69,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     ran = run(tmp_path, str(HERE / "compiling.py"), case, *capabilities.split(), TRITON_DEFAULT_FP_FUSION="1")
     assert ran.returncode == 0, ran.stderr[-4000:]
     needs: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
-    expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "gate_kernel", "down_kernel", "combine_kernel"}
+    expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
     if case.startswith("attend"):
         expected = {"attend_kernel", "join_kernel"}
     if case.endswith("all"):
@@ -81,7 +82,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
         assert all(need["registers"] <= 255 for need in mine), mine
         if "general" not in case:
             # 16 bytes a thread is what makes them run at memory speed; the few others are neurons, slots and limits.
-            streaming = [need for need in mine if need["kernel"] in ("gemv_kernel", "gate_kernel", "down_kernel")]
+            streaming = [need for need in mine if need["kernel"] in ("gemv_kernel", "product_kernel", "down_kernel")]
             assert all(need["wide_loads"] and need["narrow_loads"] <= 9 for need in streaming), streaming
             landing = [need for need in mine if need["kernel"] == "land_kernel"]
             assert all(need["wide_loads"] >= need["narrow_loads"] for need in landing), landing

@@ -7,12 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.triton import launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel
 from floe_chat.kernels.types import Calls
 from torch import Tensor
 
-from ..oracle import WIDTHS, Layer, as_active, make_calls, make_x, swiglu, threshold_between, up_values
+from ..oracle import (
+    SIGNALS,
+    WIDTHS,
+    Layer,
+    as_active,
+    make_calls,
+    make_x,
+    signal_values,
+    swiglu,
+    threshold_between,
+)
 from .layers import (
     ALL_SIZES,
     ROUNDING,
@@ -31,6 +42,11 @@ from .layers import (
 SWIGLU_WIDTHS: list[Widths] = [(2, 2, 3), (2, 3, 2), (2, 4, 8), (2, 8, 4), (2, 16, 16)]
 
 
+def signal_of(bits: int, size: Size) -> Projection:
+    """Up or gate, so that all cases have about as many of each, whatever the width and the size."""
+    return SIGNALS[(bits + size[2]) % 3 % 2]
+
+
 def some_calls(experts: int) -> Calls:
     """Tokens out of order, one token with several experts, one expert twice for one token, one token without calls."""
     return make_calls([2, 0, 0, 0], [experts - 1, 0, experts // 2, 0])
@@ -38,11 +54,12 @@ def some_calls(experts: int) -> Calls:
 
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
-def test_up_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.device) -> None:
-    layer, x, calls = layer_on(device, size, (bits, 2, 2)), make_x(3, size[2], torch.float32), some_calls(size[0])
-    truth = up_values(layer, x.double(), calls)
+def test_signal_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.device) -> None:
+    layer = layer_on(device, size, (bits, 2, 2), signal_of(bits, size))
+    x, calls = make_x(3, size[2], torch.float32), some_calls(size[0])
+    truth = signal_values(layer, x.double(), calls)
     limits = [threshold_between(v, keep) for v, keep in zip(truth, (0.5, 0.1, 1.0, 0.0), strict=True)]
-    active = kernels.signal_gemv(x.to(device), layer.stored_up, calls_on(device, calls), torch.tensor(limits))
+    active = kernels.signal_gemv(x.to(device), layer.stored, calls_on(device, calls), torch.tensor(limits))
     assert active.offsets.device.type == "cpu" and active.offsets.dtype == active.neurons.dtype == torch.int64
     kept = [(v.abs() >= limit).nonzero().squeeze(1) for v, limit in zip(truth, limits, strict=True)]
     assert active.offsets.diff().tolist() == [n.numel() for n in kept]
@@ -55,10 +72,10 @@ def test_up_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.d
 def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, device: torch.device) -> None:
     size = (3, 17, 128, 64)
     layer, x, calls = layer_on(device, size, (bits, 2, 2)), make_x(3, size[2], torch.float32), some_calls(size[0])
-    truth = up_values(layer, x.double(), calls)
+    truth = signal_values(layer, x.double(), calls)
     limits = torch.tensor([threshold_between(v, 0.5) for v in truth])
     limits[1] = torch.inf
-    given = (x.to(device), layer.stored_up, calls_on(device, calls), limits)
+    given = (x.to(device), layer.stored, calls_on(device, calls), limits)
     want = kernels.signal_gemv(*given)
     ends, neurons, values = kernels.up_list(*given)
     assert ends.device == neurons.device == values.device == given[0].device
@@ -71,8 +88,9 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)
 @pytest.mark.parametrize("widths", SWIGLU_WIDTHS, ids=str)
 def test_sparse_swiglu_is_the_formula(widths: Widths, size: Size, device: torch.device) -> None:
-    layer, x, calls = layer_on(device, size, widths), make_x(3, size[2], torch.float32), some_calls(size[0])
-    chosen, values = some_active(up_values(layer, x.double(), calls))
+    layer = layer_on(device, size, widths, signal_of(widths[1], size))
+    x, calls = make_x(3, size[2], torch.float32), some_calls(size[0])
+    chosen, values = some_active(signal_values(layer, x.double(), calls))
     active = active_on(device, as_active(chosen, values, torch.float32))
     y, _ = kernels.sparse_swiglu(x.to(device), layer.rows, calls_on(device, calls), active)
     assert y.dtype == x.dtype and y.shape == x.shape and not y[1].any()
@@ -91,7 +109,8 @@ def some_active(v: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("size", [(3, 9, 40, 20), (3, 17, 128, 64)], ids=size_id)
 @pytest.mark.parametrize("widths", [(2, 4, 4), (3, 16, 2), (8, 3, 16)], ids=str)
 def test_16_bit_activations(widths: Widths, size: Size, dtype: torch.dtype, device: torch.device) -> None:
-    layer, x, calls = layer_on(device, size, widths), make_x(3, size[2], dtype), some_calls(size[0])
+    layer = layer_on(device, size, widths, signal_of(widths[0], size))
+    x, calls = make_x(3, size[2], dtype), some_calls(size[0])
     if dtype == torch.float16:
         x, calls = x / 16, replace(calls, weights=calls.weights / 16)  # random 16-bit weights are large
     check_step(layer, x, calls, device)
@@ -104,9 +123,9 @@ def test_float16_weights(size: Size, device: torch.device) -> None:
 
 def check_step(layer: Layer, x: Tensor, calls: Calls, device: torch.device) -> None:
     """signal_gemv and sparse_swiglu on all neurons, against the formula."""
-    truth = up_values(layer, x.double(), calls)
+    truth = signal_values(layer, x.double(), calls)
     mine = calls_on(device, calls)
-    active = kernels.signal_gemv(x.to(device), layer.stored_up, mine, torch.zeros(len(truth)))
+    active = kernels.signal_gemv(x.to(device), layer.stored, mine, torch.zeros(len(truth)))
     assert active.values.dtype == x.dtype
     assert relative_rms(active.values, torch.cat(truth)) <= TOLERANCE[x.dtype]
     everybody = [torch.arange(v.numel()) for v in truth]
@@ -119,32 +138,37 @@ def check_step(layer: Layer, x: Tensor, calls: Calls, device: torch.device) -> N
 
 @pytest.mark.parametrize("size", [(3, 7, 40, 20), (3, 19, 64, 64)], ids=size_id)
 def test_eight_tokens_share_experts(size: Size, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (2, 4, 4)), make_x(8, size[2], torch.float32)
+    layer, x = layer_on(device, size, (2, 4, 4), "gate"), make_x(8, size[2], torch.float32)
     calls = make_calls([t for t in range(8) for _ in range(2)], [e % 3 for t in range(8) for e in (t, t + 1)])
     check_step(layer, x, calls, device)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "signal"), [(1, "up"), (1, "gate"), (3, "gate")])
 @pytest.mark.parametrize("size", [(3, 19, 40, 20), (3, 7, 64, 64)], ids=size_id)
-def test_moe_step_is_both_in_one(size: Size, tokens: int, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (3, 4, 2)), make_x(tokens, size[2], torch.float32).to(device)
+def test_moe_step_is_both_in_one(size: Size, tokens: int, signal: Projection, device: torch.device) -> None:
+    layer, x = layer_on(device, size, (3, 4, 2), signal), make_x(tokens, size[2], torch.float32).to(device)
     calls = calls_on(device, make_calls([0, 0, tokens - 1], [1, 2, 1]))
-    limits, seconds = torch.tensor([3.0, 0.0, 1e9], device=device), torch.tensor([1.0, 0.0, 0.0], device=device)
-    active = kernels.signal_gemv(x, layer.stored_up, calls, limits)
+    least = {"up": 3.0, "gate": 0.01}[signal]  # silu leaves little of most gates
+    limits, seconds = torch.tensor([least, 0.0, 1e9], device=device), torch.tensor([1.0, 0.0, 0.0], device=device)
+    active = kernels.signal_gemv(x, layer.stored, calls, limits)
     for second in (None, seconds):
-        y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits, second)
+        y, counts = kernels.moe_step(x, layer.stored, layer.rows, calls, limits, second)
         assert counts.device.type == device.type and counts[:, 0].tolist() == active.offsets.diff().tolist()
         assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, second)[0])
         assert bool(counts[0, 1] < counts[0, 0]) == (second is not None) and counts[1:, 0].equal(counts[1:, 1])
 
 
 @pytest.mark.parametrize("size", [(2, 21, 40, 20), (2, 21, 64, 64)], ids=size_id)
-@pytest.mark.parametrize("widths", [(2, 4, 4), (2, 2, 3)], ids=str)
-def test_below_the_second_threshold_down_is_not_read(widths: Widths, size: Size, device: torch.device) -> None:
-    layer, x, calls = layer_on(device, size, widths), make_x(2, size[2], torch.float32), make_calls([0, 0], [1, 0])
-    v = up_values(layer, x.double(), calls)
-    gates = [layer.gate[expert] @ x[0].double() for expert in (1, 0)]
-    products = [g / (1 + torch.exp(-g)) * up for g, up in zip(gates, v, strict=True)]
+@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 4), "up"), ((2, 2, 3), "gate")], ids=str)
+def test_below_the_second_threshold_down_is_not_read(
+    widths: Widths, signal: Projection, size: Size, device: torch.device
+) -> None:
+    layer, x = layer_on(device, size, widths, signal), make_x(2, size[2], torch.float32)
+    calls = make_calls([0, 0], [1, 0])
+    v = signal_values(layer, x.double(), calls)
+    products = [
+        layer.of_other(layer.other[expert] @ x[0].double()) * own for expert, own in zip((1, 0), v, strict=True)
+    ]
     limits = [threshold_between(product, 0.5) for product in products]
     kept = [(product.abs() >= limit).nonzero().squeeze(1) for product, limit in zip(products, limits, strict=True)]
     poisoned = layer.rows.data.clone()
@@ -155,18 +179,19 @@ def test_below_the_second_threshold_down_is_not_read(widths: Widths, size: Size,
     active = active_on(device, as_active([torch.arange(size[1])] * 2, v, torch.float32))
     rows = replace(layer.rows, data=poisoned)
     y, _ = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
-    truth = swiglu(layer, x.double(), calls, kept, [up[mine] for up, mine in zip(v, kept, strict=True)])
+    truth = swiglu(layer, x.double(), calls, kept, [own[mine] for own, mine in zip(v, kept, strict=True)])
     assert relative_rms(y, truth) <= TOLERANCE[torch.float32]
-    step = x.to(device), layer.stored_up, rows, calls_on(device, calls), torch.zeros(2), torch.tensor(limits)
+    step = x.to(device), layer.stored, rows, calls_on(device, calls), torch.zeros(2), torch.tensor(limits)
     assert kernels.moe_step(*step)[1].tolist() == [[size[1], mine.numel()] for mine in kept]
 
 
 @pytest.mark.parametrize("size", [(2, 7, 40, 20), (2, 7, 64, 64)], ids=size_id)
-def test_what_is_not_a_number_shows_in_the_result(size: Size, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (2, 4, 4)), make_x(2, size[2], torch.float32)
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_what_is_not_a_number_shows_in_the_result(size: Size, signal: Projection, device: torch.device) -> None:
+    layer, x = layer_on(device, size, (2, 4, 4), signal), make_x(2, size[2], torch.float32)
     x[0, 3] = float("nan")
     calls, limits = calls_on(device, make_calls([0, 1], [0, 1])), torch.tensor([1.0, 1.0])
-    y, counts = kernels.moe_step(x.to(device), layer.stored_up, layer.rows, calls, limits)
+    y, counts = kernels.moe_step(x.to(device), layer.stored, layer.rows, calls, limits)
     assert y[0].isnan().all() and not y[1].isnan().any()
     assert counts[0].tolist() == [size[1], size[1]]
 
@@ -176,10 +201,10 @@ def test_nothing_to_do_gives_zeros(size: Size, device: torch.device) -> None:
     layer, x = layer_on(device, size, (2, 4, 4)), make_x(2, size[2], torch.float32).to(device)
     for calls, limit in ((make_calls([], []), 0.0), (make_calls([0, 1], [1, 0]), 1e9)):
         limits = torch.full((calls.tokens.numel(),), limit)
-        active = kernels.signal_gemv(x, layer.stored_up, calls_on(device, calls), limits)
+        active = kernels.signal_gemv(x, layer.stored, calls_on(device, calls), limits)
         assert active.offsets.tolist() == [0] * (1 + calls.tokens.numel()) and active.neurons.numel() == 0
         y, _ = kernels.sparse_swiglu(x, layer.rows, calls_on(device, calls), active)
-        step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls_on(device, calls), limits)
+        step, counts = kernels.moe_step(x, layer.stored, layer.rows, calls_on(device, calls), limits)
         assert y.shape == step.shape == x.shape and not y.any() and not step.any() and not counts.any()
 
 
@@ -228,10 +253,10 @@ def test_refusals_say_what_to_do(device: torch.device, monkeypatch: pytest.Monke
         launch.check_weights(torch.device("cuda", 0), "rows", torch.zeros(4, dtype=torch.uint8))
     strided = replace(layer.rows, data=layer.rows.data.transpose(0, 1))
     with pytest.raises(ValueError, match="contiguous uint8"):
-        kernels.moe_step(x.to(device), layer.stored_up, strided, calls, torch.zeros(1))
+        kernels.moe_step(x.to(device), layer.stored, strided, calls, torch.zeros(1))
     monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="run on CUDA devices only"):
-        kernels.signal_gemv(x, layer.stored_up, calls, torch.zeros(1))
+        kernels.signal_gemv(x, layer.stored, calls, torch.zeros(1))
 
 
 @pytest.mark.gpu
@@ -241,8 +266,8 @@ def test_pinned_rows_are_read_in_place(device: torch.device) -> None:
     layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
     calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
     pinned = replace(layer.rows, data=layer.rows.data.cpu().pin_memory())
-    y, _ = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits)
-    zero_copy, _ = kernels.moe_step(x, layer.stored_up, pinned, calls, limits)
+    y, _ = kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    zero_copy, _ = kernels.moe_step(x, layer.stored, pinned, calls, limits)
     assert torch.equal(y, zero_copy)
 
 
@@ -252,11 +277,11 @@ def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch
         pytest.skip("only a CUDA device can be waited for")
     layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
     calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
-    kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits)
+    kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits)
+        kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            operations.signal_gemv(x, layer.stored_up, calls, limits)
+            operations.signal_gemv(x, layer.stored, calls, limits)
     finally:
         torch.cuda.set_sync_debug_mode("default")
