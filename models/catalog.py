@@ -175,7 +175,7 @@ def listed(name: str) -> CatalogEntry | None:
         return entry
     if (repo := names.hub_repo(name)) is not None:
         return published(repo.id)
-    if any(sign in name for sign in "/\\") or supported.refused(name):
+    if any(sign in name for sign in "/\\") or supported.refused_format(name):
         return None
     found = names.matches(name, [entry.name for entry in PUBLISHED])
     return published(found[0]) if found else None
@@ -220,12 +220,11 @@ def source(model: str) -> Source:
     if (entry := listed(model)) is not None and entry.repo:
         repo = names.hub_repo(model)
         return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)
-    refused = supported.refused(model)
     repo = names.hub_repo(model)
-    # A repository's config.json decides what it is; its name can only rule it out.
-    if repo is not None and (refused is None or not refused.title.endswith("cannot be read yet")):
+    # A repository's config.json decides what it is; its name can only rule out its format.
+    if repo is not None and supported.refused_format(model) is None:
         return Source(repo=repo.id, commit=repo.commit)
-    raise refused or _unknown(model)
+    raise supported.refused(model) or _unknown(model)
 
 
 def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
@@ -240,7 +239,8 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         supported, it has no experts, or its configuration makes no sense.
     """
     if isinstance(model, Mapping):
-        return CatalogEntry(str(model.get("_name_or_path") or "model"), _sizes(model, "The configuration"))
+        name = str(model.get("_name_or_path") or "")
+        return CatalogEntry(name or "model", _sizes(model, name or "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
     folder = _folder(str(model))
@@ -274,9 +274,15 @@ def _unknown(model: str) -> UsageError:
         f"There is no model {_shown(model)}",
         f"Listed: {', '.join(entry.name for entry in PUBLISHED)}. "
         f"Installed: {', '.join(pack.name for pack in installed())}.",
-        names.did_you_mean(model, known)
+        f"{names.did_you_mean(model, known)} {_by_id(model)}".strip()
         or "Give one of these names, a hub id (owner/name) or its address, or the folder of a downloaded checkpoint.",
     )
+
+
+def _by_id(model: str) -> str:
+    """A sentence that says how to name a model that is not listed but, by its name, of a supported family; or ""."""
+    family = supported.family_of(model)
+    return f"Other {family} models work by hub id (owner/name)." if family else ""
 
 
 def _folder(name: str) -> Path | None:
@@ -326,7 +332,8 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         number(*called)
     config = view(family, fields)
     values = {name: getattr(config, name) for name in config_limits.SIZES if getattr(config, name) is not None}
-    if cause := config_limits.problem(values):
+    values["use_sliding_window"] = config.use_sliding_window
+    if cause := config_limits.problem(config_limits.in_force(values, family.defaults)):
         raise _no_model(what, cause)
     try:
         return sizes_of(family, config)

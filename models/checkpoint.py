@@ -34,8 +34,11 @@ LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is no commit
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     """The transformers configuration in `folder`; the checkpoint's own code is never run.
+
+    Args:
+        called: what errors call the checkpoint; "": by its folder.
 
     Raises:
         CheckpointError: no config.json, one that cannot be read, or a model that is not an MoE of a family in FAMILIES.
@@ -54,10 +57,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         cause = (isinstance(error, OSError) and error.strerror) or str(error)
         raise CheckpointError(f"{path} cannot be read", cause, "Download the checkpoint again.") from error
-    if (refused := refused_type(fields, f"The checkpoint at {folder}")) is not None:
+    if (refused := refused_type(fields, called or f"The checkpoint at {folder}")) is not None:
         raise refused
     # transformers makes lists of as many entries as there are layers, so sizes are checked before it sees them.
-    _check_values(path, fields)
+    defaults = FAMILIES[str(fields["model_type"])].defaults
+    _check_values(path, config_limits.in_force(fields, defaults))
     import_library()
     from transformers import AutoConfig
 
@@ -69,7 +73,8 @@ def read_config(folder: Path) -> PretrainedConfig:
             if hasattr(config, name)
         }
         family = FAMILIES[config.model_type]
-        _check_values(path, values | _rope_of(config) | {"num_local_experts": family.experts(config)})
+        values |= _rope_of(config) | {"num_local_experts": family.experts(config)}
+        _check_values(path, config_limits.in_force(values, defaults))
         if config.hidden_act != family.activation:
             raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
     except CheckpointError:
@@ -81,8 +86,6 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def _check_values(path: Path, values: Mapping[str, Any]) -> None:
-    if values.get("use_sliding_window") is False:
-        values = {**values, "sliding_window": None}  # some write 0 then
     by_either_name = [values[name] for name in NAMES["num_local_experts"] if values.get(name) is not None]
     for experts in by_either_name or [None]:
         given = dict(values) if experts is None else {**values, "num_local_experts": experts}
@@ -114,7 +117,8 @@ class Checkpoint:
     def __init__(self, source: Path | Shelf) -> None:
         self.shelf: Shelf = FolderShelf(source) if isinstance(source, Path) else source
         self.folder = source if isinstance(source, Path) else _folder_of(source)
-        self.config: Any = read_config(self.folder)
+        self._called = self.shelf.name if self.shelf.commit else f"The checkpoint at {self.folder}"
+        self.config: Any = read_config(self.folder, self._called)
         self.family = FAMILIES[self.config.model_type]
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
@@ -203,25 +207,31 @@ class Checkpoint:
             beyond.append(names(self.layers[0], self.experts)[0])
         if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
-                f"The checkpoint at {self.folder} does not fit its config.json",
+                f"{self._called} does not fit its config.json",
                 f"By config.json it has {last} layers of {self.experts} experts, but it also holds {extra}.",
                 "Download config.json and the weights of the same model.",
             )
+        for name, (_, place) in self.places.items():
+            if name.endswith(".weight") and place.dtype not in DTYPES:
+                raise self._unfit(name, place, place.shape)
         shapes = self.family.expert_shapes(self.config)
         for index, name in enumerate(self._every_expert_name()):
             if name not in self.places:
                 raise CheckpointError(
-                    f"The checkpoint at {self.folder} lacks weights",
+                    f"{self._called} lacks weights",
                     f"No shard holds {name}.",
                     "Download the missing *.safetensors files.",
                 )
             place, needed = self.places[name][1], shapes[index % len(shapes)]
             if place.dtype not in DTYPES or place.shape != needed:
-                raise CheckpointError(
-                    f"The checkpoint at {self.folder} cannot be packed",
-                    f"{name} is {place.dtype} of {place.shape}; floating point of {needed} is needed.",
-                    "Use the model's original, unquantized checkpoint.",
-                )
+                raise self._unfit(name, place, needed)
+
+    def _unfit(self, name: str, place: TensorPlace, needed: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self._called} cannot be packed",
+            f"{name} is {place.dtype} of {place.shape}; floating point of {needed} is needed.",
+            "Use the model's original, unquantized checkpoint.",
+        )
 
 
 def _folder_of(shelf: Shelf) -> Path:

@@ -50,6 +50,14 @@ _OPTIONAL = (
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720
 
 
+def in_force(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration's values without a sliding window that is switched off, which some write as 0. `defaults`: the
+    family's, for values that are left out.
+    """
+    used = values.get("use_sliding_window", defaults.get("use_sliding_window"))
+    return {**values, "sliding_window": None} if used is False else values
+
+
 def out_of_range(name: str, value: Any) -> str | None:
     """Why a configuration's value is impossible, as a sentence; None if it is possible."""
     if name in SIZES:

@@ -8,12 +8,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from . import config_limits
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES
 
 SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the model_type of config.json
-_ALL = " and ".join(SUPPORTED.values())
-_HINT = f"{_ALL} models work, and `floe-chat plan` lists which of them run on this machine."
+*_FIRST, _LAST = SUPPORTED.values()
+CALLED = f"{', '.join(_FIRST)} and {_LAST}"
+"""All supported families, for a sentence."""
+_NEEDED = "floe-chat packs a model from its original 16-bit weights (*.safetensors)."
+_HINT = f"{CALLED} models work; `floe-chat plan` shows which of them run on this machine."
 
 # Formats of converted weights, by what their files and repositories are called.
 _FORMATS = (
@@ -22,34 +26,60 @@ _FORMATS = (
     (r"gptq", "GPTQ"),
     (r"exl[23]", "EXL2"),
     (r"mlx", "MLX"),
-    (r"(bnb-)?(4|8)bit|int[48]|nf4|[mn]?x?fp[48]", "Quantized weights"),
+    (r"(bnb-)?(4|8)bit|int[48]|nf4|[mn]?x?fp[48]|w[48]a(8|16)", "Quantized weights"),
 )
-# Mixture-of-Experts families that are not supported yet: model_type, name, and a pattern of their models' names (in
-# lower case, with hyphens for all other signs).
-_OTHERS = (
-    ("qwen3_next", "Qwen3-Next", r"qwen-?3-next"),
+# The same by quant_method in config.json's quantization_config.
+_METHODS = {
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "mxfp4": "MXFP4",
+    "modelopt": "ModelOpt",
+    "auto-round": "AutoRound",
+    "torchao": "torchao",
+    "hqq": "HQQ",
+    "exl3": "EXL3",
+}
+_PUBLISHED_SO = {"gpt_oss": "mxfp4"}  # families whose original weights are quantized
+# Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
+# all other signs). The first that matches counts.
+_FAMILIES = (
+    ("qwen3_next", "Qwen3-Next", r"qwen-?3-(coder-)?next"),
     ("qwen3_5_moe", "Qwen3.5 MoE", r"qwen-?3-[5-9]-.*a\d+b|qwen-?3-[5-9]-moe"),
-    ("qwen3_moe", "Qwen3 MoE", r"qwen-?3(-.*(a\d+b|moe).*|-coder.*|-max.*)?$"),
+    ("qwen3_vl_moe", "Qwen3-VL MoE", r"qwen-?3-vl-.*a\d+b"),
+    ("qwen3_omni_moe", "Qwen3-Omni", r"qwen-?3-omni"),
+    ("qwen3_moe", "Qwen3 MoE", r"qwen-?3(-.*(a\d+b|moe|30b|235b|480b).*|-coder.*|-max.*)?$"),
     ("qwen2_moe", "Qwen2 MoE", r"qwen-?(1-5|2|2-5)-.*(moe|a\d+)|qwen-?2-moe"),
     ("gpt_oss", "gpt-oss", r"gpt-?oss"),
-    ("deepseek_v3", "DeepSeek", r"deepseek(-(v\d|r1|moe|coder-v2|prover-v2)|$)(?!.*distill)"),
-    ("deepseek_v2", "DeepSeek", r"deepseek-?v2"),
-    ("phimoe", "Phi-3.5-MoE", r"phi-?(3-5-)?moe"),
+    ("deepseek", "DeepSeekMoE", r"deepseek-?moe"),
+    ("deepseek_v32", "DeepSeek-V3.2", r"deepseek-?v3-2"),
+    ("deepseek_v3", "DeepSeek-V3", r"deepseek-?(v3|r1|prover-v2)(?!.*distill)"),
+    ("deepseek_v2", "DeepSeek-V2", r"deepseek(-?v2|-coder-v2|$)"),
+    ("phimoe", "Phi-3.5-MoE", r"phi-?(3-5-|mini-|tiny-)?moe"),
     ("glm4_moe_lite", "GLM-4.7-Flash", r"glm-?4-7-flash"),
-    ("glm4_moe", "GLM-4.5", r"glm-?4-[5-9](?!v-9b)"),
+    ("glm4v_moe", "GLM-4.5V", r"glm-?4-[5-9]v(?!-9b)"),
+    ("glm4_moe", "GLM-4.5", r"glm-?4-[5-9]"),
     ("gemma4", "Gemma 4 MoE", r"gemma-?4-.*a\d+b"),
     ("lfm2_moe", "LFM2 MoE", r"lfm2-.*(a\d+b|moe)"),
-    ("granitemoe", "Granite MoE", r"granite-.*(moe|a\d+[bm])"),
-    ("ernie4_5_moe", "ERNIE 4.5 MoE", r"ernie-.*a\d+b"),
+    ("granitemoehybrid", "Granite 4", r"granite-?4"),
+    ("granitemoe", "Granite MoE", r"granite(-.*(moe|a\d+[bm])|$)"),
+    ("ernie4_5_vl_moe", "ERNIE 4.5 VL", r"ernie-.*vl-.*a\d+b"),
+    ("ernie4_5_moe", "ERNIE 4.5", r"ernie(-.*a\d+b|$)"),
     ("hunyuan_v1_moe", "Hunyuan MoE", r"hunyuan-.*a\d+b"),
     ("llama4", "Llama 4", r"llama-?4"),
     ("minimax", "MiniMax", r"minimax"),
     ("kimi_k2", "Kimi K2", r"kimi-?k2"),
     ("nemotron_h", "Nemotron MoE", r"nemotron-.*a\d+b"),
+    ("dots1", "dots.llm1", r"dots-llm1"),
+    ("bailing_moe", "Ling", r"(ling|ring)-(mini|flash|lite|1t)"),
     ("dbrx", "DBRX", r"dbrx"),
     ("grok", "Grok", r"grok-?[12]"),
     ("jamba", "Jamba", r"jamba"),
 )
+_ONLY_FP8 = r"deepseek-?(v3|r1|prover-v2)(?!.*(distill|bf16))"  # models whose original weights have 8 bits
 _DENSE = re.compile(
     r"(tiny-?)?llama-?[123]?(-|$)|mistral-(7b|nemo|small|large)|gemma(-?[1-3])?(-|$)|phi-?[1-4](-|$)"
     r"|qwen-?(1-5|2|2-5|3)-.*\d+b(-|$)|gpt-?2(-|$)|falcon|smollm|olmo-?[123]?(-|$)|vicuna|yi-\d+b|deepseek-.*distill"
@@ -63,36 +93,98 @@ def refused(name: str) -> FloeError | None:
     `name` may be a hub id, a file, or what a person calls the model. A name with "mixtral", "olmoe" or something like
     "8x7b" in it is refused for its format alone: only config.json says what such a model is.
     """
-    key = re.sub(r"[^a-z0-9]+", "-", name.rstrip("/").rpartition("/")[2].lower()).strip("-")
-    for pattern, called in _FORMATS:
-        if re.search(rf"(^|-)({pattern})(-|$)", key):
-            return UsageError(
-                f"{called} cannot be read yet",
-                f"{name}: floe-chat packs a model from its original 16-bit weights (*.safetensors).",
-                "Name the repository that it was converted from, such as mistralai/Mixtral-8x7B-Instruct-v0.1.",
-            )
+    if (format_ := refused_format(name)) is not None:
+        return format_
+    key = _key(name)
     if re.search(r"mixtral|olmoe|\d+x\d+(-\d+)?b", key):
         return None
-    called = next((called for _, called, pattern in _OTHERS if re.match(pattern, key)), None)
-    if called is not None:
+    kind, called = _family(key)
+    if kind in FAMILIES:
+        if re.match(_ONLY_FP8, key):
+            hint = "Give the hub id of a 16-bit copy, or the folder of one."
+            return UsageError(f"{name} is published with 8-bit weights only", _NEEDED, hint)
+        return None
+    if kind:
         return UsageError(*_not_yet(called))
     return UsageError(*_no_experts(name)) if _DENSE.match(key) else None
 
 
+def refused_format(name: str) -> FloeError | None:
+    """Why a file or repository of this name cannot be read: its name ends in that of a format, such as GGUF."""
+    key = _key(name)
+    for pattern, called in _FORMATS:
+        if re.search(rf"(^|-)({pattern})(-|$)", key):
+            return UsageError(f"{called} cannot be read yet", f"{name}: {_NEEDED}", _original(key))
+    return None
+
+
+def family_of(name: str) -> str:
+    """The supported family that a model belongs to by its name, as people call it; "" if the name does not say."""
+    kind, called = _family(_key(name))
+    return called if kind in FAMILIES else ""
+
+
 def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
-    """Why a model with this config.json cannot be used, or None if its family is supported. `what` names the model."""
+    """Why a model with this config.json cannot be used, or None if it can. `what` names the model.
+
+    The reason is the family, code that comes with the model, or quantized weights.
+    """
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in SUPPORTED:
-        return None
-    called = next((called for known, called, _ in _OTHERS if known == kind), None)
+        return _refused_weights(fields, kind, what)
+    called = next((called for known, called, _ in _FAMILIES if known == kind), None)
     experts = any(type(count := _field(fields, name)) is int and count > 1 for name in _COUNTS)
+    cause = f"{what}: its model_type is {kind!r}."
     if not isinstance(kind, str) or not kind:
         title, hint = f"{what} does not describe a model", "Download config.json again."
+    elif fields.get("auto_map") and not _in_transformers(kind):
+        title, hint = f"{what} needs code of its own, which floe-chat never runs", _HINT
+        cause = f"Its model_type {config_limits.shown(kind)} is not part of transformers."
     elif called is None and not experts:
         title, _, hint = _no_experts(what)
     else:
         title, _, hint = _not_yet(called or f"A model of type {kind!r}")
-    return CheckpointError(title, f"{what}: its model_type is {kind!r}.", hint)
+    return CheckpointError(title, cause, hint)
+
+
+def _refused_weights(fields: Mapping[str, Any], kind: str, what: str) -> FloeError | None:
+    """Why weights that config.json calls quantized cannot be packed."""
+    stated = _field(fields, "quantization_config") or _field(fields, "compression_config")
+    if not stated:
+        return None
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    if isinstance(method, str) and method == _PUBLISHED_SO.get(kind):
+        return None
+    called = _METHODS.get(method, config_limits.shown(method)) if isinstance(method, str) else "quantized"
+    return CheckpointError(f"{what} has {called} weights, which cannot be read yet", _NEEDED, _original(_key(what)))
+
+
+def _in_transformers(kind: str) -> bool:
+    from .transformers_import import import_library
+
+    import_library()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return kind in CONFIG_MAPPING_NAMES
+
+
+def _key(name: str) -> str:
+    """The last part of a name in lower case, with a hyphen for each run of other signs."""
+    return re.sub(r"[^a-z0-9]+", "-", name.rstrip("/").rpartition("/")[2].lower()).strip("-")
+
+
+def _family(key: str) -> tuple[str, str]:
+    """model_type and name of the family that a name belongs to; both "" if it does not say."""
+    return next(((kind, called) for kind, called, pattern in _FAMILIES if re.match(pattern, key)), ("", ""))
+
+
+def _original(key: str) -> str:
+    """The hint of an error about converted weights: the repository that they probably come from."""
+    repos = (entry.repo for family in FAMILIES.values() for entry in family.published if entry.repo)
+    whole = max((repo for repo in repos if key.startswith(_key(repo))), key=len, default="")
+    if whole:
+        return f"Use the original, {whole}."
+    return "Name the repository that it was converted from, such as mistralai/Mixtral-8x7B-Instruct-v0.1."
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
@@ -102,7 +194,7 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _not_yet(called: str) -> tuple[str, str, str]:
-    return f"{called} is not supported yet; {_ALL} are", "", _HINT
+    return f"{called} is not supported yet", "", _HINT
 
 
 def _no_experts(name: str) -> tuple[str, str, str]:

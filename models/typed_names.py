@@ -82,7 +82,9 @@ def _of_address(text: str) -> NamedRepo:
 
 def matches(text: str, names: Iterable[str]) -> list[str]:
     """The names that `text` can mean, in their order: that name itself in any spelling, else those that begin with it,
-    else those that contain it. Case and signs between letters do not count: "Mixtral 8x7B" is mixtral-8x7b."""
+    else those that contain it, else those whose words begin with its words ("qwen3 thinking"). Case and signs between
+    letters do not count: "Mixtral 8x7B" is mixtral-8x7b.
+    """
     wanted = _letters(text)
     known = {name: _letters(name) for name in names}
     if len(wanted) < _LEAST:
@@ -90,7 +92,13 @@ def matches(text: str, names: Iterable[str]) -> list[str]:
     for same in (str.__eq__, str.startswith, str.__contains__):
         if found := [name for name, letters in known.items() if same(letters, wanted)]:
             return found
-    return []
+    return [name for name in known if _begin(_words(text), _words(name))]
+
+
+def _begin(wanted: Sequence[str], words: Sequence[str]) -> bool:
+    """Whether each of the wanted words, in this order, is the beginning of a word."""
+    left = iter(words)
+    return bool(wanted) and all(any(word.startswith(one) for word in left) for one in wanted)
 
 
 def similar(text: str, names: Sequence[str]) -> str | None:
@@ -111,6 +119,10 @@ def did_you_mean(text: str, names: Sequence[str]) -> str:
     """A sentence that offers the closest name, or ""."""
     close = similar(text, names)
     return f"Did you mean {close}?" if close else ""
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
 
 
 def _letters(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ...models import catalog
+from ...models import catalog, supported
 from ...models.errors import CheckpointError, FloeError, TryAgainError
 from .flow import Setup, SetupProgress
 from .packing_progress import time_left
@@ -92,6 +92,8 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         raise CheckpointError(
             f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher, or use another model."
         ) from error
+    if (refused := supported.refused_type(fields, wanted.model)) is not None:
+        raise refused
     known = catalog.published(wanted.model) or catalog.described({**fields, "_name_or_path": wanted.model})
     return replace(known, name=wanted.name, repo=wanted.model, gated=repo.gated)
 

@@ -94,12 +94,30 @@ class TestParts:
             ("8x22b", "mixtral-8x22b-instruct"),
             ("olmoe", "olmoe-1b-7b-instruct"),
             ("OLMoE-1B-7B", "olmoe-1b-7b-instruct"),
+            ("qwen3", "qwen3-30b-a3b"),
+            ("QWEN3-30B", "qwen3-30b-a3b"),
+            ("qwen3:30b", "qwen3-30b-a3b"),
+            ("qwen3 coder", "qwen3-coder-30b-a3b-instruct"),
+            ("qwen3 thinking", "qwen3-30b-a3b-thinking-2507"),
+            ("Qwen3-Instruct", "qwen3-30b-a3b-instruct-2507"),
+            ("glm 4.5 air", "glm-4.5-air"),
+            ("GLM4.7 Flash", "glm-4.7-flash"),
+            ("deepseek", "deepseek-v2-lite-chat"),
+            ("deepseek v2 lite", "deepseek-v2-lite-chat"),
+            ("deepseek coder", "deepseek-coder-v2-lite-instruct"),
+            ("phi3.5 moe", "phi-3.5-moe-instruct"),
+            ("granite 3b", "granite-3.1-3b-a800m-instruct"),
+            ("ernie", "ernie-4.5-21b-a3b"),
         ],
     )
     def test_a_listed_model_by_a_part_of_its_name(self, text: str, name: str) -> None:
         entry = listed(text)
         assert entry is not None and entry.name == name == described(text).name
         assert source(text).entry == entry
+
+    @pytest.mark.parametrize("text", ["qwen3 3b", "qwen3-8b", "instruct qwen3", "glm-4.6", "phi4", "7b qwen3"])
+    def test_words_of_another_model_are_no_part(self, text: str) -> None:
+        assert listed(text) is None
 
     def test_an_installed_model_by_a_part_that_only_it_has(self, packs: Callable[..., None]) -> None:
         packs("mixtral-8x7b-instruct", "work-notes")
@@ -148,22 +166,26 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("qwen3", "Qwen3 MoE is not supported yet; Mixtral and OLMoE are"),
-            ("Qwen/Qwen3-30B-A3B", "Qwen3 MoE is not supported yet"),
-            ("https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3 MoE is not supported yet"),
+            ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next is not supported yet"),
+            ("Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen3-VL MoE is not supported yet"),
             ("Qwen3.5-35B-A3B", "Qwen3.5 MoE is not supported yet"),
+            ("gpt-oss-20b", "gpt-oss is not supported yet"),
             ("gpt-oss:20b", "gpt-oss is not supported yet"),
             ("openai/gpt-oss-120b", "gpt-oss is not supported yet"),
-            ("deepseek-ai/DeepSeek-V3.1", "DeepSeek is not supported yet"),
-            ("deepseek", "DeepSeek is not supported yet"),
-            ("Phi-3.5-MoE-instruct", "Phi-3.5-MoE is not supported yet"),
-            ("zai-org/GLM-4.5-Air", "GLM-4.5 is not supported yet"),
+            ("deepseek-ai/DeepSeek-V3.1", "DeepSeek-V3.1 is published with 8-bit weights only"),
+            ("deepseek r1", "deepseek r1 is published with 8-bit weights only"),
+            ("deepseek-ai/deepseek-moe-16b-chat", "DeepSeekMoE is not supported yet"),
+            ("zai-org/GLM-4.5V", "GLM-4.5V is not supported yet"),
+            ("ibm-granite/granite-4.0-h-tiny", "Granite 4 is not supported yet"),
             ("google/gemma-4-26B-A4B-it", "Gemma 4 MoE is not supported yet"),
             ("LFM2-8B-A1B", "LFM2 MoE is not supported yet"),
             ("model.gguf", "GGUF cannot be read yet"),
             ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "GGUF cannot be read yet"),
             ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF cannot be read yet"),
             ("TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", "AWQ cannot be read yet"),
+            ("Qwen3-30B-A3B-GPTQ-Int4", "GPTQ cannot be read yet"),
+            ("Qwen/Qwen3-30B-A3B-FP8", "Quantized weights cannot be read yet"),
+            ("zai-org/GLM-4.5-Air-FP8", "Quantized weights cannot be read yet"),
             ("llama3.1", "llama3.1 is not a Mixture-of-Experts model"),
             ("mistralai/Mistral-7B-Instruct-v0.3", "is not a Mixture-of-Experts model"),
             ("Qwen/Qwen3-8B", "is not a Mixture-of-Experts model"),
@@ -182,9 +204,32 @@ class TestReasons:
     def test_a_name_that_may_be_one_of_ours_is_not_refused(self, text: str) -> None:
         assert supported.refused(text) is None
 
+    def test_a_converted_copy_names_the_original(self) -> None:
+        error = supported.refused("someone/Qwen3-30B-A3B-Instruct-2507-AWQ")
+        assert error and error.hint == "Use the original, Qwen/Qwen3-30B-A3B-Instruct-2507."
+        assert (other := supported.refused("someone/new.gguf")) and "converted from" in other.hint
+
+    @pytest.mark.parametrize(
+        ("text", "hint"),
+        [
+            ("glm-4.6", "Other GLM-4.5 models work by hub id (owner/name)."),
+            ("Qwen3-235B-A22B", "Other Qwen3 MoE models work by hub id"),
+            ("mixtrl", "Did you mean mixtral"),
+        ],
+    )
+    def test_a_model_that_is_not_listed_may_still_work(self, text: str, hint: str) -> None:
+        with pytest.raises(UsageError, match="There is no model") as caught:
+            described(text)
+        assert hint in caught.value.hint
+
+    def test_every_supported_family_is_named_once_in_one_sentence(self) -> None:
+        hint = ((error := supported.refused("gpt-oss-20b")) and error.hint) or ""
+        assert hint.count(" and ") == 1 and hint.count(";") == 1 and hint.endswith("machine.")
+        assert all(hint.count(family.called) >= 1 for family in FAMILIES.values())
+
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
-        assert source("Qwen/Qwen3-30B-A3B").repo == "Qwen/Qwen3-30B-A3B"
+        assert source("openai/gpt-oss-20b").repo == "openai/gpt-oss-20b"
         with pytest.raises(UsageError, match="GGUF cannot be read yet"):
             source("TheBloke/Mixtral-8x7B-v0.1-GGUF")
 
@@ -196,7 +241,13 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("changed", "reason"),
         [
-            ({"model_type": "qwen3_moe"}, "Qwen3 MoE is not supported yet; Mixtral and OLMoE are"),
+            ({"model_type": "gpt_oss"}, "gpt-oss is not supported yet"),
+            ({"quantization_config": {"quant_method": "awq"}}, "has AWQ weights, which cannot be read yet"),
+            ({"quantization_config": {"quant_method": "a" * 500}}, "…"),
+            ({"quantization_config": ["odd"]}, "has quantized weights"),
+            ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "has FP8 weights"),
+            ({"model_type": "deepseek", "auto_map": {"AutoConfig": "a.B"}}, "needs code of its own"),
+            ({"model_type": "hunyuan_v1_moe", "auto_map": {"AutoConfig": "a.B"}}, "Hunyuan MoE is not supported"),
             ({"model_type": "brand_new", "n_routed_experts": 64}, "'brand_new' is not supported yet"),
             (
                 {"model_type": "brand_new", "text_config": {"num_experts": 64}, "num_local_experts": None},
