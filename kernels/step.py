@@ -88,8 +88,13 @@ class Router:
 
     Attributes:
         weight: (E, H). norm_topk_prob: whether the weights of the chosen are made to sum to 1. dtype: of those.
-        scores: (T, E) float32, where probabilities are left for what decides about rows, of T tokens at most; None if
-            nobody asks.
+        scores: (T, E) float32, where scores are left for what decides about rows, of T tokens at most; None if nobody
+            asks.
+        sigmoid: whether a score is a sigmoid of its logit, and not its softmax. precise: whether logits are computed in
+            float32 whatever hidden states are.
+        bias: (E,) of the logits. correction: (E,) float32, added to scores for the choice, and not for the weights.
+        groups, top_groups: experts are chosen from so many of the groups that they are divided into: those with the
+            best expert, or, with a correction, the best pair. scale: of the weights.
     """
 
     weight: Tensor
@@ -97,16 +102,63 @@ class Router:
     norm_topk_prob: bool
     dtype: torch.dtype = torch.float32
     scores: Tensor | None = None
+    sigmoid: bool = False
+    precise: bool = False
+    bias: Tensor | None = None
+    correction: Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
-        probabilities = torch.softmax(F.linear(hidden, self.weight), -1, dtype=torch.float32)
+        if self.precise:
+            logits = F.linear(hidden.float(), self.weight.float(), self.bias)
+        else:
+            logits = F.linear(hidden, self.weight, self.bias)
+        scores = logits.float().sigmoid() if self.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
         if self.scores is not None and len(hidden) <= len(self.scores):
-            self.scores[: len(hidden)].copy_(probabilities)
-        weights, index = probabilities.topk(self.top_k, -1)
+            self.scores[: len(hidden)].copy_(scores)
+        weights, index = self._best(scores)
         if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)
+        if self.scale != 1:
+            weights *= self.scale
         return index, weights.to(self.dtype)
+
+    def _best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores (B, K) of the chosen, and their numbers."""
+        if self.correction is None and self.groups == 1:
+            weights, index = scores.topk(self.top_k, -1)
+            return weights, index
+        ranked = scores if self.correction is None else scores + self.correction
+        if self.groups > 1:
+            each = ranked.unflatten(-1, (self.groups, -1))
+            best = each.amax(-1) if self.correction is None else each.topk(2, -1).values.sum(-1)
+            good = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(self.top_groups, -1).indices, True)
+            ranked = each.masked_fill(~good[..., None], -torch.inf).flatten(-2)
+        index = ranked.topk(self.top_k, -1).indices
+        return scores.gather(-1, index), index
+
+
+@dataclass(frozen=True, slots=True)
+class Swiglu:
+    """y = down · (silu(gate · x) * (up · x)) for every token: a shared expert, or a layer without experts.
+
+    Attributes:
+        both: gate and up, (2 S, H). down: (H, S). scale: (1, H) of a gate whose sigmoid scales y; None if there is
+            none.
+    """
+
+    both: Projection
+    down: Projection
+    scale: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden (B, H) -> (B, H)."""
+        gate, up = self.both(hidden).chunk(2, -1)
+        y = self.down(F.silu(gate) * up)
+        return y if self.scale is None else y * torch.sigmoid(F.linear(hidden, self.scale))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +167,8 @@ class DenseLayer:
 
     Attributes:
         input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. qkv: to queries, keys and
-            values of all heads. out: back to H. router: None where the block does more than route.
+            values of all heads. out: back to H. router: None where there are no experts. beside: what every token is
+            given besides experts.
     """
 
     input_layernorm: Tensor
@@ -125,6 +178,7 @@ class DenseLayer:
     qkv: Projection
     out: Projection
     router: Router | None
+    beside: Swiglu | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +217,8 @@ class Stepped(NamedTuple):
     """The result of a step.
 
     Attributes:
-        stream: (1, H) the residual after attention. hidden: (1, H) the block's input. routed: with a router, the
-            experts (1, K) int64 and their weights (1, K) float32; else nothing.
+        stream: (1, H) the residual after attention and what is beside the experts. hidden: (1, H) the block's input.
+            routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing.
     """
 
     stream: Tensor
@@ -187,6 +241,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
     stream = stream + layer.out(out)
     hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
+    if layer.beside is not None:
+        stream = stream + layer.beside(hidden)
     return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
 
 

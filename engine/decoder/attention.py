@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.entries import CODES, stored
 from .kv_stores import GrowingStore
-from .layers import DecoderLayer
+from .layers import DecoderLayer, norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,6 @@ class GroupedAttention:
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
         return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _ready(group: Tensor, device: torch.device) -> Sequence[tuple[Tensor, Tensor] | None]:

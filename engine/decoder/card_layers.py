@@ -23,13 +23,12 @@ from ...kernels.step import KeptTokens, Stepped
 from ..events import Notice
 from ..experts.offloaded_layer import OffloadedLayer
 from ..quality_presets import Preset
-from .attention import norm
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
 from .compiled_token import hooks_of
 from .graphs import Captured, capture, pinned
 from .kv_stores import GrowingStore
-from .layers import DecoderLayer, Unsupported
+from .layers import DecoderLayer, Unsupported, norm
 
 _log = logging.getLogger("floe_chat.engine")
 _SLOWER = "Answers are slower at this quality"
@@ -78,8 +77,7 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     """
     qkv = layer.qkv.forward(norm(stream, layer.input_layernorm, layer.eps))
     stream = stream + layer.out.forward(kernels.attend_one(qkv, rope, kept, index, layer.heads, layer.eps))
-    hidden = norm(stream, layer.post_attention_layernorm, layer.eps)
-    return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+    return layer.stepped(stream)
 
 
 def need_kernels(device: torch.device) -> None:
@@ -108,7 +106,7 @@ class CardLayers:
         added = embedding.new_zeros(1, embedding.shape[1])
         self._total = Total(added, torch.zeros(1, dtype=torch.int64, device=self._device))
         self._graphs: list[Captured] = []
-        self._pooled = [layer.block if isinstance(layer.block, OffloadedLayer) else None for layer in layers]
+        self._pooled = [layer.experts if isinstance(layer.experts, OffloadedLayer) else None for layer in layers]
         self._runs = _runs([block is not None for block in self._pooled])
         self._first = next((block for block in self._pooled if block is not None), None)
         self._hooks = hooks_of([block for block in self._pooled if block is not None])
@@ -242,7 +240,11 @@ class CardLayers:
         for index in layers:
             self._graphs[index].replay()
             _, hidden, *routed = self._graphs[index].outputs
-            self._total.y.copy_(self._layers[index].block(hidden, *_apart(routed)))
+            experts = self._layers[index].experts
+            if experts is None:
+                self._total.y.zero_()
+            else:
+                self._total.y.copy_(experts(hidden, *_apart(routed)))
 
     def step(self, index: int, _stream: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (1, H) each, behind the step of the layer before, whose stream it reads.

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ..events import Notice
-from ..experts.moe_layer import Cancelled, MoELayer
+from ..experts.moe_layer import Cancelled, Control, MoELayer
 from ..experts.ruled_layer import RuledLayer
 from .card_ends import Ends
 from .card_layers import TokenRecord, before_experts, need_kernels
-from .compiled_token import hooks_of, in_memory
+from .compiled_token import control_of, hooks_of, in_memory
 from .graphs import Captured, capture
 from .kv_stores import GrowingStore
 from .layers import DecoderLayer, Unsupported
@@ -38,14 +38,14 @@ class CardToken:
         declined: why the preset in force goes layer by layer; "" if it does not.
 
     Raises:
-        Unsupported: a layer that has more than experts, or experts elsewhere; or nothing could be captured.
+        Unsupported: experts elsewhere, or nothing could be captured.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
         self._layers, self._ends, self._device = layers, ends, ends.embedding.device
         need_kernels(self._device)
         self._experts = in_memory(layers)
-        self._control, self._hooks = self._experts[0].control, hooks_of(self._experts)
+        self._control, self._hooks = control_of(self._experts), hooks_of(self._experts)
         self._record = TokenRecord(layers, self._device)
         self._logits = ends.pinned_logits()
         self._form: _Form | None = None
@@ -88,7 +88,7 @@ class CardToken:
 
     def _change(self, count: int) -> None:
         """Compute what the preset in force asks for from now on."""
-        ruled = [layer.in_force() for layer in self._experts[:count]]
+        ruled = [layer and layer.in_force() for layer in self._experts[:count]]
         if self._form is not None and self._form.serves(ruled):
             self._form.limit(ruled)
             return
@@ -101,10 +101,10 @@ class CardToken:
             _log.warning("layer by layer, because %s", self.declined, exc_info=True)
 
     @torch.inference_mode()
-    def _made(self, ruled: Sequence[RuledLayer]) -> _Form:
+    def _made(self, ruled: Sequence[RuledLayer | None]) -> _Form:
         """Capture, on an entry that no conversation has."""
         entry = self._record.rehearse(self._layers, self._device)
-        form = _Form(self._layers, self._experts, ruled)
+        form = _Form(self._layers, self._experts, ruled, self._control)
 
         def work() -> tuple[Tensor, ...]:
             self._record.read()
@@ -126,24 +126,30 @@ class _Form:
     captured: Captured
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], experts: Sequence[MoELayer], ruled: Sequence[RuledLayer]
+        self,
+        layers: Sequence[DecoderLayer],
+        experts: Sequence[MoELayer | None],
+        ruled: Sequence[RuledLayer | None],
+        control: Control,
     ) -> None:
-        self.count = len(ruled)
+        self.count, self._control = len(ruled), control
         self._layers, self._ruled = layers[: self.count], ruled
         top_k = next(layer.router.top_k for layer in layers if layer.router is not None)
-        self._control, self._structure = experts[0].control, [one.structure for one in ruled]
+        self._structure = _structure(ruled)
         # Rows are all there, so none is late.
-        self._limits = [replace(one.limits_in_place(), late=None) for one in ruled]
-        self.counts = _Counts(experts, ruled, top_k)
+        self._limits = [one and replace(one.limits_in_place(), late=None) for one in ruled]
+        pairs = [(layer, one) for layer, one in zip(experts, ruled, strict=False) if layer and one]
+        self.counts = _Counts([layer for layer, _ in pairs], [one for _, one in pairs], top_k)
 
-    def serves(self, ruled: Sequence[RuledLayer]) -> bool:
+    def serves(self, ruled: Sequence[RuledLayer | None]) -> bool:
         """Whether only values differ."""
-        return self._structure == [one.structure for one in ruled]
+        return self._structure == _structure(ruled)
 
-    def limit(self, ruled: Sequence[RuledLayer]) -> None:
+    def limit(self, ruled: Sequence[RuledLayer | None]) -> None:
         """Work by these limits from now on."""
         for mine, one in zip(self._limits, ruled, strict=True):
-            one.limits_into(mine)
+            if mine is not None and one is not None:
+                one.limits_into(mine)
 
     def token(self, record: TokenRecord, ends: Ends) -> Tensor:
         """Everything between the record on the device and the logits (1, V) float32."""
@@ -151,15 +157,22 @@ class _Form:
         done: list[tuple[Tensor, Tensor, Tensor]] = []
         for index, (layer, ruled, limits) in enumerate(zip(self._layers, self._ruled, self._limits, strict=True)):
             stepped = before_experts(layer, index, x, ends.rope, record.kept)
+            x = stepped.stream
+            if ruled is None or limits is None:
+                continue
             hidden, (chosen, weights) = stepped.hidden, stepped.routed
             work = kernels.select(chosen, weights, limits, ruled.rule)
             given = hidden, ruled.layer.signal, ruled.layer.rows, work.calls, work.thresholds, work.products
             # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
             y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
-            x = stepped.stream + y
+            x = x + y
             done.append((chosen, counts, work.thresholds))
         self.counts.add(done, record.times)
         return ends.logits(x)
+
+
+def _structure(ruled: Sequence[RuledLayer | None]) -> list[object]:
+    return [one and one.structure for one in ruled]
 
 
 class _Counts:

@@ -16,7 +16,7 @@ from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
 from ...kernels.cpu.native_token import Draw, NativeToken
-from ..experts.moe_layer import Cancelled, MoELayer
+from ..experts.moe_layer import Cancelled, Control, MoELayer
 from ..quality_presets import Preset
 from ..sampling import Sampler
 from .layers import DecoderLayer, Unsupported
@@ -25,37 +25,50 @@ from .quantized_linear import PackedLinear
 MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, a new preset and the text wait for its end
 
 
-def in_memory(layers: Sequence[DecoderLayer]) -> list[MoELayer]:
-    """The experts of layers that have nothing else in their blocks.
+def in_memory(layers: Sequence[DecoderLayer]) -> list[MoELayer | None]:
+    """The experts of layers; None of those that have none.
 
     Raises:
-        Unsupported: a layer that has more, or experts that are not all where they are computed.
+        Unsupported: experts that are not all where they are computed.
     """
-    experts: list[MoELayer] = []
+    experts: list[MoELayer | None] = []
     for layer in layers:
-        block = layer.block
-        if not isinstance(block, MoELayer) or type(block) is not MoELayer:
+        own = layer.experts
+        if own is not None and (not isinstance(own, MoELayer) or type(own) is not MoELayer):
             raise Unsupported("a layer does not have all its experts in the memory that computes them")
-        experts.append(block)
+        experts.append(own)
     return experts
 
 
-def hooks_of(experts: Sequence[MoELayer]) -> list[Mapping[int, Any]]:
+def control_of(experts: Sequence[MoELayer | None]) -> Control:
+    """What they share.
+
+    Raises:
+        Unsupported: no layer has experts.
+    """
+    first = next((layer for layer in experts if layer is not None), None)
+    if first is None:
+        raise Unsupported("no layer has experts")
+    return first.control
+
+
+def hooks_of(experts: Sequence[MoELayer | None]) -> list[Mapping[int, Any]]:
     """The hooks on layers: if any of these has one, each layer must be called. One look costs no call per layer."""
-    return [hooks for layer in experts for hooks in (layer._forward_pre_hooks, layer._forward_hooks)]  # pyright: ignore[reportPrivateUsage]
+    found = [layer for layer in experts if layer is not None]
+    return [hooks for layer in found for hooks in (layer._forward_pre_hooks, layer._forward_hooks)]  # pyright: ignore[reportPrivateUsage]
 
 
 class TokenPass:
     """All layers of a model.
 
     Raises:
-        Unsupported: a layer that has more than experts in RAM.
+        Unsupported: a layer whose experts are elsewhere than in RAM.
     """
 
     def __init__(self, steps: Sequence[NativeStep], layers: Sequence[DecoderLayer], ends: NativeEnds) -> None:
         self._experts = in_memory(layers)
         self._hooks = hooks_of(self._experts)
-        self._steps, self._ends, self._control = steps, ends, self._experts[0].control
+        self._steps, self._ends, self._control = steps, ends, control_of(self._experts)
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
         self._preset: Preset | None = None
         self._token = self._made(self._control.preset)
@@ -63,7 +76,7 @@ class TokenPass:
     def _made(self, preset: Preset) -> NativeToken:
         self._preset = preset
         try:
-            return NativeToken(self._steps, [layer.in_force().as_one() for layer in self._experts])
+            return NativeToken(self._steps, [layer and layer.in_force().as_one() for layer in self._experts])
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
@@ -117,5 +130,7 @@ class TokenPass:
         if not self._control.counting:
             return
         for index, layer in enumerate(self._experts[: chosen.shape[1]]):
+            if layer is None:
+                continue
             computed = [part for part in counts[:, index].reshape(-1, 2).tolist() if part[0] >= 0]
             layer.add_counts(layer.ruled, chosen[:, index].tolist(), computed)

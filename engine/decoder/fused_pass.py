@@ -24,7 +24,7 @@ from ...kernels.cpu.native_step import NativeStep
 from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from . import graphs
-from .attention import GroupedAttention, norm
+from .attention import GroupedAttention
 from .card_ends import Ends
 from .card_layers import CardLayers
 from .card_token import CardToken
@@ -32,7 +32,7 @@ from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
-from .layers import DecoderLayer, Rope, Unsupported, check_family, kept_dtype, projection, read_layers
+from .layers import DecoderLayer, Rope, Unsupported, check_family, kept_dtype, norm, projection, read_layers
 from .quantized_linear import PackedLinear
 
 _log = logging.getLogger("floe_chat.engine")
@@ -53,12 +53,14 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Any, window: int, kv: KvForm | None = None) -> None:
-        check_family(model.config)
+        family = check_family(model.config)
         self._config, self._window, self._kv = model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
-        self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
-        self._layers = read_layers(model, self._kv.bits)
+        attention: Any = family.attention
+        head_dim = model.model.layers[0].self_attn.head_dim
+        self._rope = Rope(model.model.rotary_emb, head_dim, self._embedding, interleaved=attention.interleaved)
+        self._layers = read_layers(model, self._kv.bits, self._rope.order)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype
         self._eps: float = model.config.rms_norm_eps
@@ -93,10 +95,7 @@ class FusedDecoder:
 
     def _on_cpu(self) -> str:
         self.steps, self.ends = self._native_steps()
-        how = self._compiled()
-        if beside := {layer.beside for layer in self._layers if layer.beside}:
-            how += f", {' and '.join(sorted(beside))} by torch's operations"
-        return how
+        return self._compiled()
 
     def _native_steps(self) -> tuple[list[NativeStep], NativeEnds]:
         if self.device.type != "cpu":
@@ -208,7 +207,7 @@ class FusedDecoder:
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
             x, hidden, routed = step(index, x, added)
             self._stream = x
-            added = layer.block(hidden, *routed)
+            added = None if layer.experts is None else layer.experts(hidden, *routed)
         return x, added
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
@@ -296,8 +295,8 @@ class FusedDecoder:
                 for part, value in (("attention", x), ("a norm", hidden), ("the router", routed)):
                     if not is_finite(value):
                         return f"{part} of layer {index}"
-                added = layer.block(hidden, *routed)
-                if not is_finite(added):
+                added = None if layer.experts is None else layer.experts(hidden, *routed)
+                if added is not None and not is_finite(added):
                     return f"the experts of layer {index}"
         finally:
             self._step = None
@@ -350,5 +349,4 @@ class _TorchPass:
         layer = self._layers[index]
         stream = x if added is None else x + added
         stream = stream + self._attention(index, norm(stream, layer.input_layernorm, layer.eps))
-        hidden = norm(stream, layer.post_attention_layernorm, layer.eps)
-        return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+        return layer.stepped(stream)

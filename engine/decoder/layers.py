@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.entries import CODES
-from ...kernels.step import DenseLayer, Heads, Projection, Router
+from ...kernels.step import DenseLayer, Heads, Router, Stepped
 from ...models.families import FAMILIES, Family
 from ...models.modules.light_modules import STATIC_ROPE
-from ..experts.offloaded_layer import OffloadedLayer
+from .blocks import Beside, Unsupported, joined, projection, read_beside, read_router
 from .kv_stores import BLOCK
-from .quantized_linear import PackedLinear, join
+from .quantized_linear import PackedLinear, Reordered
 
 
-class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
-    """The fused pass cannot compute this model; the text says why."""
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ class DecoderLayer:
     """One layer's parts. input_layernorm, post_attention_layernorm: (H,) weights of its norms.
 
     Attributes:
-        qkv, out: the projections, as modules. router: None where the block is called with the hidden state alone.
-        block: hidden (T, H), and with a router its experts and weights (T, K) -> (T, H). beside: what else it computes
-            besides experts, in words.
+        qkv, out: the projections, as modules. router, experts: hidden (T, H), and its experts and weights (T, K) ->
+            (T, H); None where the layer has none. beside: what every token is given besides experts, if anything.
     """
 
     input_layernorm: Tensor
@@ -40,8 +39,15 @@ class DecoderLayer:
     post_attention_layernorm: Tensor
     eps: float
     router: Router | None
-    block: Callable[..., Tensor]
-    beside: str = ""
+    experts: nn.Module | None
+    beside: Beside | None = None
+
+    def stepped(self, stream: Tensor) -> Stepped:
+        """What a block is given behind attention, stream (T, H)."""
+        hidden = norm(stream, self.post_attention_layernorm, self.eps)
+        if self.beside is not None:
+            stream = stream + self.beside(hidden)
+        return Stepped(stream, hidden, self.router(hidden) if self.router else ())
 
     def dense(self) -> DenseLayer:
         """As one operation takes it.
@@ -50,9 +56,9 @@ class DecoderLayer:
             Unsupported: projections of an unknown kind.
         """
         qkv, out = projection(self.qkv), projection(self.out)
-        return DenseLayer(
-            self.input_layernorm, self.post_attention_layernorm, self.eps, self.heads, qkv, out, self.router
-        )
+        beside = None if self.beside is None else self.beside.swiglu
+        norms = self.input_layernorm, self.post_attention_layernorm, self.eps
+        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside)
 
 
 def check_family(config: Any) -> Family:
@@ -69,18 +75,19 @@ def check_family(config: Any) -> Family:
     return family
 
 
-def read_layers(model: Any, kv_bits: int = 16) -> list[DecoderLayer]:
+def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Args:
         kv_bits: of stored keys and values: 16 (more where the computation's are not rounded yet) or 8.
+        order: of the dimensions of heads, see `Rope`.
 
     Raises:
         Unsupported: a family or a layer that the fused pass does not compute.
     """
     family = check_family(model.config)
     kept = kept_dtype(model, kv_bits)
-    return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
+    return [_read(layer, index, family, model.config, kept, order) for index, layer in enumerate(model.model.layers)]
 
 
 def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
@@ -92,14 +99,17 @@ def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
     if kv_bits == 8:
         return CODES
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
-    coded = all(isinstance(layer.self_attn.k_proj, PackedLinear) for layer in model.model.layers)
+    coded = all(_is_packed(layer.self_attn.k_proj) for layer in model.model.layers)
     return torch.float16 if coded and computed == torch.float32 else computed
 
 
-def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> DecoderLayer:
+def _is_packed(module: nn.Module) -> bool:
+    return isinstance(module.inner if isinstance(module, Reordered) else module, PackedLinear)
+
+
+def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None) -> DecoderLayer:
     attention, kind = layer.self_attn, family.attention
     assert kind is not None
-    normalized = kind.normalized(config)
     heads = Heads(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -107,75 +117,53 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
         scale=attention.scaling,
         window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
-        q_norm=attention.q_norm.weight if normalized else None,
-        k_norm=attention.k_norm.weight if normalized else None,
+        q_norm=_turned(attention.q_norm.weight, order) if kind.normalized(config) else None,
+        k_norm=_turned(attention.k_norm.weight, order) if kind.normalized(config) else None,
         cache_dtype=kept,
     )
+    block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
         layer.input_layernorm.weight,
-        _joined(attention),
+        _projections(attention, heads, order),
         heads,
         attention.o_proj,
         layer.post_attention_layernorm.weight,
         config.rms_norm_eps,
-        *_block(layer.mlp, family, has_experts=index not in family.dense_layers(config)),
+        read_router(family, block) if has_experts else None,
+        block.experts if has_experts else None,
+        read_beside(family, block, has_experts=has_experts),
     )
 
 
-def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | None, Callable[..., Tensor], str]:
-    """The router of a layer's block, the rest of the block, and what that computes besides experts."""
-    if not has_experts:
-        return None, mlp, "layers without experts"
-    if family.routing.kind != "softmax":
-        return None, _Alone(mlp), "routers of sigmoids"
-    gate, shared = mlp.gate, family.shared
-    # Mixtral keeps the weights in float32.
-    dtype = gate.weight.dtype if hasattr(gate, "norm_topk_prob") else torch.float32
-    scores = mlp.experts.hears(gate.weight) if isinstance(mlp.experts, OffloadedLayer) else None
-    router = Router(gate.weight, gate.top_k, family.normalizes(gate), dtype, scores)
-    if shared is None:
-        return router, mlp.experts, ""
-    beside = getattr(mlp, shared.module)
-    scale = None if shared.gate is None else getattr(mlp, shared.gate)
-
-    def both(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        own = beside(hidden)
-        if scale is not None:
-            own = torch.sigmoid(F.linear(hidden, scale.weight)) * own
-        return mlp.experts(hidden, index, weights) + own
-
-    return router, both, "shared experts"
+def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
+    """Those of queries, keys and values as one, the dimensions of heads in that order."""
+    what, modules = "query, key and value", (attention.q_proj, attention.k_proj, attention.v_proj)
+    parts = [module.inner if isinstance(module, Reordered) else module for module in modules]
+    if order is None or parts[0] is not modules[0]:  # by an earlier pass of the same modules
+        return joined(what, *parts)
+    rows = _all_heads(heads, order)
+    whole, queries = joined(what, *parts, order=rows), heads.num_heads * heads.head_dim
+    keys = queries + heads.num_kv_heads * heads.head_dim
+    attention.q_proj = Reordered(parts[0], rows[:queries].argsort())
+    attention.k_proj = Reordered(parts[1], rows[queries:keys].argsort())
+    return whole
 
 
-class _Alone:
-    """A block of the library's for tokens without a batch dimension."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden (T, H) -> (T, H)."""
-        return self._block(hidden[None])[0]
+def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
+    """A norm's weights for heads in that order."""
+    if order is None:
+        return weight
+    if weight.numel() != order.numel():
+        raise Unsupported("rope turns a part of each head, and heads are normalized together")
+    return weight[order]
 
 
-def _joined(attention: Any) -> nn.Module:
-    try:
-        return join(attention.q_proj, attention.k_proj, attention.v_proj)
-    except ValueError as error:
-        raise Unsupported(f"the query, key and value projections cannot be joined: {error}") from error
-
-
-def projection(module: nn.Module) -> Projection:
-    """As one operation takes it.
-
-    Raises:
-        Unsupported: a module of an unknown kind.
-    """
-    if isinstance(module, PackedLinear):
-        return Projection(module.weights, module.bias)
-    if type(module) is nn.Linear:
-        return Projection(module.weight, module.bias)
-    raise Unsupported(f"a projection is a {type(module).__name__}")
+def _all_heads(heads: Heads, order: Tensor) -> Tensor:
+    """The rows of the joined projections with the dimensions of each head of queries and keys in that order."""
+    first = torch.arange(heads.num_heads + heads.num_kv_heads, device=order.device)[:, None] * heads.head_dim
+    turned = (first + order).flatten()
+    values = torch.arange(heads.num_kv_heads * heads.head_dim, device=order.device) + turned.numel()
+    return torch.cat([turned, values])
 
 
 class Rope:
@@ -183,17 +171,30 @@ class Rope:
 
     The first half of the sines is negated, so that a rotation is x * cos + roll(x, D / 2) * sin.
 
+    Args:
+        interleaved: whether neighbouring dimensions turn together, and not those half a head apart.
+
+    Attributes:
+        order: (D,) of a head's dimensions, so that each is half a head from the one that it turns with; those that do
+            not turn are behind them in each half. None where they are so already.
+
     Raises:
-        Unsupported: a type that changes with the length of the text, or one that turns a part of each head.
+        Unsupported: a type that changes with the length of the text.
     """
 
-    def __init__(self, module: Any, dim: int, like: Tensor) -> None:
+    def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False) -> None:
         if module.rope_type not in STATIC_ROPE:
             raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
-        self._module, self._like = module, like
+        self._module, self._like, self._dim = module, like, dim
         self._table = like.new_empty(0, 2, dim)
-        if (width := self._computed(1).shape[-1]) != dim:
-            raise Unsupported(f"rope turns {width} of the {dim} dimensions of a head")
+        turned = self._module(like, torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0].shape[-1]
+        self._half, rest = turned // 2, (dim - turned) // 2
+        places = torch.arange(turned, device=like.device).view(*((-1, 2) if interleaved else (2, -1)))
+        first, second = places.unbind(1 if interleaved else 0)
+        still = torch.arange(turned, dim, device=like.device).split(rest) if rest else ()
+        parts = [first, *still[:1], second, *still[1:]]
+        order = torch.cat(parts)
+        self.order = None if order.equal(torch.arange(dim, device=like.device)) else order
 
     def tables(self, start: int, end: int) -> Tensor:
         """Cosines and sines of positions start..end-1, (positions, 2, D)."""
@@ -203,5 +204,7 @@ class Rope:
 
     def _computed(self, positions: int) -> Tensor:
         cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
-        sin[..., : sin.shape[-1] // 2].neg_()
-        return torch.stack([cos[0], sin[0]], 1)
+        still, half = (0, self._dim // 2 - self._half), self._half
+        cos, sin = cos[0, :, :half], sin[0, :, :half]
+        parts = F.pad(cos, still, value=1.0), F.pad(cos, still, value=1.0), F.pad(-sin, still), F.pad(sin, still)
+        return torch.cat(parts, -1).unflatten(-1, (2, -1)).to(self._like.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +45,23 @@ class PackedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def join(*layers: Any) -> nn.Module:
+class Reordered(nn.Module):
+    """A linear layer whose rows are in another order, as if they were not. inverse: (N,) where each row is."""
+
+    def __init__(self, inner: nn.Module, inverse: Tensor) -> None:
+        super().__init__()
+        self.inner, self.inverse = inner, inverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N)."""
+        return self.inner(x)[..., self.inverse]
+
+
+def join(*layers: Any, order: Tensor | None = None) -> nn.Module:
     """Join several linear layers into one; they keep views of its weights.
+
+    Args:
+        order: of the joint rows; the layers' views are in that order too.
 
     Raises:
         ValueError: layers of unlike kinds; none was changed.
@@ -53,21 +69,35 @@ def join(*layers: Any) -> nn.Module:
     biases = [layer.bias for layer in layers]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         raise ValueError("only some have a bias")
-    sizes = [len(layer.weights.q if isinstance(layer, PackedLinear) else layer.weight) for layer in layers]
-    bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
     first = layers[0]
-    if all(isinstance(layer, PackedLinear) and layer.weights.vector == first.weights.vector for layer in layers):
-        parts = [[getattr(layer.weights, name) for layer in layers] for name in ("q", "scale", "zero")]
-        q, scale, zero = (torch.cat(part) for part in parts)
-        for layer, *views in zip(layers, *(part.split(sizes) for part in (q, scale, zero)), strict=True):
-            layer.weights = replace(layer.weights, q=views[0], scale=views[1], zero=views[2])
-        return PackedLinear(replace(first.weights, q=q, scale=scale, zero=zero), bias, first.control)
-    if not all(type(layer) is nn.Linear for layer in layers):
+    packed = all(isinstance(layer, PackedLinear) and layer.weights.vector == first.weights.vector for layer in layers)
+    if not packed and not all(type(layer) is nn.Linear for layer in layers):
         raise ValueError("they are stored in different ways")
+    sizes = [len(layer.weights.q if packed else layer.weight) for layer in layers]
+
+    def together(parts: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """All in one, and each one's view of it."""
+        whole = torch.cat(list(parts))
+        whole = whole if order is None else whole[order]
+        return whole, whole.split(sizes)
+
+    bias = None
+    if biases[0] is not None:
+        whole, views = together(biases)
+        bias = nn.Parameter(whole, requires_grad=False)
+        for layer, view in zip(layers, views, strict=True):
+            layer.bias = nn.Parameter(view, requires_grad=False)
+    if packed:
+        parts = [together([getattr(layer.weights, name) for layer in layers]) for name in ("q", "scale", "zero")]
+        for layer, *views in zip(layers, *(views for _, views in parts), strict=True):
+            layer.weights = replace(layer.weights, q=views[0], scale=views[1], zero=views[2])
+        q, scale, zero = (whole for whole, _ in parts)
+        return PackedLinear(replace(first.weights, q=q, scale=scale, zero=zero), bias, first.control)
     joined = nn.Linear(first.in_features, sum(sizes), bias=bias is not None, device="meta")
-    joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+    whole, views = together([layer.weight for layer in layers])
+    joined.weight = nn.Parameter(whole, requires_grad=False)
     if bias is not None:
         joined.bias = bias
-    for layer, weight in zip(layers, joined.weight.split(sizes), strict=True):
-        layer.weight = nn.Parameter(weight, requires_grad=False)
+    for layer, view in zip(layers, views, strict=True):
+        layer.weight = nn.Parameter(view, requires_grad=False)
     return joined

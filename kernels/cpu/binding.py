@@ -140,9 +140,9 @@ def array_of(items: Sequence[Structure]) -> Array[Any]:
     return (type(items[0]) * len(items))(*items)
 
 
-def addresses_of(items: Sequence[Structure | Tensor]) -> Array[c_void_p]:
-    """Addresses of records or checked tensors; the caller must keep these alive."""
-    found = (item.data_ptr() if isinstance(item, Tensor) else addressof(item) for item in items)
+def addresses_of(items: Sequence[Structure | Tensor | None]) -> Array[c_void_p]:
+    """Addresses of records or checked tensors, which the caller must keep alive; of None it is NULL."""
+    found = (item.data_ptr() if isinstance(item, Tensor) else item and addressof(item) for item in items)
     return (c_void_p * len(items))(*found)
 
 

@@ -150,20 +150,41 @@ typedef struct {
 // y = x · Wᵀ + bias for codes: x (tokens, row.n) -> y (tokens, rows), written whole.
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int digits, int threads, float *y);
 
+// How a layer chooses its experts: weight (experts, H), NULL where it has none. A score is the softmax of a logit, or
+// its sigmoid. bias: (experts), of the logits. correction: (experts), added to scores for the choice alone. Experts are
+// chosen from top_groups of the groups that they are divided into: those with the best expert, or, with a correction,
+// the best pair. shares: whether the weights of the chosen experts are made to sum to 1, before scale.
+typedef struct {
+    int64_t experts, top_k, groups, top_groups;
+    int32_t sigmoid, shares;
+    float scale;
+    FLOE_OPTIONAL const float *weight, *bias, *correction;
+} floe_router;
+
+// y = down · (silu(gate · x) * (up · x)): a shared expert, or a layer without experts. both: gate, then up, so many
+// neurons of each. scale: (H) of a gate whose sigmoid scales y.
+typedef struct {
+    int64_t neurons;
+    floe_matrix both, down;
+    FLOE_OPTIONAL const float *scale;
+} floe_swiglu;
+
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
-// (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. router:
-// (experts, H). shares: whether the weights of the chosen experts are made to sum to 1. stored: the form of keys and
-// values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
+// (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
+// form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). beside: what
+// every token is given besides experts.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
-    int64_t hidden, heads, kv_heads, dim, window, experts, top_k;
-    int32_t each_head, shares, stored;
+    int64_t hidden, heads, kv_heads, dim, window;
+    int32_t each_head, stored;
     float eps, scale, clip;
     const float *before, *after;
-    FLOE_OPTIONAL const float *q_norm, *k_norm, *router;
+    FLOE_OPTIONAL const float *q_norm, *k_norm;
     floe_matrix qkv, out;
+    floe_router router;
+    FLOE_OPTIONAL const floe_swiglu *beside;
 } floe_dense_layer;
 
 // Where a token is. rope: (2, D) cosines and sines of its position, the first half of the sines negated. capacity: how
@@ -173,8 +194,9 @@ typedef struct {
     int64_t capacity, position;
 } floe_place;
 
-// What the experts of a layer are given. stream (H): the residual after attention. hidden (H). index, weights: the
-// top_k experts; unused without a router. scores: (experts) probabilities of all of them.
+// What the experts of a layer are given. stream (H): the residual after attention and what is beside the experts.
+// hidden (H). index, weights: the
+// top_k experts; unused without a router. scores: (experts) of all of them.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;
@@ -200,10 +222,11 @@ typedef struct {
     floe_rule rule;
 } floe_expert_layer;
 
+// experts: of each layer; NULL for one that has none. top_k: of all layers with experts.
 typedef struct {
-    int64_t count;
+    int64_t count, top_k;
     const floe_dense_layer *const *dense;
-    const floe_expert_layer *experts;
+    const floe_expert_layer *const *experts;
 } floe_layers;
 
 // Raised by one thread to stop what another one computes.
@@ -221,7 +244,7 @@ typedef struct {
 
 // What is filled for each token and layer. index, weights: (layers, top_k). counts: (layers, top_k, 2, 2), of an
 // expert's halves, or of the whole in the first place, how many neurons were active and how many not left out; -1 for
-// what was left out whole.
+// what was left out whole, and of a layer without experts.
 typedef struct {
     int64_t *index;
     float *weights;

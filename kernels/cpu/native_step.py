@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..checks import Shape, index, require
 from ..entries import CODES
-from ..step import DenseLayer, Heads, Stepped
+from ..step import DenseLayer, Heads, Router, Stepped, Swiglu
+from ..weights import LinearWeights
 from .binding import check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
@@ -24,7 +25,8 @@ class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several.
+        kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several. routes:
+            whether it has experts.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -37,9 +39,6 @@ class NativeStep:
         heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
         _check_heads(heads)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        experts = 0 if router is None or not router.weight.ndim else router.weight.shape[0]
-        if router is not None and not 1 <= router.top_k <= experts:
-            raise ValueError(f"top_k must be from 1 to {experts}, not {router.top_k}")
         each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
         normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
         self.layer: Any = records.dense_layer(
@@ -48,10 +47,7 @@ class NativeStep:
             kv_heads=heads.num_kv_heads,
             dim=heads.head_dim,
             window=heads.window or 0,
-            experts=experts,
-            top_k=0 if router is None else router.top_k,
             each_head=each_head,
-            shares=router is not None and router.norm_topk_prob,
             stored=_STORED[heads.cache_dtype],
             eps=layer.eps,
             scale=heads.scale,
@@ -60,17 +56,19 @@ class NativeStep:
             after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
             q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
             k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
-            router=optional("router", None if router is None else router.weight, (experts, hidden)),
             qkv=projection_record("qkv", layer.qkv, queries + 2 * keys, hidden),
             out=projection_record("out", layer.out, hidden, queries),
+            router=router_record(router, hidden),
+            beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
         )
         check(library().dense_check(self.layer))
-        self._hidden, self._top_k = hidden, self.layer.top_k
+        self._hidden, self._top_k = hidden, self.layer.router.top_k
         self._rope, self._stored = (2, heads.head_dim), heads.entry  # of a token
         self.kept = heads.cache_dtype
+        self.routes = router is not None
         self._scores = None if router is None else router.scores
         if self._scores is not None:
-            require("scores", self._scores, FLOAT32, (len(self._scores), experts))
+            require("scores", self._scores, FLOAT32, (len(self._scores), self.layer.router.experts))
 
     @property
     def stored(self) -> tuple[Shape, torch.dtype]:
@@ -117,3 +115,49 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError(f"queries, keys and values are clipped to a number above 0, not {heads.clip}")
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError("queries and keys must both have norms, or neither")
+
+
+def router_record(router: Router | None, hidden: int) -> Any:
+    """`floe_router`.
+
+    Raises:
+        ValueError: tensors of another shape or type, or numbers that do not fit them.
+    """
+    if router is None:
+        return records.router(
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "sigmoid", "shares", "scale"), 0),
+            weight=None,
+            bias=None,
+            correction=None,
+        )
+    experts = router.weight.shape[0] if router.weight.ndim else 0
+    if not 1 <= router.top_k <= experts:
+        raise ValueError(f"top_k must be from 1 to {experts}, not {router.top_k}")
+    return records.router(
+        experts=experts,
+        top_k=router.top_k,
+        groups=router.groups,
+        top_groups=router.top_groups,
+        sigmoid=router.sigmoid,
+        shares=router.norm_topk_prob,
+        scale=router.scale,
+        weight=required("router", router.weight, (experts, hidden)),
+        bias=optional("router.bias", router.bias, (experts,)),
+        correction=optional("router.correction", router.correction, (experts,)),
+    )
+
+
+def swiglu_record(swiglu: Swiglu, hidden: int) -> Any:
+    """`floe_swiglu`.
+
+    Raises:
+        ValueError: tensors of another shape or type.
+    """
+    weight = swiglu.down.weight
+    neurons = weight.vector.n if isinstance(weight, LinearWeights) else weight.shape[-1]
+    return records.swiglu(
+        neurons=neurons,
+        both=projection_record("gate and up", swiglu.both, 2 * neurons, hidden),
+        down=projection_record("down", swiglu.down, hidden, neurons),
+        scale=optional("scale", swiglu.scale, (1, hidden)),
+    )

@@ -18,7 +18,7 @@ from ..checks import BYTES, CPU, Shape, index, require
 from ..layouts import check_roles
 from ..sampling import Filters
 from ..step import ExpertLayer
-from .binding import Stop, addresses_of, array_of, check, codes, library, records
+from .binding import Stop, addresses_of, check, codes, library, records
 from .native_ends import NativeEnds, sampling_record
 from .native_step import NativeStep
 from .weights import digits, optional, required, rows_record, rule_record, signal_record
@@ -75,18 +75,20 @@ class NativeToken:
         ValueError: experts that are not as the kernels read them.
     """
 
-    def __init__(self, dense: Sequence[NativeStep], experts: Sequence[ExpertLayer]) -> None:
+    def __init__(self, dense: Sequence[NativeStep], experts: Sequence[ExpertLayer | None]) -> None:
+        """`experts`: of each layer; None for one that has none."""
         functions = library()
         self._step, self._decode = functions.token_step, functions.decode
         if not dense or len(dense) != len(experts):
             raise ValueError(f"{len(dense)} dense layers, but experts of {len(experts)}")
-        made = [_expert_record(layer) for layer in experts]
+        made = [None if layer is None else _expert_record(layer) for layer in experts]
         self._held = dense, made  # the arrays have only their bytes and addresses
-        self._dense, self._experts = addresses_of([step.layer for step in dense]), array_of(made)
-        self._layers = records.layers(count=len(made), dense=self._dense, experts=self._experts)
+        self._dense, self._experts = addresses_of([step.layer for step in dense]), addresses_of(made)
+        self._top_k = max(step.layer.router.top_k for step in dense)
+        self._layers: Any = None  # of the first so many
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
-        self._hidden, self._top_k = one.hidden, one.top_k
+        self._hidden = one.hidden
         self._rope, self._stored, self._form = (2, one.dim), *dense[0].stored  # of a token
         if any(step.stored != dense[0].stored for step in dense):
             raise ValueError("layers store keys and values in different shapes or types")
@@ -171,8 +173,8 @@ class NativeToken:
 
     def _first(self, count: int) -> Any:
         """`floe_layers`."""
-        if count != self._layers.count:
-            self._layers = records.layers(count=count, dense=self._dense, experts=self._experts)
+        if self._layers is None or count != self._layers.count:
+            self._layers = records.layers(count=count, top_k=self._top_k, dense=self._dense, experts=self._experts)
         return self._layers
 
     def _pace(self, bits: tuple[int, int], stop: Stop) -> Any:

@@ -73,7 +73,7 @@ DEEPSEEK_V2 = Family(
     width="moe_intermediate_size",
     dense_layers=_first,
     shared=SharedExpert("shared_experts"),
-    routing=Routing(normalized=False),
+    routing=Routing(normalized=False, precise=True),
     attention=None,
     why=_WHY,
     defaults={
@@ -93,10 +93,12 @@ DEEPSEEK_V2 = Family(
             licence="DeepSeek licence",
             gated=False,
             chat="User: and Assistant: turns, from its own chat template",
+            released=released,
+            made_for=made_for,
         )
-        for name, repo in (
-            ("deepseek-v2-lite-chat", "DeepSeek-V2-Lite-Chat"),
-            ("deepseek-coder-v2-lite-instruct", "DeepSeek-Coder-V2-Lite-Instruct"),
+        for name, repo, released, made_for in (
+            ("deepseek-v2-lite-chat", "DeepSeek-V2-Lite-Chat", "2024-05", ""),
+            ("deepseek-coder-v2-lite-instruct", "DeepSeek-Coder-V2-Lite-Instruct", "2024-06", "code"),
         )
     ),
 )
@@ -111,7 +113,7 @@ DEEPSEEK_V3 = Family(
     dense_layers=_first,
     shared=SharedExpert("shared_experts"),
     unused=further_layers,
-    routing=Routing(kind="sigmoid"),
+    routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
     attention=None,
     why=_WHY,
     defaults={
@@ -135,7 +137,7 @@ GLM4_MOE_LITE = Family(
     dense_layers=_flash_dense,
     shared=SharedExpert("shared_experts"),
     unused=further_layers,
-    routing=Routing(kind="sigmoid"),
+    routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
     attention=None,
     why=_WHY,
     defaults={
@@ -155,6 +157,8 @@ GLM4_MOE_LITE = Family(
             licence="MIT",
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
+            released="2026-01",
+            thinks=True,
         ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, Routing, SharedExpert
+from .family import Family, GroupedQuery, Routing, SharedExpert
 
 _21B_A3B = Sizes(
     model_type="ernie4_5_moe",
@@ -25,6 +25,8 @@ _21B_A3B = Sizes(
     shared=2 * 1536,
     router_bias=True,
 )
+
+_TURNS = "User: and Assistant: turns, from its own chat template"
 
 
 def _dense_layers(config: Any) -> list[int]:
@@ -48,9 +50,8 @@ ERNIE4_5_MOE = Family(
     dense_layers=_dense_layers,
     shared=SharedExpert("shared_experts", count="moe_num_shared_experts"),
     unused=_guessing,
-    routing=Routing(kind="sigmoid", normalized=True),
-    attention=None,
-    why="a bias corrects its router's choice",
+    routing=Routing(normalized=True, precise=True, correction="gate.moe_statics.e_score_correction_bias"),
+    attention=GroupedQuery(interleaved=True, biased=lambda config: (bool(config.use_bias), bool(config.use_bias))),
     defaults={
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
@@ -65,7 +66,18 @@ ERNIE4_5_MOE = Family(
             "baidu/ERNIE-4.5-21B-A3B-PT",
             licence="Apache-2.0",
             gated=False,
-            chat="User: and Assistant: turns, from its own chat template",
+            chat=_TURNS,
+            released="2025-06",
+        ),
+        CatalogEntry(
+            "ernie-4.5-21b-a3b-thinking",
+            _21B_A3B,
+            "baidu/ERNIE-4.5-21B-A3B-Thinking",
+            licence="Apache-2.0",
+            gated=False,
+            chat=f"{_TURNS}; it thinks first",
+            released="2025-09",
+            thinks=True,
         ),
     ),
 )

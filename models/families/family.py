@@ -21,6 +21,7 @@ class GroupedQuery:
         normalized: configuration -> whether queries and keys are normalized before rope.
         per_head: whether each head is normalized by itself, and not all together.
         biased: configuration -> whether queries, keys and values have biases, and whether the projection back has one.
+        interleaved: whether rope turns neighbouring dimensions together, and not those half a head apart.
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
     """
@@ -28,6 +29,7 @@ class GroupedQuery:
     normalized: Callable[[Any], bool] = lambda _config: False
     per_head: bool = False
     biased: Callable[[Any], tuple[bool, bool]] = lambda _config: (False, False)
+    interleaved: bool = False
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
 
 
@@ -40,11 +42,15 @@ class Routing:
         kind: "softmax": the top-k by their probabilities, which weigh them. Others are computed by transformers'
             router: "sigmoid", or probabilities whose choice a bias corrects, and "sparsemixer".
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
+        precise: whether logits are computed in float32 whatever the rest is.
+        correction: name in the block of the bias that is added to scores for the choice alone; "" where there is none.
     """
 
     module: str = "gate"
     kind: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalized: bool | None = None
+    precise: bool = False
+    correction: str = ""
 
 
 @dataclass(frozen=True, slots=True)

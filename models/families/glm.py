@@ -43,7 +43,7 @@ GLM4_MOE = Family(
     dense_layers=_first,
     shared=SharedExpert("shared_experts"),
     unused=further_layers,
-    routing=Routing(kind="sigmoid"),
+    routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
     attention=GroupedQuery(
         normalized=lambda config: bool(config.use_qk_norm),
         per_head=True,
@@ -79,6 +79,8 @@ GLM4_MOE = Family(
             licence="MIT",
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
+            released="2025-07",
+            thinks=True,
         ),
     ),
 )

@@ -37,14 +37,19 @@ GRANITEMOE = Family(
     scaled="embedding_multiplier",
     attention=None,
     why="multipliers scale its residual stream",
-    published=(
+    published=tuple(
         CatalogEntry(
-            "granite-3.1-3b-a800m-instruct",
-            _sizes(32, 1536, 40, 24),
-            "ibm-granite/granite-3.1-3b-a800m-instruct",
+            name,
+            sizes,
+            f"ibm-granite/{name}",
             licence="Apache-2.0",
             gated=False,
             chat="<|start_of_role|> turns, from its own chat template",
-        ),
+            released="2024-12",
+        )
+        for name, sizes in (
+            ("granite-3.1-1b-a400m-instruct", _sizes(24, 1024, 32, 16)),
+            ("granite-3.1-3b-a800m-instruct", _sizes(32, 1536, 40, 24)),
+        )
     ),
 )

@@ -34,8 +34,10 @@ _8X22B = Sizes(
 _INST = "[INST] turns, from its own chat template"
 
 
-def _entry(name: str, sizes: Sizes, repo: str, chat: str | None) -> CatalogEntry:
-    return CatalogEntry(name, sizes, f"mistralai/{repo}", licence="Apache-2.0", gated=True, chat=chat)
+def _entry(name: str, sizes: Sizes, repo: str, released: str, chat: str | None = _INST) -> CatalogEntry:
+    return CatalogEntry(
+        name, sizes, f"mistralai/{repo}", licence="Apache-2.0", gated=True, chat=chat, released=released
+    )
 
 
 MIXTRAL = Family(
@@ -61,8 +63,8 @@ MIXTRAL = Family(
     routing=Routing(normalized=True),
     attention=GroupedQuery(window=lambda config, _layer: config.sliding_window),
     published=(
-        _entry("mixtral-8x7b-instruct", _8X7B, "Mixtral-8x7B-Instruct-v0.1", _INST),
-        _entry("mixtral-8x22b-instruct", _8X22B, "Mixtral-8x22B-Instruct-v0.1", _INST),
-        _entry("mixtral-8x7b", _8X7B, "Mixtral-8x7B-v0.1", None),
+        _entry("mixtral-8x7b-instruct", _8X7B, "Mixtral-8x7B-Instruct-v0.1", "2023-12"),
+        _entry("mixtral-8x22b-instruct", _8X22B, "Mixtral-8x22B-Instruct-v0.1", "2024-04"),
+        _entry("mixtral-8x7b", _8X7B, "Mixtral-8x7B-v0.1", "2023-12", None),
     ),
 )

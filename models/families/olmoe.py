@@ -40,14 +40,19 @@ OLMOE = Family(
         normalized=lambda _config: True,
         biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias)),
     ),
-    published=(
+    published=tuple(
         CatalogEntry(
-            "olmoe-1b-7b-instruct",
+            name,
             _1B_7B,
-            "allenai/OLMoE-1B-7B-0924-Instruct",
+            f"allenai/{repo}",
             licence="Apache-2.0",
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template",
-        ),
+            released=released,
+        )
+        for name, repo, released in (
+            ("olmoe-1b-7b-instruct", "OLMoE-1B-7B-0924-Instruct", "2024-09"),
+            ("olmoe-1b-7b-0125-instruct", "OLMoE-1B-7B-0125-Instruct", "2025-01"),
+        )
     ),
 )

@@ -51,6 +51,7 @@ PHIMOE = Family(
             licence="MIT",
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template",
+            released="2024-08",
         ),
     ),
 )

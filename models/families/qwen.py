@@ -76,11 +76,11 @@ _57B_A14B = Sizes(
 )
 _CHATML = "<|im_start|> turns, from its own chat template"
 
-_THINKS = f"{_CHATML}; it thinks first"
 
-
-def _entry(name: str, sizes: Sizes, repo: str, chat: str = _CHATML, licence: str = "Apache-2.0") -> CatalogEntry:
-    return CatalogEntry(name, sizes, f"Qwen/{repo}", licence=licence, gated=False, chat=chat)
+def _entry(name: str, sizes: Sizes, repo: str, released: str, *, thinks: bool = False, **others: str) -> CatalogEntry:
+    chat = f"{_CHATML}; it thinks first" if thinks else _CHATML
+    given = {"licence": "Apache-2.0", "chat": chat, "released": released, **others}
+    return CatalogEntry(name, sizes, f"Qwen/{repo}", gated=False, thinks=thinks, **given)
 
 
 _SHARED_FIELDS = {
@@ -116,8 +116,8 @@ QWEN2_MOE = Family(
     },
     attention=GroupedQuery(window=_window, biased=lambda config: (bool(config.qkv_bias), False)),
     published=(
-        _entry("qwen1.5-moe-a2.7b-chat", _A2_7B, "Qwen1.5-MoE-A2.7B-Chat", licence="Tongyi Qianwen licence"),
-        _entry("qwen2-57b-a14b-instruct", _57B_A14B, "Qwen2-57B-A14B-Instruct"),
+        _entry("qwen1.5-moe-a2.7b-chat", _A2_7B, "Qwen1.5-MoE-A2.7B-Chat", "2024-03", licence="Tongyi Qianwen licence"),
+        _entry("qwen2-57b-a14b-instruct", _57B_A14B, "Qwen2-57B-A14B-Instruct", "2024-06"),
     ),
 )
 
@@ -144,11 +144,11 @@ QWEN3_MOE = Family(
         window=_qwen3_window,
     ),
     published=(
-        _entry("qwen3-30b-a3b", _30B_A3B, "Qwen3-30B-A3B", _THINKS),
-        _entry("qwen3-30b-a3b-instruct-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Instruct-2507"),
+        _entry("qwen3-30b-a3b", _30B_A3B, "Qwen3-30B-A3B", "2025-04", thinks=True),
+        _entry("qwen3-30b-a3b-instruct-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Instruct-2507", "2025-07"),
+        _entry("qwen3-30b-a3b-thinking-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Thinking-2507", "2025-07", thinks=True),
         _entry(
-            "qwen3-30b-a3b-thinking-2507", _30B_A3B_2507, "Qwen3-30B-A3B-Thinking-2507", f"{_CHATML}; it thinks first"
+            "qwen3-coder-30b-a3b-instruct", _30B_A3B_2507, "Qwen3-Coder-30B-A3B-Instruct", "2025-07", made_for="code"
         ),
-        _entry("qwen3-coder-30b-a3b-instruct", _30B_A3B_2507, "Qwen3-Coder-30B-A3B-Instruct"),
     ),
 )

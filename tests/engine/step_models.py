@@ -70,6 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
     "qwen3_moe": {"head_dim": 10},
+    "glm4_moe": {"head_dim": 12, "num_local_experts": 6, "attention_bias": True, "n_group": 2, "topk_group": 1},
+    "glm4_moe-scaled": {"head_dim": 12, "num_local_experts": 6, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "ernie4_5_moe": {"head_dim": 12, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "use_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
 }
 
@@ -82,8 +85,13 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     config: Any = AutoConfig.for_model(family, **{**SIZES, **MODELS.get(name, {}), **changes})
     torch.manual_seed(len(name))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    for leaf, buffer in model.named_buffers():
+        if leaf.endswith("correction_bias"):
+            nn.init.normal_(buffer, std=0.1)
     for leaf, parameter in model.named_parameters():
-        if parameter.ndim == 1:
+        if leaf.endswith("correction_bias"):
+            nn.init.normal_(parameter, std=0.1)
+        elif parameter.ndim == 1:
             nn.init.normal_(parameter, mean=0.0 if leaf.endswith("bias") else 1.0, std=0.3)
         elif leaf.endswith("gate.weight"):
             nn.init.normal_(parameter, std=0.3)

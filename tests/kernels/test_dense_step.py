@@ -12,7 +12,7 @@ from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.layouts import VectorLayout
-from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, dense_step
+from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, Swiglu, dense_step
 from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
@@ -27,7 +27,9 @@ NAN, INF = float("nan"), float("inf")
 @dataclass(frozen=True)
 class Sizes:
     """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
-    keys and values."""
+    keys and values. routing: fields of the router. biased: its biases, "b" of logits and "c" for the choice. beside:
+    neurons beside the experts, gated or not.
+    """
 
     hidden: int = 48
     queries: int = 4
@@ -42,6 +44,14 @@ class Sizes:
     window: int | None = None
     shares: bool = True
     kept: torch.dtype = torch.float32
+    routing: frozenset[tuple[str, Any]] = frozenset()
+    biased: str = ""
+    beside: int = 0
+    gated: bool = False
+
+
+def routed(**fields: Any) -> frozenset[tuple[str, Any]]:
+    return frozenset(fields.items())
 
 
 SIZES = {
@@ -52,6 +62,18 @@ SIZES = {
     "wide": Sizes(260, 16, 2, 64, 128, 8, normed="head"),
     "all-keys": Sizes(130, 4, 4, 32, normed="all", clip=0.7),
     "no-router": Sizes(experts=0),
+    "sigmoids": Sizes(experts=7, top_k=3, routing=routed(sigmoid=True, precise=True), biased="c"),
+    "scaled-sigmoids": Sizes(experts=64, top_k=8, routing=routed(sigmoid=True, scale=1.8), biased="c", shares=False),
+    "groups": Sizes(experts=12, top_k=4, routing=routed(groups=4, top_groups=2, scale=16.0), shares=False),
+    "groups-of-sigmoids": Sizes(
+        experts=32, top_k=5, routing=routed(sigmoid=True, groups=8, top_groups=3, precise=True), biased="c"
+    ),
+    "corrected": Sizes(experts=9, top_k=3, routing=routed(precise=True), biased="bc"),
+    "biased-logits": Sizes(experts=9, top_k=4, biased="b"),
+    "beside": Sizes(beside=29),
+    "beside-gated": Sizes(35, 6, 3, 14, 7, 7, beside=31, gated=True),
+    "beside-alone": Sizes(64, experts=0, beside=70, bits=8),
+    "beside-4-bit": Sizes(128, 4, 2, 32, bits=4, beside=64, gated=True),
     "window": Sizes(window=9),
     "window-of-one": Sizes(window=1),
     "window-of-spans": Sizes(64, 8, 2, 16, window=150),
@@ -101,7 +123,6 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     s, width = sizes, sizes.queries * sizes.dim
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
-    scores = torch.full((2, s.experts), NAN)
     heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept)
     return DenseLayer(
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
@@ -110,8 +131,21 @@ def make_layer(sizes: Sizes) -> DenseLayer:
         heads=heads,
         qkv=make_projection(width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
         out=make_projection(s.hidden, width, s.bits, s.bias),
-        router=Router(torch.randn(s.experts, s.hidden), s.top_k, s.shares, scores=scores) if s.experts else None,
+        router=make_router(s) if s.experts else None,
+        beside=make_beside(s) if s.beside else None,
     )
+
+
+def make_router(s: Sizes) -> Router:
+    scores, weight = torch.full((2, s.experts), NAN), torch.randn(s.experts, s.hidden)
+    bias, correction = (torch.randn(s.experts) * 0.3 if kind in s.biased else None for kind in "bc")
+    return Router(weight, s.top_k, s.shares, scores=scores, bias=bias, correction=correction, **dict(s.routing))
+
+
+def make_beside(s: Sizes) -> Swiglu:
+    both = make_projection(2 * s.beside, s.hidden, s.bits, bias=False)
+    down = make_projection(s.hidden, s.beside, s.bits, bias=False)
+    return Swiglu(both, down, torch.randn(1, s.hidden) if s.gated else None)
 
 
 def widened(layer: DenseLayer) -> DenseLayer:
@@ -125,9 +159,15 @@ def widened(layer: DenseLayer) -> DenseLayer:
 
     heads = replace(layer.heads, q_norm=wide(layer.heads.q_norm), k_norm=wide(layer.heads.k_norm))
     router = layer.router
-    router = router and replace(router, weight=wide(router.weight), scores=wide(router.scores))
+    if router is not None:
+        parts = {name: wide(getattr(router, name)) for name in ("weight", "scores", "bias", "correction")}
+        router = replace(router, precise=False, **parts)  # which would compute logits in float32
+    beside = layer.beside
+    beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale))
     names = ("input_layernorm", "post_attention_layernorm", "qkv", "out")
-    return replace(layer, heads=heads, router=router, **{name: wide(getattr(layer, name)) for name in names})
+    return replace(
+        layer, heads=heads, router=router, beside=beside, **{name: wide(getattr(layer, name)) for name in names}
+    )
 
 
 def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -108,7 +108,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     uint8_t *memory = buffer.take(aligned(4 * hidden) + aligned(4 * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
-    const int64_t chosen = layers->count * layers->dense[0]->top_k, turn = 2 * layers->dense[0]->dim;
+    const int64_t chosen = layers->count * layers->top_k, turn = 2 * layers->dense[0]->dim;
     const auto began = std::chrono::steady_clock::now();
     int64_t token = d.token;
     for (int64_t n = 0; n < d.most;) {

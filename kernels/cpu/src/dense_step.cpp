@@ -9,6 +9,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 namespace floe {
@@ -33,11 +35,22 @@ bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
     return m.rows == rows && m.row.n == columns && row_bytes(m) > 0;
 }
 
+bool fits(const floe_router &r) {
+    if (r.experts < 1 || r.top_k < 1 || r.groups < 1 || r.experts % r.groups) return false;
+    if (r.top_groups < 1 || r.top_groups > r.groups || r.top_k > r.top_groups * (r.experts / r.groups)) return false;
+    return r.groups == 1 || r.correction == nullptr || r.experts / r.groups > 1; // a pair in each
+}
+
+bool fits(const floe_swiglu &s, int64_t hidden) {
+    return s.neurons > 0 && is_shape(s.both, 2 * s.neurons, hidden) && is_shape(s.down, hidden, s.neurons);
+}
+
 bool fits(const floe_dense_layer &l) {
     if (l.hidden < 1 || l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.dim % 2 || l.heads % l.kv_heads) return false;
     if (l.stored < FLOE_KEPT_FLOAT || l.stored > FLOE_KEPT_CODES) return false;
     if (l.window < 0 || (l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
-    if (l.router != nullptr && (l.top_k < 1 || l.top_k > l.experts)) return false;
+    if (l.router.weight != nullptr && !fits(l.router)) return false;
+    if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
     return is_shape(l.qkv, (l.heads + 2 * l.kv_heads) * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
 }
 
@@ -136,25 +149,88 @@ void join_spans(const Attention &a, int64_t spans, float *out) {
     }
 }
 
-// The experts with the largest probabilities and their shares. NaN is larger than any number, as in torch; of equal
-// ones the first goes first.
-void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weights, float *scores) {
-    float most = logits[0], sum = 0;
-    for (int64_t e = 1; e < l.experts; e++) most = logits[e] > most ? logits[e] : most;
-    const float total = dense_ops().exponentials(logits, l.experts, most);
-    for (int64_t e = 0; scores && e < l.experts; e++) scores[e] = logits[e] / total;
-    for (int64_t k = 0; k < l.top_k; k++) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < l.experts; e++)
-            if (logits[e] >= 0 || std::isnan(logits[e]))
-                if (best < 0 || logits[e] > logits[best] || (std::isnan(logits[e]) && !std::isnan(logits[best])))
-                    best = e;
-        index[k] = best;
-        weights[k] = logits[best] / total;
-        logits[best] = -1; // taken
-        sum += weights[k];
+// Of the logits (experts), in place.
+void make_scores(const floe_router &r, float *scores) {
+    for (int64_t e = 0; r.bias && e < r.experts; e++) scores[e] += r.bias[e];
+    if (r.sigmoid) {
+        for (int64_t e = 0; e < r.experts; e++) scores[e] = 1 / (1 + std::exp(-scores[e]));
+        return;
     }
-    for (int64_t k = 0; l.shares && k < l.top_k; k++) weights[k] /= sum;
+    float most = scores[0];
+    for (int64_t e = 1; e < r.experts; e++) most = scores[e] > most ? scores[e] : most;
+    const float total = dense_ops().exponentials(scores, r.experts, most);
+    for (int64_t e = 0; e < r.experts; e++) scores[e] /= total;
+}
+
+// The largest of some numbers, which is taken away; of equal ones the first.
+int64_t take_best(float *ranked, int64_t count) {
+    const int64_t best = std::max_element(ranked, ranked + count) - ranked;
+    ranked[best] = -INFINITY;
+    return best;
+}
+
+// Leave only the experts of the best groups.
+void keep_groups(const floe_router &r, float *ranked) {
+    const int64_t each = r.experts / r.groups;
+    const auto worth = [&](int64_t group) {
+        const float *of = ranked + group * each;
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t e = 0; e < each; e++)
+            if (of[e] > first) second = first, first = of[e];
+            else if (of[e] > second) second = of[e];
+        return r.correction ? first + second : first;
+    };
+    for (int64_t left = r.groups; left > r.top_groups; left--) {
+        int64_t worst = -1;
+        float least = 0;
+        for (int64_t group = 0; group < r.groups; group++) {
+            const float own = worth(group);
+            if (own == -INFINITY) continue; // left out already
+            if (worst < 0 || own <= least) worst = group, least = own;
+        }
+        std::fill_n(ranked + (worst < 0 ? 0 : worst) * each, each, -INFINITY);
+    }
+}
+
+// The experts with the largest scores and their weights. NaN is larger than any number, as in torch; of equal ones the
+// first goes first. ranked: room for all.
+void route(const floe_router &r, float *scores, float *ranked, const floe_routed &routed) {
+    make_scores(r, scores);
+    if (routed.scores) std::copy_n(scores, r.experts, routed.scores);
+    for (int64_t e = 0; e < r.experts; e++) {
+        const float own = r.correction ? scores[e] + r.correction[e] : scores[e];
+        ranked[e] = std::isnan(own) ? INFINITY : own > -FLT_MAX ? own : -FLT_MAX;
+    }
+    if (r.top_groups < r.groups) keep_groups(r, ranked);
+    float sum = 0;
+    for (int64_t k = 0; k < r.top_k; k++) {
+        routed.index[k] = take_best(ranked, r.experts);
+        routed.weights[k] = scores[routed.index[k]];
+        sum += routed.weights[k];
+    }
+    for (int64_t k = 0; r.shares && k < r.top_k; k++) routed.weights[k] /= sum;
+    for (int64_t k = 0; r.scale != 1 && k < r.top_k; k++) routed.weights[k] *= r.scale;
+}
+
+// y (H) += what every token is given besides experts, of x (H).
+int add_beside(const floe_swiglu &s, const float *x, int digits, int threads, float *y) {
+    thread_local Buffer buffer;
+    const int64_t hidden = s.down.rows;
+    uint8_t *memory = buffer.take(aligned(8 * s.neurons) + aligned(4 * hidden));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    float *both = carve<float>(memory, 2 * s.neurons), *out = carve<float>(memory, hidden);
+    int code = multiply(s.both, x, digits, threads, both);
+    if (code != FLOE_OK) return code;
+    for (int64_t n = 0; n < s.neurons; n++) both[n] *= both[s.neurons + n] / (1 + std::exp(-both[n]));
+    code = multiply(s.down, both, digits, threads, out);
+    if (code != FLOE_OK) return code;
+    float factor = 1;
+    if (s.scale != nullptr) {
+        multiply_floats(s.scale, x, 1, hidden, 1, &factor);
+        factor = 1 / (1 + std::exp(-factor));
+    }
+    for (int64_t i = 0; i < hidden; i++) y[i] += factor * out[i];
+    return FLOE_OK;
 }
 
 } // namespace
@@ -170,7 +246,8 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     const floe_dense_layer &l = *layer;
     const int64_t position = place->position;
     float *const stream = routed->stream, *const hidden = routed->hidden;
-    if (!fits(l) || (l.router != nullptr && (routed->index == nullptr || routed->weights == nullptr)))
+    const floe_router &r = l.router;
+    if (!fits(l) || (r.weight != nullptr && (routed->index == nullptr || routed->weights == nullptr)))
         return FLOE_BAD_SHAPE;
     if (position < 0 || position >= place->capacity) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
@@ -180,16 +257,16 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     a.tokens = position + 1 - first;
     a.kv = (const uint8_t *)kv + first * a.h.bytes();
     const int64_t spans = (a.tokens + kSpan - 1) / kSpan, queries = l.heads * l.dim;
-    const int64_t scores = threads * l.heads * kSpan, logits = l.router != nullptr ? l.experts : 0;
+    const int64_t scores = threads * l.heads * kSpan, logits = r.weight != nullptr ? r.experts : 0;
     uint8_t *memory = buffer.take(aligned(4 * l.qkv.rows) + aligned(4 * scores) + aligned(4 * spans * queries) +
-                                  aligned(8 * spans * l.heads) + aligned(4 * logits));
+                                  aligned(8 * spans * l.heads) + 2 * aligned(4 * logits));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *qkv = carve<float>(memory, l.qkv.rows);
     a.queries = qkv;
     a.scores = carve<float>(memory, scores);
     a.sums = carve<float>(memory, spans * queries);
     a.shares = carve<Share>(memory, spans * l.heads);
-    float *probabilities = carve<float>(memory, logits);
+    float *router_scores = carve<float>(memory, logits), *ranked = carve<float>(memory, logits);
 
     for (int64_t i = 0; i < l.hidden; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
     normalize(stream, l.before, l.hidden, l.eps, hidden);
@@ -206,10 +283,11 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     if (code != FLOE_OK) return code;
     for (int64_t i = 0; i < l.hidden; i++) stream[i] += hidden[i];
     normalize(stream, l.after, l.hidden, l.eps, hidden);
-    if (l.router == nullptr) return FLOE_OK;
-    multiply_floats(l.router, hidden, l.experts, l.hidden, threads, probabilities);
-    route(l, probabilities, routed->index, routed->weights, routed->scores);
-    return FLOE_OK;
+    if (r.weight != nullptr) {
+        multiply_floats(r.weight, hidden, r.experts, l.hidden, threads, router_scores);
+        route(r, router_scores, ranked, *routed);
+    }
+    return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, digits, threads, stream);
 }
 
 int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits) {

@@ -1,0 +1,108 @@
+"""Reads a layer's block from transformers' modules: its router, its experts, and what every token is given besides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.step import Projection, Router, Swiglu
+from ...models.families import Family
+from ..experts.offloaded_layer import OffloadedLayer
+from .quantized_linear import PackedLinear, join
+
+
+class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
+    """The fused pass cannot compute this model; the text says why."""
+
+
+def projection(module: nn.Module) -> Projection:
+    """As one operation takes it.
+
+    Raises:
+        Unsupported: a module of an unknown kind.
+    """
+    if isinstance(module, PackedLinear):
+        return Projection(module.weights, module.bias)
+    if type(module) is nn.Linear:
+        return Projection(module.weight, module.bias)
+    raise Unsupported(f"a projection is a {type(module).__name__}")
+
+
+def joined(what: str, *modules: Any, order: Tensor | None = None) -> nn.Module:
+    """Several projections as one; see `join`.
+
+    Raises:
+        Unsupported: they are of unlike kinds.
+    """
+    try:
+        return join(*modules, order=order)
+    except ValueError as error:
+        raise Unsupported(f"the {what} projections cannot be joined: {error}") from error
+
+
+class Beside:
+    """`kernels.step.Swiglu` by a layer's modules.
+
+    Raises:
+        Unsupported: modules of an unknown kind.
+    """
+
+    def __init__(self, mlp: Any, scale: Tensor | None = None) -> None:
+        self._both, self._down, self._scale = joined("gate and up", mlp.gate_proj, mlp.up_proj), mlp.down_proj, scale
+        self.swiglu = Swiglu(projection(self._both), projection(self._down), scale)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden (T, H) -> (T, H)."""
+        gate, up = self._both(hidden).chunk(2, -1)
+        y = self._down(F.silu(gate) * up)
+        return y if self._scale is None else y * torch.sigmoid(F.linear(hidden, self._scale))
+
+
+def read_router(family: Family, block: Any) -> Router:
+    """A block's router.
+
+    Raises:
+        Unsupported: one of another kind.
+    """
+    routing, gate, experts = family.routing, family.router(block), block.experts
+    if routing.kind == "sparsemixer":
+        raise Unsupported(family.why)
+    correction = block.get_buffer(routing.correction) if routing.correction in _buffers(block) else None
+    if correction is None and routing.correction:
+        correction = block.get_parameter(routing.correction)
+    bias = getattr(gate, "bias", None)
+    return Router(
+        gate.weight,
+        gate.top_k,
+        family.normalizes(gate),
+        # Mixtral and those that compute logits in float32 keep the weights so.
+        torch.float32 if routing.precise or not hasattr(gate, "norm_topk_prob") else gate.weight.dtype,
+        experts.hears(gate.weight) if isinstance(experts, OffloadedLayer) else None,
+        sigmoid=routing.kind == "sigmoid",
+        precise=routing.precise,
+        bias=bias if isinstance(bias, Tensor) else None,
+        correction=None if correction is None else correction.flatten(),
+        groups=getattr(gate, "num_group", None) or 1,
+        top_groups=getattr(gate, "topk_group", None) or 1,
+        scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
+    )
+
+
+def _buffers(block: nn.Module) -> set[str]:
+    return {name for name, _ in block.named_buffers()}
+
+
+def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | None:
+    """What every token is given besides experts, if anything.
+
+    Raises:
+        Unsupported: modules of an unknown kind.
+    """
+    if not has_experts:
+        return Beside(block)
+    if (shared := family.shared) is None:
+        return None
+    return Beside(getattr(block, shared.module), None if shared.gate is None else getattr(block, shared.gate).weight)
