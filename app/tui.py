@@ -95,6 +95,7 @@ class FloeChatApp(App[int]):
             "wizard": partial(self._show_wizard, self._switch),
             "settings": self._open_settings,
             "theme": self.action_change_theme,
+            "thinking": self._choose_thinking,
             "help": self.action_help,
             "quit": self.action_quit,
         }
@@ -245,6 +246,7 @@ class FloeChatApp(App[int]):
         # Only what differs: each press of a key applies the whole map to every node above it.
         self.set_keymap({name: key for name, key in settings.keys.items() if key != OWN[name].keys})
         self._chat.take_keys(settings.keys)
+        self._chat.controller.thinking.take(settings.thinking)
         self.theme = settings.theme
 
     def _save(self, write: Callable[[Path], None]) -> None:
@@ -260,6 +262,11 @@ class FloeChatApp(App[int]):
         """Save the chosen theme in the settings."""
         if theme.name != self._settings.settings.theme:
             self._save(lambda file: change(file, {"screen.theme": theme.name}))
+
+    def _choose_thinking(self, mode: str) -> None:
+        """Fold, show or leave out what models think, now and at later starts."""
+        if self._chat.controller.thinking.choose(mode):
+            self._save(lambda file: change(file, {"chat.thinking": mode}))
 
     def _open_settings(self) -> None:
         from .screens.settings import SettingsScreen

@@ -23,6 +23,8 @@ class Running:
     message: Message
     answer: Answer
     pieces: list[str] = field(default_factory=list[str])
+    thoughts: list[str] = field(default_factory=list[str])
+    thought_tokens: int = 0
     left: bool = False
 
 
@@ -69,9 +71,9 @@ class Answering:
         client, name, preset = self._model.client, self._model.name, self._model.preset
         turns, seen = dialogue.turns(self._model.window, instead or more_of)
         try:
-            begun = "" if more_of is None else more_of.text
+            begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
             sampling, number = dialogue.setup.sampling, dialogue.id or 0
-            submitted = client.prepare(turns, sampling, self._max_new_tokens, begun, number)
+            submitted = client.prepare(turns, sampling, self._max_new_tokens, begun, number, thought)
         except FloeError as error:
             await messages.explain(error)
             return False
@@ -80,7 +82,9 @@ class Answering:
             message, answer = dialogue.continuing(more_of, name, preset)
         else:
             message, answer = dialogue.answering(name, preset, instead)
-        self._live = Running(submitted.request, message, answer, [message.text])
+        self._live = Running(submitted.request, message, answer, [message.text], [message.thought])
+        if more_of is not None and more_of.stats is not None:
+            self._live.thought_tokens = more_of.stats.thought_tokens
         self._bridge.record(submitted.request, answer)
         self._model.phase = Phase.ANSWERING
         messages.live = message.id
@@ -116,6 +120,16 @@ class Answering:
         self._live.pieces.append(text)
         self._view.messages.feed(text)
 
+    def show_thought(self, request: int, text: str, tokens: int) -> None:
+        """More of what the model thinks came."""
+        if not self.is_live(request) or self._live is None:
+            return
+        if self._model.answering:
+            self._view.gauges.say("thinking", "$primary")
+        self._live.thoughts.append(text)
+        self._live.thought_tokens += tokens
+        self._view.messages.think(text, tokens)
+
     def show_stats(self, stats: Stats, *, running: bool | None = None) -> None:
         """Newer figures came."""
         if self.shown:
@@ -127,7 +141,8 @@ class Answering:
         """The answer ended; returns the state to show."""
         self.show_stats(event.stats, running=False)
         stopped, shown = event.reason == "cancelled", self.shown
-        await self.end("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason))
+        thought = 0 if self._live is None else self._live.thought_tokens
+        await self.end("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason, thought))
         return "stopped" if stopped and shown else "ready"
 
     async def end(self, state: MessageState, stats: AnswerStats | None) -> None:
@@ -137,9 +152,9 @@ class Answering:
         messages = self._view.messages
         self._live = messages.live = None
         running.answer.finish(stats, state)
-        text = "".join(running.pieces)
-        if text.strip():
-            ended = self._dialogue.ended(running.message, text, state, stats)
+        text, thought = "".join(running.pieces), "".join(running.thoughts)
+        if text.strip() or thought.strip():
+            ended = self._dialogue.ended(running.message, text, state, stats, thought)
             if not running.left:
                 messages.finish(ended)
         elif running.left:

@@ -31,7 +31,8 @@ class Beginning:
 
     Attributes:
         system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's
-            model, or should have: no `--model` was given. remark: why it has another one, or "".
+            model, or should have: no `--model` was given. remark: why it has another one, or "". thinking: what to do
+            with the model's, see `settings.THINKING`.
     """
 
     settings: Settings
@@ -43,6 +44,7 @@ class Beginning:
     chat: Conversation | None = None
     own_model: bool = True
     remark: str = ""
+    thinking: str = "fold"
 
     @property
     def setup(self) -> ChatSetup:
@@ -83,9 +85,11 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
             remark = model_choice.missing(model, error, options["model"])
     pack = catalog.find(options.pop("model"))
     preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
+    thinking = options.pop("thinking", found.settings.thinking)
     sampling, max_tokens, system = sampling_from(options, pack)
-    client = ChatClient(pack, preset, device, memory_size(vram), found.settings.advanced)
-    return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark)
+    advanced, think = found.settings.advanced, thinking != "off"
+    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think)
+    return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark, thinking)
 
 
 def _own_preset(chat: Conversation, pack: Path) -> str | None:

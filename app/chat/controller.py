@@ -10,7 +10,7 @@ from textual.message import Message
 
 from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
 from ..client.bridge import EngineBridge, News
-from ..client.chat_client import ChatClient, TextDelta
+from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
 from ..history import History, Ready
 from ..settings.settings import Persona
 from .acting import Acting
@@ -20,6 +20,7 @@ from .dialogue import Dialogue
 from .model import ChatModel, Phase
 from .questions import Questions
 from .setting import Setting
+from .thinking import Thinking
 from .view import View
 
 Do = Callable[..., Awaitable[None] | None]
@@ -59,6 +60,7 @@ class Controller:
         self.chats = Chats(history, dialogue, self.model, self.answering, self.questions, view)
         self.acting = Acting(dialogue, self.model, self.answering, self.questions, self.chats, view)
         self.setting = Setting(dialogue, self.questions, personas, view)
+        self.thinking = Thinking(client, view)
 
     @property
     def does(self) -> Mapping[str, Do]:
@@ -97,11 +99,14 @@ class Controller:
                 self.model.show_loading(step, fraction)
             case Loaded():
                 self.model.take(news)
+                self.thinking.tell()
                 await self._become_ready("ready")
             case PrefillProgress():
                 self.answering.show_reading(news)
             case TextDelta(request, text):
                 self.answering.show_text(request, text)
+            case ThoughtDelta(request, text, tokens):
+                self.answering.show_thought(request, text, tokens)
             case Stats():
                 self.answering.show_stats(news)
             case PresetChanged(preset):

@@ -96,9 +96,11 @@ class Dialogue:
         answer.finish(None)
         return self.ended(rewritten, text, "complete", None)
 
-    def ended(self, message: Message, text: str, state: MessageState, stats: AnswerStats | None) -> Message:
+    def ended(
+        self, message: Message, text: str, state: MessageState, stats: AnswerStats | None, thought: str = ""
+    ) -> Message:
         """Remember how an answer ended."""
-        ended = replace(message, text=text, state=state, stats=stats)
+        ended = replace(message, text=text, state=state, stats=stats, thought=thought)
         if message.id in self._known:
             self._known[message.id] = ended
         return ended
@@ -182,7 +184,7 @@ class Dialogue:
             elif answered and answered[-1].role == "user" and message.text.strip():
                 answered.append(message)
         system = [PromptTurn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
-        turns = [PromptTurn(message.role, prompt_of(message)) for message in answered]
+        turns = [PromptTurn(message.role, prompt_of(message), message.thought) for message in answered]
         return system + turns, [message.id for message in answered]
 
     def _cut(self, before: Message) -> None:

@@ -74,7 +74,7 @@ def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Pro
             question = message
         elif question is not None and message.text.strip():
             kept.append(_turn("user", question.text, question.attachments))
-            kept.append(chat_client.PromptTurn("assistant", message.text))
+            kept.append(chat_client.PromptTurn("assistant", message.text, message.thought))
             question = None
     return kept
 

@@ -62,6 +62,16 @@ class Messages(Protocol):
     def feed(self, text: str) -> None:
         """Show more of the answer."""
 
+    def think(self, text: str, tokens: int) -> None:
+        """Show more of what the model thinks before it answers."""
+
+    def show_thinking(self, *, opened: bool) -> None:
+        """Open what the models thought, or fold it, from now on."""
+
+    def turn_thinking(self) -> bool:
+        """Open or fold what the model thought before the last answer; False if there is none."""
+        ...
+
     def show_progress(self, words: str) -> None:
         """Show what happens before its first token."""
 

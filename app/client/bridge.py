@@ -18,7 +18,7 @@ from textual.message_pump import MessagePump
 from ...engine.events import Loaded, NewTokens, Stats, Unloaded
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
-from .chat_client import ChatClient, TextDelta, Update
+from .chat_client import ChatClient, TextDelta, ThoughtDelta, Update
 
 _PERIOD = 0.1  # seconds between two looks; more frequent ones are not visible, and each takes time from the engine
 
@@ -59,11 +59,17 @@ class EngineBridge:
     def drain(self, target: MessagePump) -> None:
         """Post new events, and save the running answer's text, so that a crash does not lose it."""
         for update in merged(self._client.poll()):
-            if isinstance(update, TextDelta) and self._recording and update.request == self._recording[0]:
-                self._recording[1].append(update.text)
+            if isinstance(update, TextDelta | ThoughtDelta):
+                self._keep(update)
             target.post_message(Heard(update))
         for event in self._history.poll():
             target.post_message(Heard(event))
+
+    def _keep(self, update: TextDelta | ThoughtDelta) -> None:
+        if self._recording is None or update.request != self._recording[0]:
+            return
+        answer = self._recording[1]
+        answer.append(update.text) if isinstance(update, TextDelta) else answer.think(update.text)
 
     def _hear(self) -> None:
         """There is something to drain; on any thread."""
@@ -98,6 +104,8 @@ def merged(updates: Iterable[Update]) -> list[Update]:
                 pass
             case TextDelta(request, text), TextDelta(last, before) if request == last:
                 found[-1] = TextDelta(request, before + text)
+            case ThoughtDelta(request, text, tokens), ThoughtDelta(last, before, others) if request == last:
+                found[-1] = ThoughtDelta(request, before + text, others + tokens)
             case Stats(), Stats():
                 found[-1] = update
             case Loaded(), _:

@@ -27,7 +27,7 @@ from ..widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, W
 Apply = Callable[[SettingsRead], None]
 
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "cuda:1")
-_AT_ONCE = ("screen.theme", "keys.")  # prefixes of settings that need no restart
+_AT_ONCE = ("screen.theme", "chat.thinking", "keys.")  # prefixes of settings that need no restart
 
 
 class _Fields(VerticalScroll, inherit_bindings=False):

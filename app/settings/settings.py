@@ -47,6 +47,9 @@ _ANY_TEXT = Text('text in quotes, such as "this"', lambda _text: True, obvious=T
 _A_DEVICE = Text("auto, cpu, cuda, or one card such as cuda:1", _DEVICE.fullmatch)
 _A_SIZE = Text("a size such as 10gb", _is_size)
 
+THINKING = ("fold", "show", "off")
+"""What can be done with a model's thinking."""
+
 Values = Range | tuple[str, ...] | Text | None
 
 
@@ -200,6 +203,13 @@ class Settings:
     system_prompt: str = _key("chat.system_prompt", "", "The system prompt of new chats.", _ANY_TEXT)
     persona: str = _key(
         "chat.persona", "", "The persona of new chats: the name of one of the personas below.", _MAYBE_LINE
+    )
+    thinking: str = _key(
+        "chat.thinking",
+        "fold",
+        "What models think before they answer: fold shows one line that opens, show all of it; off asks for answers "
+        "without thinking, which not every model can give.",
+        THINKING,
     )
     temperature: float | None = _key(
         "sampling.temperature",

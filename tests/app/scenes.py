@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.chat_client import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
@@ -39,6 +39,12 @@ def expert(x, gate, up, down):
 
 - Only the *active* neurons are computed.
 - The rest is skipped, which is what makes this fast.
+"""
+
+
+THOUGHT = """They ask what an expert is. In a Mixture-of-Experts model a router chooses some experts for each token.
+
+I should say that only a few of them run, and show the formula.
 """
 
 
@@ -109,6 +115,22 @@ async def _answered(stage: Stage) -> None:
     stage.client.say(TextDelta(request, ANSWER), stats(request))
     await finish(stage.pilot, stage.client, request)
     await stage.see("end of turn", "which is what makes this fast")
+
+
+async def _thinking(stage: Stage) -> None:
+    request = await stage.ask()
+    stage.client.say(stats(request), ThoughtDelta(request, THOUGHT[:80], 19))
+    await stage.see("thinking", "Thinking, 19 tokens ▸")
+    await until(stage.pilot, lambda: any(rate in shown(stage.pilot) for rate in ("58.9 tokens/s", "prefill 512")))
+
+
+async def _thought(stage: Stage) -> None:
+    request = await stage.ask()
+    stage.client.say(ThoughtDelta(request, THOUGHT, 1234), TextDelta(request, ANSWER), stats(request))
+    await finish(stage.pilot, stage.client, request)
+    composer(stage.pilot).put("/thinking")
+    await stage.press("enter")
+    await stage.see("Thought for 1,234 tokens ▾", "show the formula", "end of turn")
 
 
 async def _error(stage: Stage) -> None:
@@ -268,6 +290,8 @@ SCENES: dict[str, Scene] = {
     "chat-reading": _reading,
     "chat-streaming": _streaming,
     "chat-answered": _answered,
+    "chat-thinking": _thinking,
+    "chat-thought": _thought,
     "chat-selected": _selected,
     "chat-error": _error,
     "chat-commands": _commands,

@@ -142,6 +142,9 @@ class ScriptedClient(ChatClient):
         self.opened: list[Path] = []
         self.started = False
         self.dropped = 0
+        self.think = True
+        self.kind = "never"
+        self.thoughts: list[str] = []
         self.refuse: FloeError | None = None
         self._pack = Path(LOADED.folder)
         self._updates: list[Update] = []
@@ -173,6 +176,7 @@ class ScriptedClient(ChatClient):
         max_new_tokens: int,
         answer: str = "",
         conversation: int = 0,
+        thought: str = "",
     ) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
@@ -180,8 +184,13 @@ class ScriptedClient(ChatClient):
         self.asked.append(tuple(messages))
         self.samplings.append(sampling)
         self.begun.append(answer)
+        self.thoughts.append(thought)
         self.conversations.append(conversation)
         return Submitted(len(self.asked), 20, self.dropped)
+
+    @property
+    def thinking(self) -> str:
+        return self.kind
 
     def begin(self) -> None:
         self.began += 1

@@ -53,6 +53,7 @@ OWN = {
     "leave_messages": "0",
     "copy_message": "x",
     "copy_code": "v",
+    "show_thinking": "T",
     "edit_message": "E",
     "answer_again": "alt+a",
     "continue_answer": "plus",

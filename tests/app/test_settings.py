@@ -25,6 +25,7 @@ GOOD = {
     "chat.vram": "10gb",
     "chat.max_tokens": 100,
     "chat.system_prompt": "Be\nbrief.",
+    "chat.thinking": "show",
     "sampling.temperature": 0.0,
     "sampling.top_k": 40,
     "sampling.top_p": 0.9,

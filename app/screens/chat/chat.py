@@ -26,7 +26,7 @@ from ...widgets.chat.blocks import Welcome
 from ...widgets.chat.chips import Chips
 from ...widgets.chat.composer import Composer
 from ...widgets.chat.transcript import Transcript
-from ...widgets.chat.turns import CODE, COPY, Turn
+from ...widgets.chat.turns import CODE, COPY, THINKING, Turn
 from ...widgets.chat.writing import Writing
 from ...widgets.common.keys import bindings
 from ...widgets.common.stable_text import Ground
@@ -166,6 +166,8 @@ class ChatScreen(Ground, Screen[None]):
             self._copying.copy(event.turn.text, "the message")
         elif event.action == CODE:
             self._copying.copy_code_of(event.turn)
+        elif event.action == THINKING:
+            self._transcript.turn_thinking(event.turn)
         else:
             try:
                 await self.controller.acting.act(event.action, event.turn.record)

@@ -15,7 +15,8 @@ from ...history.exporting import closing
 from ...text.plain_text import printable
 from ..markdown.fences import FenceSplitter
 from ..markdown.folded import Folded
-from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
+from .thought import Thought
+from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, THINKING, Turn
 
 _PERIOD = 0.125
 _LARGEST_DUTY = 0.05
@@ -28,10 +29,10 @@ class AnswerTurn(Turn):
     long enough to keep this work below a twentieth of a core.
     """
 
-    ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
+    ACTIONS = (COPY, CODE, THINKING, EDIT, AGAIN, MORE, FORK, DELETE)
 
-    def __init__(self, record: Record, *, live: bool = False) -> None:
-        """`live`: more text will be fed, until `finish`."""
+    def __init__(self, record: Record, *, live: bool = False, opened: bool = False) -> None:
+        """`live`: more text will be fed, until `finish`. `opened`: all of its thinking is shown."""
         from ..answer_markdown import AnswerMarkdown
 
         super().__init__(record)
@@ -41,6 +42,7 @@ class AnswerTurn(Turn):
         self._fences = FenceSplitter()
         self._news = asyncio.Event()
         self._complete = asyncio.Event()
+        self.thought = Thought(record.thought, record.stats, live=live, opened=opened)
         self._markdown = AnswerMarkdown("" if live else record.text, waits=live)
         self._open_fence = Folded(classes="open-fence")
         self._footer = Static("" if live else printable(closing(record)), markup=False, classes="footer")
@@ -57,7 +59,9 @@ class AnswerTurn(Turn):
 
     @property
     def actions(self) -> tuple[str, ...]:
-        return tuple(action for action in self.ACTIONS if action != CODE or self.codes())
+        lacking = {CODE} if not self.codes() else set[str]()
+        lacking |= {THINKING} if not self.thought.text else set()
+        return tuple(action for action in self.ACTIONS if action not in lacking)
 
     def codes(self) -> tuple[str, ...]:
         """Its code blocks, in order."""
@@ -66,6 +70,8 @@ class AnswerTurn(Turn):
         return codes(self.text)
 
     def compose(self) -> ComposeResult:
+        if self._live or self.thought.text:
+            yield self.thought
         yield self._markdown
         if self._live:
             self._open_fence.display = self._footer.display = False
@@ -89,6 +95,11 @@ class AnswerTurn(Turn):
         self._ready += self._fences.feed(text)
         self._news.set()
 
+    def think(self, text: str, tokens: int) -> None:
+        """Show more of what the model thinks."""
+        self.thought.feed(text, tokens)
+        self._news.set()
+
     def finish(self, record: Record) -> None:
         """No more text comes; the saved message replaces the streamed one."""
         self.record = record
@@ -101,6 +112,7 @@ class AnswerTurn(Turn):
             began, began_cpu = time.monotonic(), time.thread_time()
             ready, self._ready = self._ready, ""
             code = self._fences.held.partition("\n")[2]
+            self._show_thought()
             await self._markdown.grow(ready, going_on=not code)
             self._show_open_fence(code)
             await self._pause(_PERIOD)
@@ -110,9 +122,17 @@ class AnswerTurn(Turn):
         with self.app.batch_update():
             await self._markdown.complete(self.text)
             self._show_open_fence("")
+            self.thought.finish(None if self.record is None else self.record.stats)
+            self._show_thought()
             if self.record is not None:
                 self._footer.update(printable(closing(self.record)))
             self._footer.display = True
+
+    def _show_thought(self) -> None:
+        self.thought.paint()
+        waits = bool(self.thought.text.strip()) and not self.text
+        if self._markdown.display == waits:  # its line stands for the words that wait for an answer
+            self._markdown.display = not waits
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):

@@ -119,6 +119,31 @@ class Transcript(Ground, VerticalScroll):
         if (turn := self._answer(self.live)) is not None:
             turn.feed(text)
 
+    def think(self, text: str, tokens: int) -> None:
+        """Show more of what the model thinks before it answers."""
+        if (turn := self._answer(self.live)) is not None:
+            turn.think(text, tokens)
+
+    def show_thinking(self, *, opened: bool) -> None:
+        """Open what the models thought, or fold it, from now on."""
+        self._window.opened = opened
+        for turn in self._window.turns.values():
+            if isinstance(turn, AnswerTurn):
+                turn.thought.opened = opened
+
+    def turn_thinking(self, of: Turn | None = None) -> bool:
+        """Open or fold what the model thought before an answer (None: the last one); False if there is nothing."""
+        turns = self._window.turns.values() if of is None else (of,)
+        found = [turn for turn in turns if isinstance(turn, AnswerTurn) and turn.thought.text]
+        if not found:
+            return False
+        turn = found[-1]
+        turn.thought.opened = not turn.thought.opened
+        if turn.thought.opened and turn is not self._answer(self.live):
+            self.release_anchor()  # its beginning is to be read, not the end of the answer
+            self.call_after_refresh(self.scroll_to_widget, turn.thought, animate=False, top=True)
+        return True
+
     def show_progress(self, words: str) -> None:
         """Show what happens before its first token."""
         if (turn := self._answer(self.live)) is not None:

@@ -25,7 +25,7 @@ class Window:
     """Mounts messages in `box`, at positions `start` to `stop` of the branch `ids`.
 
     Attributes:
-        turns: the mounted ones. live: the answer that is being written here.
+        turns: the mounted ones. live: the answer that is being written here. opened: whether thinking is shown.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Window:
         self.turns: dict[int, Turn] = {}
         self.start, self.stop = 0, 0
         self.live: int | None = None
+        self.opened = False
 
     async def show_end(self, ids: tuple[int, ...], empty: Widget) -> None:
         """Mount the end of a branch, or `empty`."""
@@ -158,7 +159,7 @@ class Window:
             if record.role == "user":
                 self.turns[record.id] = UserTurn(record.text, record=record)
             else:
-                self.turns[record.id] = AnswerTurn(record, live=record.id == self.live)
+                self.turns[record.id] = AnswerTurn(record, live=record.id == self.live, opened=self.opened)
             blocks.append(self.turns[record.id])
         return blocks
 

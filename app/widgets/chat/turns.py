@@ -20,9 +20,9 @@ from ..common.keys import key_of
 from ..common.stable_text import Ground, size_of_content
 from ..common.themes import MUTED
 
-COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
+COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER, THINKING = (
     *("copy_message", "copy_code", "edit_message", "answer_again", "continue_answer", "fork_chat", "delete_message"),
-    *("older_version", "newer_version"),
+    *("older_version", "newer_version", "show_thinking"),
 )
 """The actions on a message."""
 
