@@ -16,7 +16,8 @@ from ...engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
 from ...models.errors import FloeError
 from .. import progress
 from ..chat.exchange import ask_anew, ask_in
-from ..client.chat_client import ChatClient, TextDelta
+from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
 from ..history.answer import unsaved
 from ..history.exporting import json_text
@@ -36,7 +37,7 @@ class Question:
 
     Attributes:
         setup: model and system prompt, as the history saves them. number: of the saved chat to continue, None: a new
-            chat. saved: whether question and answer are saved.
+            chat. saved: whether question and answer are saved. thinking: see `settings.THINKING`.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Question:
     max_tokens: int
     number: int | None = None
     saved: bool = True
+    thinking: str = "fold"
 
 
 def ask(client: ChatClient, question: Question, form: Form) -> int:
@@ -68,6 +70,8 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
             raise failure
         loaded = _load(client)
         setup = replace(question.setup, preset=loaded.preset)
+        if question.thinking == "off" and (limit := limit_of_off(client.thinking)):
+            sys.stderr.write(f"floe-chat: {limit}.\n")
         if question.number is not None:
             exchange = ask_in(history, question.number, question.text, setup)
         else:
@@ -79,7 +83,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
         wait = _WAIT
         with exchange.keep() if question.saved else unsaved() as kept:
             try:
-                _answer(client, request, drawn, loaded, kept, form)
+                _answer(client, request, drawn, loaded, kept, _Output(form, shown=question.thinking == "show"))
             except BrokenPipeError:  # the reader has closed the pipe
                 kept.finish(None, "stopped")
                 raise
@@ -115,18 +119,21 @@ def _tell(history: History) -> None:
             sys.stderr.write("floe-chat: This chat is now saved.\n")
 
 
-def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, form: Form) -> None:
-    pieces: list[str] = []
+def _answer(
+    client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output
+) -> None:
     while True:
         for update in client.poll(timeout=0.1):
             match update:
+                case ThoughtDelta():
+                    kept.think(update.text)
+                    output.think(update.text, update.tokens)
                 case TextDelta():
-                    pieces.append(update.text)
                     kept.append(update.text)
-                    _show(update.text, form)
+                    output.write(update.text)
                 case Finished(request=done) if done == request:
-                    kept.finish(AnswerStats.of(update.stats, update.reason))
-                    _print_end(update, loaded, sampling, "".join(pieces), form)
+                    kept.finish(AnswerStats.of(update.stats, update.reason, output.thought_tokens))
+                    output.end(update, loaded, sampling)
                     return
                 case Notice(title, cause):
                     sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
@@ -136,11 +143,73 @@ def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded
                     pass
 
 
-def _show(text: str, form: Form) -> None:
-    if form == "json" or not text:
-        return
-    sys.stdout.write(text if form == "text" else json_text({"text": text}) + "\n")
-    sys.stdout.flush()
+class _Output:
+    """The answer on stdout in one of the forms. `shown`: its thinking too, which is on stderr where stdout is text."""
+
+    def __init__(self, form: Form, *, shown: bool) -> None:
+        self._form, self._shown = form, shown
+        self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        self._ended = ""  # what the last thinking ended with
+        self.thought_tokens = 0
+
+    def think(self, text: str, tokens: int) -> None:
+        """More of what the model thinks."""
+        self._thoughts.append(text)
+        self.thought_tokens += tokens
+        if self._shown and text and self._form == "lines":
+            sys.stdout.write(json_text({"thinking": text}) + "\n")
+            sys.stdout.flush()
+        elif self._shown and text and self._form == "text":
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            self._ended = text[-1]
+        elif not self._shown:
+            progress.step(f"thinking, {self.thought_tokens:,} tokens ...")
+
+    def write(self, text: str) -> None:
+        """More of the answer."""
+        self._end_thinking()
+        self._pieces.append(text)
+        if self._form != "json" and text:
+            sys.stdout.write(text if self._form == "text" else json_text({"text": text}) + "\n")
+            sys.stdout.flush()
+
+    def end(self, finished: Finished, loaded: Loaded, sampling: Sampling) -> None:
+        """The answer has ended."""
+        self._end_thinking()
+        if self._thoughts and not self._pieces:
+            sys.stderr.write("floe-chat: The model was still thinking at the end; --max-tokens gives it more room.\n")
+        if self._form == "text":
+            sys.stdout.write("\n")
+            return
+        stats = finished.stats
+        fields: dict[str, Any] = {
+            "answer": "".join(self._pieces),
+            "thinking": "".join(self._thoughts),
+            "stop_reason": finished.reason,
+            "model": loaded.model,
+            "preset": loaded.preset,
+            "backend": loaded.backend,
+            "seed": sampling.seed,
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": stats.new_tokens,
+            "thinking_tokens": self.thought_tokens,
+            "first_token_s": stats.first_token_s,
+            "decode_tokens_per_s": stats.decode_tps_mean,
+            "active_neurons": stats.active_neurons,
+            "bytes_per_token": stats.bytes_per_token,
+            "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
+        }
+        sys.stdout.write(json_text(fields) + "\n")
+        sys.stdout.flush()  # the history may still have to finish
+
+    def _end_thinking(self) -> None:
+        if self._ended:
+            sys.stderr.write("\n" if self._ended == "\n" else "\n\n")
+            self._ended = ""
+        elif self._thoughts and not self._pieces:
+            progress.clear()
 
 
 def _load(client: ChatClient) -> Loaded:
@@ -156,30 +225,6 @@ def _load(client: ChatClient) -> Loaded:
                     raise _error(update)
                 case _:
                     pass
-
-
-def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, form: Form) -> None:
-    if form == "text":
-        sys.stdout.write("\n")
-        return
-    stats = finished.stats
-    fields: dict[str, Any] = {
-        "answer": text,
-        "stop_reason": finished.reason,
-        "model": loaded.model,
-        "preset": loaded.preset,
-        "backend": loaded.backend,
-        "seed": sampling.seed,
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "first_token_s": stats.first_token_s,
-        "decode_tokens_per_s": stats.decode_tps_mean,
-        "active_neurons": stats.active_neurons,
-        "bytes_per_token": stats.bytes_per_token,
-        "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
-    }
-    sys.stdout.write(json_text(fields) + "\n")
-    sys.stdout.flush()  # the history may still have to finish
 
 
 def _error(failed: Failed) -> FloeError:

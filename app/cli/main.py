@@ -18,6 +18,7 @@ from ...models.errors import FloeError, UsageError
 from ...models.hub.privacy import stay_private
 from ..arguments import need_folder, need_terminal
 from ..log import log_file, start_log
+from ..settings.settings import THINKING
 from ..terminal.interrupts import EXIT_INTERRUPTED, heed_interrupts
 from ..terminal.terminal import EXIT_SIGNAL
 from ..text.plain_text import printable
@@ -162,6 +163,12 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
     metavar="N",
     help="Continue this chat, with its own model; see `history list`.",
 )
+@click.option(
+    "--thinking",
+    type=click.Choice(THINKING),
+    default="fold",
+    help="What the model thinks first: left out (fold), on stderr (show), or not wanted (off).  [default: fold]",
+)
 @click.option("--no-save", is_flag=True, help="Do not save the question and its answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
@@ -207,7 +214,7 @@ def ask(
         click.echo(printable(f"floe-chat: {beginning.remark}"), err=True)
     number = None if beginning.chat is None else beginning.chat.number
     saved = beginning.settings.save_history and not no_save
-    asked = Question(text, beginning.setup, beginning.max_tokens, number, saved)
+    asked = Question(text, beginning.setup, beginning.max_tokens, number, saved, beginning.thinking)
     ctx.exit(answer(beginning.client, asked, "json" if as_json else "lines" if as_lines else "text"))
 
 

@@ -22,13 +22,15 @@ from ..arguments import need_text
 from ..chat import model_choice
 from ..chat.beginning import Beginning
 from ..chat.dialogue import Dialogue
-from ..client.chat_client import ChatClient, Submitted, TextDelta
+from ..client.chat_client import ChatClient, Submitted, TextDelta, ThoughtDelta
+from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
+from ..history.exporting import thought_for
 from ..settings.settings import Persona
-from ..text.plain_text import printable
+from .plain_answer import PlainAnswer
 from .plain_commands import PlainCommands
 from .plain_lines import remark, say
-from .plain_markdown import PlainMarkdown, plain_text
+from .plain_markdown import plain_text
 
 
 class PlainChat:
@@ -36,7 +38,8 @@ class PlainChat:
 
     Attributes:
         dialogue: the chat. setup: of new chats. presets: of the model that answers. files: attached to the next
-            question. stats: of the last answer. failed: whether some request could not be done.
+            question. stats: of the last answer. failed: whether some request could not be done. thinking: what to do
+            with the model's, see `settings.THINKING`.
 
     Args:
         setup: model, system prompt and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
@@ -51,10 +54,12 @@ class PlainChat:
         max_tokens: int,
         read: Callable[[str], str] = input,
         personas: Mapping[str, Persona] | None = None,
+        thinking: str = "fold",
     ) -> None:
         self.client, self.history, self.setup, self._max_tokens = client, history, setup, max_tokens
         self.dialogue = Dialogue(history, setup)
         self.personas: Mapping[str, Persona] = personas or {}
+        self.thinking = thinking
         self._read = read
         self._commands = PlainCommands(self)
         self._window = 0
@@ -114,6 +119,8 @@ class PlainChat:
                         if not self.dialogue.ids:
                             self.dialogue.set_up(replace(self.dialogue.setup, model=answers, preset=update.preset))
                         remark(f"{update.model} answers at preset {update.preset}. /help lists the commands.")
+                        if self.thinking == "off" and (limit := limit_of_off(self.client.thinking)):
+                            remark(f"{limit}.")
                         return
                     case Failed():
                         raise _error(update)
@@ -168,35 +175,33 @@ class PlainChat:
 
     def _receive(self, submitted: Submitted, instead: Message | None = None) -> None:
         message, kept = self.dialogue.answering(self.model, self.preset, instead)
-        pieces: list[str] = []
+        shown = PlainAnswer(self.model, thinks=self.client.thinking != "never", shown=self.thinking == "show")
         self.stats, state = None, "failed"
         try:
             with kept, _interrupts(self.client.cancel):
-                self._write(submitted.request, kept, pieces)
+                self._write(submitted.request, kept, shown)
             state = "stopped" if self.stats is not None and self.stats.stop_reason == "cancelled" else "complete"
         finally:
-            text = "".join(pieces)
-            if text.strip():
-                self.dialogue.ended(message, text, state, self.stats)
+            if shown.text.strip() or shown.thought.strip():
+                self.dialogue.ended(message, shown.text, state, self.stats, shown.thought)
             else:
                 self.dialogue.withdraw(message)
             self.history.settle()
 
-    def _write(self, request: int, kept: Answer, pieces: list[str]) -> None:
-        """Print the answer as it comes, and collect its `pieces`."""
-        shown = PlainMarkdown()
-        sys.stdout.write(f"{printable(self.model)}: ")
+    def _write(self, request: int, kept: Answer, shown: PlainAnswer) -> None:
+        """Print the answer as it comes."""
         try:
             while True:
                 for update in self.client.poll(timeout=0.1):
                     match update:
                         case TextDelta():
-                            pieces.append(update.text)
                             kept.append(update.text)
-                            sys.stdout.write(shown.feed(update.text))
-                            sys.stdout.flush()
+                            shown.write(update.text)
+                        case ThoughtDelta():
+                            kept.think(update.text)
+                            shown.think(update.text, update.tokens)
                         case Finished(request=done) if done == request:
-                            self.stats = AnswerStats.of(update.stats, update.reason)
+                            self.stats = AnswerStats.of(update.stats, update.reason, shown.thought_tokens)
                             kept.finish(self.stats, "stopped" if update.reason == "cancelled" else "complete")
                             return
                         case Notice(title, cause):
@@ -206,7 +211,7 @@ class PlainChat:
                         case _:
                             pass
         finally:
-            say(shown.end())
+            shown.end()
 
     def show(self, *, own_model: bool = True) -> None:
         """Print the chat from its beginning. With `own_model` its own model answers it, if that is still installed."""
@@ -215,6 +220,8 @@ class PlainChat:
                 files = "".join(f" [{file.name}]" for file in message.attachments)
                 say(f"You: {message.text}{files}")
             else:
+                if message.thought:
+                    remark(f"{thought_for(message.stats)}.")
                 say(f"{catalog.short_name(message.model)}: {plain_text(message.text)}")
         own = self.dialogue.setup.model
         if not own_model or not own or own == catalog.reference(self.client.pack):
@@ -246,8 +253,8 @@ def run_plain(beginning: Beginning, history: History) -> int:
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text are reported line by line
-    client, personas = beginning.client, beginning.settings.personas
-    chat = PlainChat(client, history, beginning.setup, beginning.max_tokens, personas=personas)
+    client, personas, thinking = beginning.client, beginning.settings.personas, beginning.thinking
+    chat = PlainChat(client, history, beginning.setup, beginning.max_tokens, personas=personas, thinking=thinking)
     try:
         chat.run(beginning.chat, own_model=beginning.own_model)
     finally:

@@ -17,11 +17,13 @@ from ..chat.dialogue import Dialogue
 from ..chat.export_file import write_chat
 from ..chat.model_choice import start_with
 from ..client.chat_client import ChatClient
+from ..client.thinking import THINKING_CHOSEN, limit_of_off, need_mode
 from ..history import AnswerStats, Attachment, ChatSetup, Conversation, History, Message, footer, read_attachment
 from ..settings.file import settings_file
 from ..settings.settings import Persona
 from ..text_files import meant
-from .plain_lines import remark
+from .plain_lines import remark, say
+from .plain_markdown import plain_text
 
 _LISTED = 20
 _DIGITS = 18  # of a chat's number at most: it fits 64 bits
@@ -43,6 +45,7 @@ class Chat(Protocol):
     personas: Mapping[str, Persona]
     presets: tuple[str, ...]
     preset: str
+    thinking: str
     files: list[Attachment]
     stats: AnswerStats | None
 
@@ -86,6 +89,11 @@ class PlainCommands:
                 "/system [TEXT]", "shows this chat's system prompt, or sets it; /system none removes it", self._system
             ),
             _Command("/persona [NAME]", "lists the personas, or uses NAME", self._persona),
+            _Command(
+                "/thinking [fold|show|off]",
+                "reads what the model thought before its last answer; or folds, shows or leaves out thinking",
+                self._think,
+            ),
             _Command("/set [NAME VALUE]", "shows the sampling values, or sets one: /set temperature 0.3", self._set),
             _Command("/stats", "shows the figures of the last answer", self._stats),
             _Command("/help", "shows this list", self._help),
@@ -229,6 +237,18 @@ class PlainCommands:
             return
         self._chat.dialogue.set_up(with_persona(self._chat.dialogue.setup, self._chat.personas, name))
         remark(f"The persona {name} applies from the next question on.")
+
+    def _think(self, mode: str) -> None:
+        chat = self._chat
+        if mode:
+            need_mode(mode)
+            chat.thinking = mode
+            chat.client.think = mode != "off"
+            limit = limit_of_off(chat.client.thinking) if mode == "off" else ""
+            remark(f"{limit or THINKING_CHOSEN[mode]}.")
+            return
+        thought = self._last_message("assistant").thought
+        say(plain_text(thought.strip()) if thought else "The last answer has no thinking.")
 
     def _set(self, words: str) -> None:
         sampling = self._chat.dialogue.setup.sampling

@@ -19,6 +19,7 @@ from ..helpers import Ran, edit_json, explained, reseal, run_cli
 SHORT = ("--max-tokens", "6", "--seed", "1")
 FIGURES = {
     "answer": str,
+    "thinking": str,
     "stop_reason": str,
     "model": str,
     "preset": str,
@@ -26,6 +27,7 @@ FIGURES = {
     "seed": int,
     "prompt_tokens": int,
     "new_tokens": int,
+    "thinking_tokens": int,
     "first_token_s": float,
     "decode_tokens_per_s": float,
     "active_neurons": float,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.client.chat_client import PromptTurn, TextDelta, Update
+from floe_chat.app.client.chat_client import PromptTurn, TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file
@@ -36,6 +36,9 @@ class Echo(ScriptedClient):
             os.kill(os.getpid(), signal.SIGINT)
             return [TextDelta(request, "and so on ")]
         reason = "cancelled" if self.cancelled else "stop"
+        if text == "hm":
+            thought = [ThoughtDelta(request, "So: ", 2), ThoughtDelta(request, "\x1b[2J *hm*.\n", 5)]
+            return [*thought, TextDelta(request, "**Yes**."), Finished(request, reason, stats(request))]
         return [TextDelta(request, f"{text.upper()}!"), Finished(request, reason, stats(request))]
 
 
@@ -280,3 +283,30 @@ def test_impossible_options_are_refused_at_the_start(tiny_pack: Path, options: t
 def test_what_is_piped_in_and_cannot_be_done_is_told_and_fails(tiny_pack: Path, line: bytes) -> None:
     ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", "--seed", "1", stdin=b"hi\n" + line + b"\nhi\n")
     assert ran.code == 1 and ran.out.count("tiny: ") == 2 and "bug in floe-chat" not in ran.err
+
+
+def test_thinking_is_announced_and_read_on_demand(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = chat(kept, "hm", "/thinking", "/thinking show", "hm", "/thinking off", "/thinking loud", "/again")
+    out, err = capsys.readouterr()
+    assert out == "scripted: Yes.\nSo: \ufffd[2J hm.\nscripted: Yes.\nscripted: Yes.\n"
+    assert "The model is thinking.\nThought for 7 tokens. /thinking reads it.\nThinking is shown" in err
+    assert "Thinking:\nSo: \ufffd[2J *hm*.\n\nAnswers come without thinking" in err
+    assert "Thinking cannot be 'loud'" in err and not client.think
+    assert client.asked[1][2] == PromptTurn("assistant", "**Yes**.", "So: \x1b[2J *hm*.\n")
+
+
+def test_a_chat_that_is_opened_says_where_its_model_thought(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    chat(kept, "hm", "/new", "/last")
+    assert capsys.readouterr().err.endswith("Thought for 7 tokens.\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("always", "has no switch"), ("less", "asked to think less"), ("never", "")]
+)
+def test_a_model_that_has_to_think_says_so(
+    kept: History, kind: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = Echo()
+    client.kind = kind
+    PlainChat(client, kept, ChatSetup(), 100, reader("hi"), thinking="off").run()
+    assert told in capsys.readouterr().err
