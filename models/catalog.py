@@ -301,7 +301,10 @@ def _folder(name: str) -> Path | None:
 def _cached_config(repo: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, "config.json")
+    try:
+        found = try_to_load_from_cache(repo, "config.json")
+    except ValueError:  # not an id by the hub's own rules, such as "a-/b"
+        return None
     return Path(found) if isinstance(found, str) else None
 
 

@@ -136,7 +136,8 @@ class CatalogEntry:
         folder: where it is stored on this machine, or None. packed: whether that folder is a pack already.
         licence: as its publisher states it, "" if unknown. gated: whether the publisher requires its terms to be
             accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
-            a base model, which has no chat template; "" if unknown.
+            a base model, which has no chat template; "" if unknown. released: year and month, "" if unknown.
+        thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
     """
 
     name: str
@@ -147,6 +148,9 @@ class CatalogEntry:
     licence: str = ""
     gated: bool | None = None
     chat: str | None = ""
+    released: str = ""
+    thinks: bool = False
+    made_for: str = ""
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from .families import FAMILIES
 
+_ALL = [entry for family in FAMILIES.values() for entry in family.published]
+_ALL.sort(key=lambda entry: entry.released, reverse=True)
 PUBLISHED = tuple(
     sorted(
-        (entry for family in FAMILIES.values() for entry in family.published),
-        key=lambda entry: (entry.chat is None, entry.sizes.parameters),
+        _ALL,
+        key=lambda entry: (entry.chat is None, entry.sizes.parameters, bool(entry.made_for), entry.thinks),
     )
 )
-"""In the order in which they are listed if no machine is known (`engine.plan.in_order` knows one): the smallest that
-can chat first, base models last."""
+"""In the order in which they are listed if no machine is known (`engine.planning.plan.ranked` knows one): the smallest
+that can chat first, base models last; of one size the newest that is made for everything and answers at once.
+"""

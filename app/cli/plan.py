@@ -19,7 +19,7 @@ from ..text.plain_text import printable
 from .bench.table import measuring
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ...engine.planning.machine import Described, Machine
     from ...engine.planning.options import Option
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 _NAME, _WIDTH = 10, 100
 _SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
+_MODEL = 31  # columns of a model's name
+_HEADINGS = {
+    "reading": "Answer at reading speed, best first",
+    "slower": "Slower, fastest first",
+    "base": "Base models, which continue text and cannot chat",
+    "unfit": "Do not fit",
+}
 _PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
 _LIST = "list"
 
@@ -72,7 +79,7 @@ def plan(
     """Show whether MODEL runs on this machine, how, and how fast, before anything is downloaded.
 
     MODEL is a listed name or a part of one (olmoe, mixtral, demo), a hub id or the address of its page, or a folder
-    with a config.json. Without MODEL, all listed models are compared.
+    with a config.json. Without MODEL, all listed models are compared, the recommended one first.
 
     The options describe another machine; what they leave out is taken from this one, which is measured for a few
     seconds the first time. Exits with 1 if nothing fits.
@@ -92,7 +99,7 @@ def plan(
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ...engine.context import CONTEXT
     from ...engine.planning.machine import Described
-    from ...engine.planning.plan import make, offers
+    from ...engine.planning.plan import make, offers, recommended
     from ...models.catalog import described
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
@@ -105,7 +112,12 @@ def plan(
     }
     if model is None:
         plans = offers(_machine(said), **wanted)
-        fields = {"version": version("floe-chat"), "plans": [as_fields(one) for one in plans]}
+        first = recommended(plans)
+        fields = {
+            "version": version("floe-chat"),
+            "recommended": first.entry.name if first else None,
+            "plans": [as_fields(one) for one in plans],
+        }
         click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
         ctx.exit(0 if any(one.chosen for one in plans) else 1)
     entry = described(model)
@@ -155,33 +167,61 @@ def text_of(plan: Plan) -> str:
 
 
 def text_of_all(plans: Sequence[Plan]) -> str:
-    """All listed models on one machine, for people."""
-    from ...engine.planning.reasons import BITS, KL, describe, lacks
+    """All listed models on one machine, for people; `plans` as `ranked` orders them."""
+    from ...engine.planning.plan import STANDINGS, recommended, standing
+    from ...engine.planning.reasons import KL, RANKING
 
-    head = f"  {'':<24}{'bits':<8}{'KL':>8}{'tokens/s':>20}{'download':>12}{'on disk':>10}  packing"
-    rows = [head]
-    for one in plans:
-        chosen, fetched = one.chosen, size(one.entry.checkpoint_bytes)
-        if chosen is None:
-            rows.append(f"  {one.entry.name:<24}needs {lacks(one.missing)} more")
-            continue
-        figures = f"{describe(chosen.spec):<8}{trimmed(chosen.kl, 2):>8}{_speed(chosen):>20}{fetched:>12}"
-        packing = "" if one.pack_s is None else forecast(one.pack_s).removeprefix("about ")
-        rows.append(f"  {one.entry.name:<24}{figures}{size(chosen.disk['pack']):>10}  {packing}")
-    first = next((one.entry for one in plans if one.chosen and one.entry.chat is not None), None)
+    beside = any(one.chosen and one.chosen.vram for one in plans)
+    lines = [*_machine_lines(plans[0]), ""]
+    for stands in STANDINGS:
+        rows = [_row(one, beside=beside) for one in plans if standing(one.entry, one.chosen) == stands]
+        if rows and stands != "unfit":
+            gpu = f"{'GPU':>9}" if beside else ""
+            head = f"  {'':<{_MODEL}}{'parameters':>12}{'tokens/s':>20}{'download':>9}{gpu}{'RAM':>9}{'KL':>8}"
+            lines += [f"{_HEADINGS[stands]}", head, *rows, ""]
+        elif rows:
+            lines += [_HEADINGS[stands], *rows, ""]
+    first = recommended(plans)
     gated = [one.entry.name for one in plans if one.entry.gated]
-    base = [one.entry.name for one in plans if one.entry.chat is None]
+    thinking = [one.entry.name for one in plans if one.entry.thinks]
     notes = [
-        f"More about one: floe-chat plan {plans[0].entry.name}",
-        f"Set one up: floe-chat setup {first.name}" if first else "The built-in demo model always works: floe-chat",
+        _recommendation(first) if first else "The built-in demo model always works: floe-chat",
+        f"More about one: floe-chat plan {(first or plans[0]).entry.name}",
         f"Terms to accept on the hub first: {', '.join(gated)}." if gated else "",
-        f"Base models, which continue text and cannot chat: {', '.join(base)}." if base else "",
-        BITS,
-        KL,
-        "Speeds are estimates, with their ranges, for the preset Balanced. Sizes of downloads are computed.",
+        f"Think before they answer: {', '.join(thinking)}." if thinking else "",
+        RANKING,
+        "Parameters: all, and those that a token uses. GPU and RAM: memory in use. Sizes of downloads are computed.",
+        f"{KL} It is not measured for the models listed.",
+        "Speeds are estimates, with their ranges, for the preset Balanced.",
     ]
-    lines = [*_machine_lines(plans[0]), "", "Models, recommended first", *rows, ""]
     return "\n".join([*lines, *(_wrapped(note).strip() for note in notes if note)])
+
+
+def _row(one: Plan, *, beside: bool) -> str:
+    """One model's figures; `beside`: whether there is a column of GPU memory."""
+    from ...engine.planning.reasons import lacks
+
+    if (chosen := one.chosen) is None:
+        return f"  {one.entry.name:<{_MODEL}}needs {lacks(one.missing)} more"
+    sizes = one.entry.sizes
+    count = f"{digits(sizes.parameters / 1e9)}, {digits(sizes.active / 1e9, 2)} B"
+    gpu = f"{memory(_used(chosen.vram)) if chosen.vram else '':>9}" if beside else ""
+    fetched = size(one.entry.checkpoint_bytes)
+    figures = f"{count:>12}{_speed(chosen):>20}{fetched:>9}{gpu}{memory(_used(chosen.ram)):>9}"
+    return f"  {one.entry.name:<{_MODEL}}{figures}{trimmed(chosen.kl, 2):>8}"
+
+
+def _recommendation(one: Plan) -> str:
+    """What to set up, and what that takes."""
+    assert one.chosen is not None
+    packing = "" if one.pack_s is None else f", {forecast(one.pack_s)} of packing"
+    takes = f"{size(one.chosen.disk['pack'])} on the disk{packing}"
+    return f"Recommended: floe-chat setup {one.entry.name} ({takes})"
+
+
+def _used(held: Mapping[str, int]) -> int:
+    """Bytes of memory that are in use."""
+    return sum(count for use, count in held.items() if use not in ("free", "lacking"))
 
 
 def cards_text() -> str:
@@ -225,7 +265,7 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         download = f"{fetched}, {forecast(plan.download_s)}"
     words = [
         ("bits", f"{describe(chosen.spec)} (up / gate and down / attention)"),
-        ("loss", f"KL {trimmed(chosen.kl, 2)}"),
+        ("loss", f"KL {trimmed(chosen.kl, 2)}{_measured(plan)}"),
         ("computes", _PLACES[chosen.place]),
         ("experts", _mix(chosen)),
         ("answer", f"{_speed(chosen)} tokens/s"),
@@ -242,6 +282,13 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         for name, text in words
         if text
     ]
+
+
+def _measured(plan: Plan) -> str:
+    """On which model the quality loss of these bits was measured."""
+    from ...models.catalog import DEMO
+
+    return "" if plan.entry.name == DEMO else " on the demo model; not measured for this one"
 
 
 def _context(plan: Plan, chosen: Option) -> str:

@@ -31,11 +31,16 @@ LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56
 LINK_REACHED = 0.8  # share of that which copies from pinned memory usually reach
 
 _OTHERS = (
-    (r"amd|radeon|rx\d{3,4}|instinct|mi[123]\d\d", "AMD cards are"),
-    (r"intel|arc|[ab][357][78]0|iris", "Intel cards are"),
-    (r"apple|m[1-5](pro|max|ultra)?$", "Apple's GPUs are"),
     (
-        r"(geforce)?(gtx|gt)\d+|titan(x|v|xp)|tesla[kpm]\d+|v100|p100|p40|p4$|k80|m40",
+        r"amd|radeon|rx\d{3,4}|vega|instinct|mi[123]\d\d|ryzen|strix|[678][789]0m$"
+        r"|(5[567]00|6[4-9][05]0|7[6-9]00|90[67]0)(xtx|xt|gre|m|s|d)*(\d+gb)?$",
+        "AMD cards are",
+    ),
+    (r"intel|arc|[ab][357][1578]0|iris", "Intel cards are"),
+    (r"apple|macbook|macmini|macstudio|m[1-5](pro|max|ultra)?$", "Apple's GPUs are"),
+    (
+        r"(gtx|gt)?(9[5-8]0|10[1-8]0)(ti)?(\d+gb)?$|(gtx|gt)[4-9]\d0|titan(x|v|xp)|quadro[kmp]\d+|tesla[kpm]\d+"
+        r"|v100|p100|p40|p4$|k80|m40",
         "Cards older than the RTX 20 series are",
     ),
 )
@@ -103,7 +108,8 @@ class Card:
 
 def named(text: str, *, study: bool = False) -> Card:
     """The card that a person means: "rtx3090-24gb", "sim:rtx3090-24gb", "RTX 3090", "3090", "GeForce RTX 3080 12GB";
-    with limited memory "rtx3090@12gb" (GiB). Of cards sold with several memory sizes it is the usual one.
+    with limited memory "rtx3090@12gb" (GiB). Of cards sold with several memory sizes it is the usual one. What people
+    write for short is understood too: "4080S", "3060 12G".
 
     Args:
         study: in the machine of the paper that used the card, where there is one, instead of the usual one.
@@ -184,7 +190,8 @@ def _letters(text: str) -> str:
 
 
 def _signs(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower()).replace("gib", "gb")
+    plain = re.sub(r"[^a-z0-9]", "", text.lower()).replace("gib", "gb")
+    return re.sub(r"(\d\d\d0)s(?=\d|$)", r"\1super", re.sub(r"(?<=\d)g$", "gb", plain))
 
 
 @functools.cache

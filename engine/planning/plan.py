@@ -6,8 +6,10 @@ its reasons in words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ...models import catalog, quantities
 from ...models.catalog import CatalogEntry
@@ -21,7 +23,12 @@ from . import reasons
 from .machine import Machine
 from .measured_figures import figures
 from .options import DEFAULT, WIDTHS, Option, option
-from .worth import CLEARLY
+from .worth import CLEARLY, ENOUGH, NEWER, READING, WORTH
+
+_SINCE = 2023  # the first year of the models listed
+
+Standing = Literal["reading", "slower", "base", "unfit"]
+STANDINGS: tuple[Standing, ...] = ("reading", "slower", "base", "unfit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +97,59 @@ def make(
     )
 
 
-def in_order(plans: Iterable[Plan]) -> list[Plan]:
-    """The order in which to show them: models that run here before others, chat models before base models, and smaller
-    ones first, since a new user wants an answer soon.
+def standing(entry: CatalogEntry, chosen: Option | None) -> Standing:
+    """How a model does on a machine with its recommended option; None: it does not fit.
+
+    "reading": it answers at least as fast as people read. A model that thinks first needs more speed for that, and one
+    that reads from the disk meanwhile twice as much. "slower": it works. "base": it works, but cannot chat.
     """
-    return sorted(
-        plans,
-        key=lambda plan: (plan.chosen is None, plan.entry.chat is None, plan.entry.sizes.parameters, plan.entry.name),
-    )
+    if chosen is None:
+        return "unfit"
+    if entry.chat is None:
+        return "base"
+    needed = (ENOUGH if entry.thinks else READING) * (1 if chosen.in_memory else 2)
+    return "reading" if chosen.decode.mid >= needed else "slower"
+
+
+def size_rule(entry: CatalogEntry, loss: float = 0.0) -> float:
+    """A model's expected answer quality in doublings of size, in steps of a half: a rule of thumb, since no answers are
+    measured here.
+
+    The geometric mean of all and of active parameters stands for the size of a mixture of experts. A model that is half
+    a year newer counts as twice as large: a cautious half of what is found for open models (Xiao et al. 2024, "Densing
+    Law of LLMs", doubling in 3.3 months). A quality `loss` of `WORTH` nats counts as half the size, as it outweighs
+    twice the speed where bits are chosen.
+    """
+    size = math.log2(math.sqrt(entry.sizes.parameters * max(1, entry.sizes.active)) / 1e9)
+    year, _, month = entry.released.partition("-")
+    age = (int(year) - _SINCE) + (int(month) - 1) / 12 if year.isdecimal() and month.isdecimal() else 0.0
+    return round(2 * (size + age / NEWER - loss / WORTH)) / 2
+
+
+def ranked(plans: Iterable[Plan]) -> list[Plan]:
+    """The order in which to show plans of one machine; the first is recommended (see `recommended`).
+
+    Models that answer at reading speed come first, by `size_rule`; of equals those made for everything, that answer
+    without thinking first, that need no accepted terms, and the fastest. Then slower ones, the fastest first, base
+    models, and what does not fit, the smallest first.
+    """
+
+    def key(plan: Plan) -> tuple[object, ...]:
+        entry, chosen = plan.entry, plan.chosen
+        stands = standing(entry, chosen)
+        if chosen is None:
+            return STANDINGS.index(stands), entry.chat is None, entry.sizes.parameters, entry.name
+        ties = (bool(entry.made_for), entry.thinks, bool(entry.gated), -chosen.decode.mid, entry.name)
+        first = -chosen.decode.mid if stands == "slower" else -size_rule(entry, chosen.kl)
+        return STANDINGS.index(stands), first, *ties
+
+    return sorted(plans, key=key)
+
+
+def recommended(plans: Sequence[Plan]) -> Plan | None:
+    """Of plans in the order of `ranked`, the one to recommend; None if no model that can chat works."""
+    first = next(iter(plans), None)
+    return first if first is not None and standing(first.entry, first.chosen) in ("reading", "slower") else None
 
 
 def offers(
@@ -110,7 +162,7 @@ def offers(
     kv_bits: int | None = None,
 ) -> list[Plan]:
     """A plan of every published model on this machine, in the order in which to show them; see `make`."""
-    return in_order(
+    return ranked(
         make(machine, entry, context=context, keep_source=keep_source, net_bytes_s=net_bytes_s, kv_bits=kv_bits)
         for entry in entries
     )
@@ -136,11 +188,14 @@ def _expert_weights(sizes: Sizes) -> int:
 
 
 def _instead(machine: Machine, entry: CatalogEntry, context: int) -> str:
-    """A smaller model that works: the largest that reads nothing from the disk, or the demo, which always works."""
-    for other in sorted(PUBLISHED, key=lambda known: -known.sizes.parameters):
-        if other.sizes.parameters < entry.sizes.parameters and other.chat is not None:
-            best = _choose([option(machine, other, spec, context) for spec in WIDTHS])
-            if best is not None and best.in_memory:
-                speed = quantities.digits(best.decode.mid, 2)
-                return f"{other.name} with {reasons.describe(best.spec)} bits works, at about {speed} tokens/s."
+    """A smaller model that works, as `ranked` orders them, or the demo, which always works."""
+    smaller = [
+        Plan(other, machine, context, _choose([option(machine, other, spec, context) for spec in WIDTHS]), (), ())
+        for other in PUBLISHED
+        if other.sizes.parameters < entry.sizes.parameters
+    ]
+    best = recommended(ranked(smaller))
+    if best is not None and best.chosen is not None:
+        speed = quantities.digits(best.chosen.decode.mid, 2)
+        return f"{best.entry.name} with {reasons.describe(best.chosen.spec)} bits works, at about {speed} tokens/s."
     return f"The built-in demo model always works: floe-chat plan {catalog.DEMO}"

@@ -12,7 +12,7 @@ from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option
-from .worth import ENOUGH, WORTH
+from .worth import ENOUGH, NEWER, READING, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.
 BITS = (
@@ -23,6 +23,12 @@ KL = (
     "Quality loss (KL): how far the next-word probabilities move from the 16-bit original's, in nats. 0 is identical, "
     "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22-million-parameter demo model, so only "
     "a guide."
+)
+RANKING = (
+    f"Reading speed is {READING:.0f} tokens/s or more, {ENOUGH:.0f} for models that think before they answer, twice as "
+    "much where the disk is read meanwhile. How well models answer is not measured here. They are ordered by a rule of "
+    "thumb: the geometric mean of all parameters and of those that a token uses, which counts twice for every "
+    f"{12 * NEWER:.0f} months that a model is newer, and half for every {WORTH} nats of quality loss."
 )
 MEMORY = (
     "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "

@@ -7,8 +7,10 @@ import math
 from .measured_figures import figures
 
 WORTH = 0.035  # nats of quality loss outweighed by twice the speed
+READING = 6.0  # tokens/s: about 270 words a minute, as fast as most people read
 ENOUGH = 20.0  # tokens/s, faster than most people read
 BEYOND = 1 / 3  # share of that which twice the speed outweighs above it
+NEWER = 0.5  # years by which a newer model counts as twice as large
 CLEARLY = 0.11  # doublings by which a choice must be better than the usual one, or than a more exact one
 KV_FORMS = (16, 8)  # bits that keys and values may have; the first is the usual form
 

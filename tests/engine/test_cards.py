@@ -39,6 +39,12 @@ GB = 1 << 30
         ("rtx 6000 ada", "RTX 6000 Ada", 48),
         ("rtx3090@12gb", "RTX 3090", 12),
         ("3090@12", "RTX 3090", 12),
+        ("rtx4090", "RTX 4090", 24),
+        ("4060ti", "RTX 4060 Ti", 16),
+        ("4060 Ti 8GB", "RTX 4060 Ti", 8),
+        ("3060 12G", "RTX 3060", 12),
+        ("4080S", "RTX 4080 Super", 16),
+        ("L40S", "L40S", 48),
     ],
 )
 def test_a_card_by_what_people_call_it(text: str, title: str, gb: int) -> None:
@@ -51,6 +57,15 @@ def test_a_card_by_what_people_call_it(text: str, title: str, gb: int) -> None:
     [
         ("RX 7900 XTX", "AMD cards are not supported yet"),
         ("AMD Radeon RX 6700", "AMD cards"),
+        ("7800xt", "AMD cards are not supported yet"),
+        ("6700 XT 12GB", "AMD cards"),
+        ("9070xt", "AMD cards"),
+        ("7900 gre", "AMD cards"),
+        ("780M", "AMD cards"),
+        ("MacBook Pro", "Apple's GPUs"),
+        ("1080ti", "older than the RTX 20 series"),
+        ("980", "older than the RTX 20 series"),
+        ("gtx 1660", "--vram"),
         ("arc b580", "Intel cards"),
         ("a770", "Intel cards"),
         ("M3 Max", "Apple's GPUs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,31 @@ class TestDescribed:
 
     def test_the_smallest_that_can_chat_is_listed_first(self) -> None:
         first, *others = (entry for entry in PUBLISHED if entry.chat)
-        assert first.name == "granite-3.1-3b-a800m-instruct" and first.gated is False
+        assert first.name == "granite-3.1-1b-a400m-instruct" and first.gated is False
         assert all(other.sizes.parameters > first.sizes.parameters for other in others)
         assert [entry.chat is None for entry in PUBLISHED] == sorted(entry.chat is None for entry in PUBLISHED)
+        names = [entry.name for entry in PUBLISHED]
+        assert names.index("olmoe-1b-7b-0125-instruct") < names.index("olmoe-1b-7b-instruct")
+        assert names.index("qwen3-30b-a3b-instruct-2507") < names.index("qwen3-coder-30b-a3b-instruct")
+
+    def test_entries_are_complete_and_differ(self) -> None:
+        """A person reads licence and terms before a download, and ranking needs the date."""
+        for entry in PUBLISHED:
+            assert entry.licence and entry.gated is not None and re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", entry.released)
+            assert entry.sizes.parameters < 150e9 and entry.thinks == ("thinks first" in (entry.chat or ""))
+            assert entry.repo and entry.name == entry.name.lower()
+        for field in ("name", "repo"):
+            assert len({getattr(entry, field) for entry in PUBLISHED}) == len(PUBLISHED)
+        assert [entry.name for entry in PUBLISHED if entry.gated] == [
+            "mixtral-8x7b-instruct",
+            "mixtral-8x22b-instruct",
+            "mixtral-8x7b",
+        ]
+        assert set(CONFIGS) == {entry.name for entry in PUBLISHED}
+
+    def test_every_family_has_a_listed_model(self) -> None:
+        """Except one, whose published models have 8-bit weights or no tokenizer.json."""
+        assert FAMILIES.keys() - {entry.sizes.model_type for entry in PUBLISHED} == {"deepseek_v3"}
 
     @pytest.mark.parametrize("name", ["mixtral-8x7b", "MIXTRAL-8X7B", "mistralai/Mixtral-8x7B-v0.1"])
     def test_a_name_or_hub_id_in_any_case(self, name: str) -> None:

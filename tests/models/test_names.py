@@ -92,11 +92,11 @@ class TestParts:
             ("Mixtral 8x7B", "mixtral-8x7b"),
             ("mixtral:8x7b", "mixtral-8x7b"),
             ("8x22b", "mixtral-8x22b-instruct"),
-            ("olmoe", "olmoe-1b-7b-instruct"),
-            ("OLMoE-1B-7B", "olmoe-1b-7b-instruct"),
-            ("qwen3", "qwen3-30b-a3b"),
-            ("QWEN3-30B", "qwen3-30b-a3b"),
-            ("qwen3:30b", "qwen3-30b-a3b"),
+            ("olmoe", "olmoe-1b-7b-0125-instruct"),
+            ("OLMoE-1B-7B", "olmoe-1b-7b-0125-instruct"),
+            ("qwen3", "qwen3-30b-a3b-instruct-2507"),
+            ("QWEN3-30B-A3B", "qwen3-30b-a3b"),
+            ("qwen3:30b", "qwen3-30b-a3b-instruct-2507"),
             ("qwen3 coder", "qwen3-coder-30b-a3b-instruct"),
             ("qwen3 thinking", "qwen3-30b-a3b-thinking-2507"),
             ("Qwen3-Instruct", "qwen3-30b-a3b-instruct-2507"),
@@ -130,6 +130,10 @@ class TestParts:
         assert find(f"https://hf.co/{OLMOE}") == find(OLMOE) == models_folder() / "olmoe-1b-7b-instruct"
         assert find("someone/My-Mixtral") == models_folder() / "my-mixtral"
 
+    def test_an_id_that_the_hub_does_not_allow_is_explained(self) -> None:
+        with pytest.raises(UsageError, match="not known on this machine"):
+            described("a-/r")
+
     @pytest.mark.parametrize("text", ["instruct", "mixtral", "mixtral-8x"])
     def test_a_part_of_several_names_them(self, packs: Callable[..., None], text: str) -> None:
         packs("mixtral-8x7b-instruct", "mixtral-8x22b-instruct")
@@ -147,7 +151,7 @@ class TestParts:
     def test_a_listed_model_that_is_not_installed_names_the_setup(self) -> None:
         with pytest.raises(UsageError) as caught:
             find("olmoe")
-        assert "not set up" in caught.value.title and "floe-chat setup olmoe-1b-7b-instruct" in caught.value.hint
+        assert "not set up" in caught.value.title and "floe-chat setup olmoe-1b-7b-0125-instruct" in caught.value.hint
 
     @pytest.mark.parametrize(("text", "meant"), [("mixtrl", "mixtral"), ("omloe", "olmoe"), ("dmeo", "demo")])
     def test_a_misspelling_is_offered_the_name(self, text: str, meant: str) -> None:

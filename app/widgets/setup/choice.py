@@ -142,7 +142,7 @@ class ChoiceStep(WizardStep):
         """Plan every model."""
 
         def work() -> list[Plan | tuple[CatalogEntry, FloeError]]:
-            from ....engine.planning.plan import in_order, make
+            from ....engine.planning.plan import make, ranked
 
             plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
             for entry in self._entries:
@@ -150,7 +150,7 @@ class ChoiceStep(WizardStep):
                     plans.append(make(self._machine, entry))
                 except FloeError as error:
                     plans.append((entry, error))
-            planned = in_order(one for one in plans if not isinstance(one, tuple))
+            planned = ranked(one for one in plans if not isinstance(one, tuple))
             return [*planned, *(one for one in plans if isinstance(one, tuple))]
 
         in_background(self, work, self._show)
