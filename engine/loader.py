@@ -343,6 +343,6 @@ def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer
     if device == "cpu":
         return layer
     ups, own = layer.signal, layer.rows
-    ups = replace(ups, q=ups.q.to(device), scale=ups.scale.to(device), zero=ups.zero.to(device)) if up else ups
+    ups = ups.mapped(lambda part: part.to(device)) if up else ups
     own = replace(own, data=own.data.to(device)) if rows else own
     return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device))

@@ -1,30 +1,44 @@
-"""The functions between an expert's matrices: h = a(gate · x) b(up · x), each of one number.
+"""The functions between an expert's matrices: h = a(gate · x + b_g) b(up · x + b_u), each of one number.
 
 One of the two projections is the *signal*: it is computed for every neuron, its function is applied, and the result v
 is compared with the threshold. The other one is computed where |v| reaches it; h is the product of both.
+
+"silu" is SwiGLU (arXiv 2002.05202): a(g) = g sigmoid(g), b(u) = u. "clamped" is gpt-oss's: a(g) = g' sigmoid(1.702 g')
+with g' = min(g, 7), b(u) = clamp(u, -7, 7) + 1 (`GptOssExperts` of transformers).
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Projection = Literal["up", "gate"]
-Function = Literal["plain", "silu"]
+Activation = Literal["silu", "clamped"]
+Function = Literal["plain", "silu", "clamped_gate", "clamped_up"]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)  # kernels know them by their places: FLOE_PLAIN ... in floe.h
+LIMIT, STEEPNESS = 7.0, 1.702  # of "clamped"
+
+_OF: dict[tuple[str, str], Function] = {
+    ("silu", "gate"): "silu",
+    ("silu", "up"): "plain",
+    ("clamped", "gate"): "clamped_gate",
+    ("clamped", "up"): "clamped_up",
+}
 
 
-def function_of(projection: Projection) -> Function:
-    """The function of a projection's output; SwiGLU has one for the gate alone (arXiv 2002.05202).
+def function_of(projection: Projection, activation: Activation) -> Function:
+    """The function of a projection's output.
 
     Raises:
-        ValueError: no such projection.
+        ValueError: no such projection or activation.
     """
-    if projection not in get_args(Projection):
-        raise ValueError(f"the signal is up or gate, not {projection!r}")
-    return "silu" if projection == "gate" else "plain"
+    function = _OF.get((activation, projection))
+    if function is None:
+        raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in silu or clamped")
+    return function
 
 
 def beside(projection: Projection) -> Projection:
@@ -34,4 +48,9 @@ def beside(projection: Projection) -> Projection:
 
 def applied(function: Function, z: Tensor) -> Tensor:
     """The function of every number of z."""
-    return F.silu(z) if function == "silu" else z
+    if function == "silu":
+        return F.silu(z)
+    if function == "clamped_gate":
+        z = z.clamp(max=LIMIT)
+        return z * torch.sigmoid(STEEPNESS * z)
+    return z.clamp(-LIMIT, LIMIT) + 1 if function == "clamped_up" else z

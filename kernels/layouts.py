@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .activation import Function, Projection, beside, function_of
+from .activation import Activation, Function, Projection, beside, function_of
 from .codes import align, check_width, dequantize, pack_codes, packed_bytes
 
 
@@ -64,47 +64,73 @@ class VectorLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The record of one neuron: its row of the projection that is not the signal, then its down column, padded to
-    `ALIGN` bytes.
+    """The record of one neuron: its row of the projection that is not the signal, its bias if there are any, and its
+    down column, padded to `ALIGN` bytes.
 
     Attributes:
         other, down: the two vectors of H values; their widths may differ.
         float16: what 16-bit vectors hold, float16 or bfloat16.
         signal: the projection that is stored apart (`SignalLayout.projection`); the record holds the other one's row.
-        function: of that row's product with x.
+        activation: of the expert. biased: whether a float32 is added to that row's product with x. function: of that.
     """
 
     other: VectorLayout
     down: VectorLayout
     float16: torch.dtype
     signal: Projection = "up"
+    activation: Activation = "silu"
+    biased: bool = False
     function: Function = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
-        object.__setattr__(self, "function", function_of(beside(self.signal)))
+        object.__setattr__(self, "function", function_of(beside(self.signal), self.activation))
         if self.other.n != self.down.n:
             raise ValueError(f"a row of {self.other.n} values, but a down column of {self.down.n}")
 
     @property
     def nbytes(self) -> int:
         """Bytes from one record to the next."""
-        return align(self.other.nbytes + self.down.nbytes)
+        return align(self.down_at + self.down.nbytes)
 
-    def join(self, other: Tensor, down: Tensor) -> Tensor:
-        """(N, other.nbytes) and (N, down.nbytes) uint8 -> (N, nbytes) records."""
+    @property
+    def bias_at(self) -> int:
+        """Where a record's bias is: at a whole word."""
+        return self.other.nbytes + -self.other.nbytes % 4
+
+    @property
+    def down_at(self) -> int:
+        """Where a record's down column is. A bias takes 16 bytes: GPUs load 16 at a time, from a multiple of 16."""
+        return self.bias_at + 16 if self.biased else self.other.nbytes
+
+    def join(self, other: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(N, other.nbytes) and (N, down.nbytes) uint8, and float32 (N,) if biased -> (N, nbytes) records.
+
+        Raises:
+            ValueError: a bias too many, or none.
+        """
+        if (bias is not None) != self.biased:
+            raise ValueError(f"records {'have' if self.biased else 'have no'} biases")
         records = torch.zeros(other.shape[0], self.nbytes, dtype=torch.uint8)
         records[:, : self.other.nbytes] = other
-        records[:, self.other.nbytes : self.other.nbytes + self.down.nbytes] = down
+        if bias is not None:
+            records[:, self.bias_at : self.bias_at + 4] = bias[:, None].view(torch.uint8)
+        records[:, self.down_at : self.down_at + self.down.nbytes] = down
         return records
 
     def read(self, records: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(N, nbytes) records -> rows of the other projection (N, H) and down columns (N, H) of `dtype`."""
-        start = self.other.nbytes
         return (
-            self.other.read(records[:, :start], self.float16, dtype),
-            self.down.read(records[:, start : start + self.down.nbytes], self.float16, dtype),
+            self.other.read(records[:, : self.other.nbytes], self.float16, dtype),
+            self.down.read(records[:, self.down_at : self.down_at + self.down.nbytes], self.float16, dtype),
         )
+
+    def read_bias(self, records: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """(N, nbytes) records -> their biases (N,) of `dtype`, if there are any."""
+        if not self.biased:
+            return None
+        raw = records[:, self.bias_at : self.bias_at + 4].clone(memory_format=torch.contiguous_format)
+        return raw.view(torch.float32).squeeze(1).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +139,19 @@ class SignalLayout:
     scales in tensors of their own (they stay in VRAM).
 
     Attributes:
-        vector: one row of the projection. float16: what 16-bit rows hold. projection: which one it is.
-        function: of its product with x, which makes the signal v of it.
+        vector: one row of the projection. float16: what 16-bit rows hold. projection: which one it is. activation: of
+            the expert. function: of the product with x, and the bias if there is one; the result is the signal v.
     """
 
     vector: VectorLayout
     float16: torch.dtype
     projection: Projection = "up"
+    activation: Activation = "silu"
     function: Function = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
-        object.__setattr__(self, "function", function_of(self.projection))
+        object.__setattr__(self, "function", function_of(self.projection, self.activation))
 
     @property
     def row_bytes(self) -> int:
@@ -139,6 +166,8 @@ def check_roles(signal: SignalLayout, rows: RowLayout) -> None:
     """
     if signal.projection != rows.signal:
         raise ValueError(f"the signal is {signal.projection}, but rows are made for {rows.signal} as the signal")
+    if signal.activation != rows.activation:
+        raise ValueError(f"the signal is of a {signal.activation} expert, but rows are of a {rows.activation} one")
 
 
 def _check_float16(dtype: torch.dtype) -> None:

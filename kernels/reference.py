@@ -2,7 +2,7 @@
 
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
 s is the function of the signal's projection and o the other one's (activation.py): for an expert's gate and up in
-SwiGLU, silu of the gate and nothing of up, whichever of the two is the signal.
+SwiGLU, silu of the gate and nothing of up, whichever of the two is the signal. Biases are added before.
 `x_bits` lets other implementations keep less of x's precision, as `rounded` defines; operations here read all of it.
 """
 
@@ -81,7 +81,7 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     for token, expert, threshold in zip(
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
-        v = applied(signal.layout.function, F.linear(x[token], signal.dense(expert, x.dtype)))
+        v = _signal(x[token], signal, expert)
         kept = (~(v.abs() < threshold) & (threshold != math.inf)).nonzero().squeeze(1)
         neurons.append(kept)
         values.append(v[kept])
@@ -114,8 +114,8 @@ def sparse_swiglu(
         neurons = active.neurons[chosen]
         if not neurons.numel():
             continue  # adds nothing, whatever its weight
-        other, down = rows.layout.read(rows.data[expert].index_select(0, neurons), x.dtype)
-        h = applied(rows.layout.function, F.linear(x[token], other)) * active.values[chosen]
+        other, down = _other(x[token], rows, rows.data[expert].index_select(0, neurons))
+        h = other * active.values[chosen]
         if down_thresholds is not None:
             small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
             h = h.masked_fill(small, 0)
@@ -158,12 +158,24 @@ def expert_swiglu(
     Dequantizes the whole expert once and lets the library multiply; what misses a threshold is masked per token, so
     the result is what `signal_gemv` and `sparse_swiglu` give token by token.
     """
-    v = applied(signal.layout.function, F.linear(x, signal.dense(expert, x.dtype)))
-    other, down = rows.layout.read(rows.data[expert], x.dtype)
-    h = applied(rows.layout.function, F.linear(x, other)) * v
+    v = _signal(x, signal, expert)
+    other, down = _other(x, rows, rows.data[expert])
+    h = other * v
     active = ~(v.abs() < thresholds[:, None])
     kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
     return h.masked_fill(~kept, 0) @ down, int(active.sum()), int(kept.sum())
+
+
+def _signal(x: Tensor, signal: SignalWeights, expert: int) -> Tensor:
+    """v of x (..., H): (..., F)."""
+    bias = None if signal.bias is None else signal.bias[expert].to(x.dtype)
+    return applied(signal.layout.function, F.linear(x, signal.dense(expert, x.dtype), bias))
+
+
+def _other(x: Tensor, rows: ExpertRows, records: Tensor) -> tuple[Tensor, Tensor]:
+    """What v is multiplied with for x (..., H) and records (N, nbytes): (..., N); and their down columns (N, H)."""
+    other, down = rows.layout.read(records, x.dtype)
+    return applied(rows.layout.function, F.linear(x, other, rows.layout.read_bias(records, x.dtype))), down
 
 
 def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:

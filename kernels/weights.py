@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +80,8 @@ class SignalWeights:
     """The signal projections of one layer's E experts, as stored.
 
     Attributes:
-        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. whole: whether all
-            are contiguous.
+        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. bias: (E, F) float32,
+            added to the product with x; None for none. whole: whether all are contiguous.
 
     Raises:
         ValueError: tensors of another type or shape, or on several devices.
@@ -90,11 +91,15 @@ class SignalWeights:
     q: Tensor
     scale: Tensor
     zero: Tensor
+    bias: Tensor | None = None
     whole: bool = field(init=False, repr=False, compare=False)
     native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         whole = _checked("signal", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
+        if self.bias is not None:
+            require("signal.bias", self.bias, (torch.float32,), tuple(self.q.shape[:2]), self.q.device, whole=False)
+            whole = whole and self.bias.is_contiguous()
         object.__setattr__(self, "whole", whole)
 
     def check(self, device: torch.device) -> None:
@@ -104,7 +109,20 @@ class SignalWeights:
             ValueError: not contiguous, or on another device.
         """
         if not self.whole or not (self.q.is_cpu or self.q.device == device):
-            require_all(device, {"signal.q": self.q, "signal.scale": self.scale, "signal.zero": self.zero})
+            require_all(device, {f"signal.{name}": part for name, part in self.parts().items()})
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors, by name."""
+        held = {"q": self.q, "scale": self.scale, "zero": self.zero}
+        return held if self.bias is None else {**held, "bias": self.bias}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> SignalWeights:
+        """The same layout with each tensor changed: moved, or other experts or neurons of it."""
+        return SignalWeights(self.layout, **{name: change(part) for name, part in self.parts().items()})
+
+    def one(self, expert: int) -> SignalWeights:
+        """A view of one expert's, as a layer of one."""
+        return self.mapped(lambda part: part[expert, None])
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The (F, H) matrix of `expert`."""
@@ -117,7 +135,7 @@ class SignalWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all experts'."""
-        return self.q.nbytes + self.scale.nbytes + self.zero.nbytes
+        return sum(part.nbytes for part in self.parts().values())
 
     def bytes_per_expert(self) -> int:
         """Bytes read to multiply one expert's up projection by a vector."""

@@ -256,7 +256,7 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
     a, up, rows = manifest.architecture, manifest.signal_layout, manifest.row_layout
     shape = (a.experts, a.intermediate)
     data = filled(*shape, rows.nbytes)
-    for start, vector in ((0, rows.other), (rows.other.nbytes, rows.down)):
+    for start, vector in ((0, rows.other), (rows.down_at, rows.down)):
         part = data[:, :, start : start + vector.nbytes]
         if vector.bits == 16:
             part.view(rows.float16).copy_(_normal(vector.n).to(rows.float16))
@@ -276,9 +276,8 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
 
 def _to(layer: PackedLayer, device: str) -> PackedLayer:
     up, rows = layer.signal, layer.rows
-    parts = (part.to(device) for part in (up.q, up.scale, up.zero))
     return PackedLayer(
-        SignalWeights(up.layout, *parts),
+        up.mapped(lambda part: part.to(device)),
         ExpertRows(rows.layout, rows.data.to(device)),
         layer.thresholds.to(device),
         layer.products.to(device),

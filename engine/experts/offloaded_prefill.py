@@ -120,8 +120,7 @@ class StreamedPrompt:
 
     def _up(self, expert: int) -> SignalWeights:
         """One up projection on the device."""
-        up = self.ruled.layer.signal
-        return SignalWeights(up.layout, *(part[expert, None] for part in (up.q, up.scale, up.zero)))
+        return self.ruled.layer.signal.one(expert)
 
     def _computed(self, share: Share, up: SignalWeights, data: Tensor) -> Tensor:
         rows, x_bits = ExpertRows(self.ruled.layer.rows.layout, data[None]), self.ruled.preset.x_bits

@@ -53,7 +53,7 @@ class RuledLayer:
             threshold_at(self.layer.thresholds, self.rule.lateness) if self.rule.late else None,
         )
         rows = self.layer.rows.layout
-        self.costs = self.layer.signal.bytes_per_expert(), rows.other.nbytes, rows.nbytes - rows.other.nbytes
+        self.costs = self.layer.signal.bytes_per_expert(), rows.down_at, rows.nbytes - rows.down_at
 
     def as_one(self) -> ExpertLayer:
         """As one record, for an operation that selects by itself."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.types import Calls, Work
-from ...kernels.weights import ExpertRows, SignalWeights
+from ...kernels.weights import ExpertRows
 from ...models.pack.packed_model import PackedLayer
 from ..offload.offload import Offload
 from ..telemetry import Telemetry
@@ -45,7 +45,7 @@ class ResidentLayer(MoELayer):
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled
-            one = SignalWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
+            one = up.one(share.expert)
             its = ExpertRows(rows.layout, rows.data[share.expert, None])
             y = self.shared.device.expert(hidden[share.tokens], one, its, *share.limits, ruled.preset.x_bits)
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

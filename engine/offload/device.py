@@ -152,8 +152,8 @@ class Device:
         if self._side is None:
             self._side = torch.cuda.Stream(self.place)
         with torch.cuda.stream(self._side):
-            there = (part.to(self.place, non_blocking=True) for part in (up.q, up.scale, up.zero))
-            return Brought(SignalWeights(up.layout, *there), self.mark())
+            there = up.mapped(lambda part: part.to(self.place, non_blocking=True))
+            return Brought(there, self.mark())
 
     def use(self, brought: Brought) -> SignalWeights:
         """The up projections: what computes next waits for them."""
@@ -161,7 +161,7 @@ class Device:
         if brought.ready is not None:
             stream = torch.cuda.current_stream(self.place)
             stream.wait_event(brought.ready)
-            for part in (up.q, up.scale, up.zero):
+            for part in up.parts().values():
                 part.record_stream(stream)
         return up
 

@@ -51,8 +51,7 @@ class StreamedLayer:
     def up(self, piece: Piece) -> SignalWeights:
         """One expert's up projection, in RAM."""
         up = self.ram.signal
-        parts = (part.view(-1, piece.neurons, part.shape[2])[piece.expert, None] for part in (up.q, up.scale, up.zero))
-        return SignalWeights(up.layout, *parts)
+        return up.mapped(lambda part: part.view(-1, piece.neurons, *part.shape[2:])[piece.expert, None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,7 @@ def best_rate(work: Work, turns: int = _TURNS) -> float:
 
 def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
     data = random_weights.filled(experts, neurons, layout.nbytes)
-    for start, vector in ((0, layout.other), (layout.other.nbytes, layout.down)):
+    for start, vector in ((0, layout.other), (layout.down_at, layout.down)):
         part = data[:, :, start : start + vector.nbytes]
         if vector.bits == 16:
             part.view(layout.float16).copy_(torch.randn(vector.n).to(layout.float16))

@@ -59,22 +59,24 @@ typedef struct {
     int32_t bits, bfloat16;
 } floe_vector;
 
-// The function of a projection's product with x: activation.FUNCTIONS, in their order.
-enum { FLOE_PLAIN, FLOE_SILU };
+// The function of a projection's product with x, with its bias added: activation.FUNCTIONS, in their order.
+enum { FLOE_PLAIN, FLOE_SILU, FLOE_CLAMPED_GATE, FLOE_CLAMPED_UP };
 
-// The signal projections of a layer: weights.SignalWeights. function: of them; the other one's is in floe_rows.
+// The signal projections of a layer: weights.SignalWeights. function: of them; the other one's is in floe_rows. bias:
+// (experts, neurons).
 typedef struct {
     floe_vector row;
     int32_t function;
     const uint8_t *q, *scale, *zero;
+    FLOE_OPTIONAL const float *bias;
     int64_t experts, neurons;
 } floe_signal;
 
 // A layer's rows, of the projection that is not the signal and of down. Neuron n of expert e is row e · neurons + n:
-// weights.ExpertRows.
+// weights.ExpertRows. biased: whether a float32 follows the row of the other projection (layouts.RowLayout.bias_at).
 typedef struct {
     floe_vector other, down;
-    int32_t function;
+    int32_t function, biased;
     const uint8_t *data;
     int64_t experts, neurons, row_bytes;
 } floe_rows;
@@ -112,13 +114,13 @@ typedef struct {
 FLOE_API int floe_select(const floe_rule *rule, const floe_limits *limits, int64_t tokens, int64_t top_k,
                          const int64_t *index, const float *weights, const floe_calls *calls);
 
-// v = s(signal_e · x), s the signal's function, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1)
-// and returns N; the neurons wait in the calling thread until it fetches them with floe_signal_take.
+// v = s(signal_e · x + bias), s the signal's function, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P
+// + 1) and returns N; the neurons wait in the calling thread until it fetches them with floe_signal_take.
 FLOE_API int64_t floe_signal_gemv(const float *x, int64_t tokens, const floe_signal *signal, const floe_calls *calls,
                                   int digits, int threads, int64_t *offsets);
 FLOE_API int floe_signal_take(int64_t count, int32_t *neurons, float *values);
 
-// y[token] = sum over calls of weight · sum_n h_n down_n, h_n = o(other_n · x) v_n with the rows' function o; y is
+// y[token] = sum over calls of weight · sum_n h_n down_n, h_n = o(other_n · x + bias_n) v_n, o the rows' function; y is
 // (tokens, H), written whole. Neurons with |h_n| below the call's `product` are left out, and their down half unread.
 // Fills kept (P): how many were not.
 FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows *rows, const floe_calls *calls,

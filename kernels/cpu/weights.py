@@ -38,6 +38,7 @@ def signal_record(signal: SignalWeights) -> Any:
             q=signal.q,
             scale=signal.scale,
             zero=signal.zero,
+            bias=signal.bias,
             experts=experts,
             neurons=neurons,
         )
@@ -53,6 +54,7 @@ def rows_record(rows: ExpertRows) -> Any:
             other=vector(layout.other, layout.float16),
             down=vector(layout.down, layout.float16),
             function=FUNCTIONS.index(layout.function),
+            biased=layout.biased,
             data=rows.data,
             experts=rows.experts,
             neurons=rows.neurons,

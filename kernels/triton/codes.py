@@ -189,7 +189,21 @@ def dot_rows(data, scale, zero, row, live, x, token, magic, V: tl.constexpr, BLO
 
 @device_code()
 def applied(z, FUNCTION: tl.constexpr):
-    """The function of a projection's product with x, by its place among `activation.FUNCTIONS`."""
+    """The function of a projection's product with x, bias added, by its place among `activation.FUNCTIONS`."""
     if FUNCTION == 1:
         return z / (1.0 + tl.exp(-z))
+    if FUNCTION == 2:
+        z = tl.where(z > 7.0, 7.0, z)  # a minimum would lose NaN
+        return z / (1.0 + tl.exp(-1.702 * z))
+    if FUNCTION == 3:
+        return tl.where(z > 7.0, 7.0, tl.where(z < -7.0, -7.0, z)) + 1.0
     return z
+
+
+@device_code()
+def load_float(data, at, live):
+    """float32 at byte offsets `at`, which may be odd."""
+    word = tl.load(data + at, mask=live, other=0).to(tl.int32)
+    for i in tl.static_range(1, 4):
+        word |= tl.load(data + at + i, mask=live, other=0).to(tl.int32) << (8 * i)
+    return word.to(tl.float32, bitcast=True)

@@ -58,9 +58,13 @@ def expert_swiglu(
     scales = scale.view(torch.uint8), zero.view(torch.uint8)
     for start in range(0, neurons if tokens else 0, block):
         count, first = min(block, neurons - start), expert * neurons + start
-        v = F.linear(x, unpack(signal.q, *scales, vector, first, count, scratch))
+        part = slice(start, start + count)
+        bias = None if signal.bias is None else signal.bias[expert, part].to(device, x.dtype)
+        v = F.linear(x, unpack(signal.q, *scales, vector, first, count, scratch), bias)
         v = applied(signal.layout.function, v)
-        z = F.linear(x, unpack(rows.data, rows.data, rows.data, other, first, count, scratch))
+        bias = rows.layout.read_bias(rows.data[expert, part], x.dtype)
+        bias = None if bias is None else bias.to(device)
+        z = F.linear(x, unpack(rows.data, rows.data, rows.data, other, first, count, scratch), bias)
         h = applied(rows.layout.function, z) * v
         active = ~(v.abs() < thresholds[:, None])
         kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
@@ -91,8 +95,8 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     if tokens <= FEW:
         with launch.on(device):
             gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
-                *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, outputs, launch.magic(device)),
-                *(vector, FUNCTIONS.index("plain"), False, launch.GEMV_ROWS, launch.block_of(vector.words)),
+                *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, y, outputs, launch.magic(device)),
+                *(vector, FUNCTIONS.index("plain"), False, False, launch.GEMV_ROWS, launch.block_of(vector.words)),
             )
         return y
     block = block_rows(x, outputs, x.shape[1] + tokens)

@@ -20,11 +20,12 @@ from .jit import device_code
 
 @device_code("neurons")
 def gemv_kernel(
-    x, tokens, experts, thresholds, data, scale, zero, out, kept, neurons, magic,
-    V: tl.constexpr, FUNCTION: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons, magic,
+    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out (P, F) = s(rows of an expert · x), x spread, s the FUNCTION; with COUNT also kept (P, blocks), how many of
-    each block stay.
+    """out (P, F) = s(rows of an expert · x + bias), x spread, s the FUNCTION; with COUNT also kept (P, blocks), how
+    many of each block stay.
 
     Without COUNT call p is token p and there is one matrix: a dense linear layer.
     """
@@ -39,7 +40,10 @@ def gemv_kernel(
     if COUNT:  # what no v can reach need not be computed: a call that is left out
         limit = tl.load(thresholds + call)
         wanted = live & (tl.full((ROWS,), 0.0, tl.float32) + limit < float("inf"))
-    v = applied(dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK), FUNCTION)
+    z = dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK)
+    if BIASED:
+        z += tl.load(bias + row, mask=wanted, other=0.0)
+    v = applied(z, FUNCTION)
     tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
         count = tl.sum((live & reaches(v, limit)).to(tl.int32), 0)

@@ -75,6 +75,8 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
     scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
     launch.check_reachable(device, "signal.scale", scale)
     launch.check_reachable(device, "signal.zero", zero)
+    if (bias := signal.bias) is not None:
+        launch.check_reachable(device, "signal.bias", bias)
     if not count * neurons:
         return
     blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
@@ -85,9 +87,9 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
         spread = launch.spread(x, vector)
         gemv_kernel[(count, blocks)](
             *(spread, calls.tokens, calls.experts, thresholds, signal.q),
-            *(scale.view(torch.uint8), zero.view(torch.uint8)),
-            *(v, kept, neurons, launch.magic(device), vector, FUNCTIONS.index(signal.layout.function), True),
-            *(launch.GEMV_ROWS, launch.block_of(vector.words)),
+            *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
+            *(v, kept, neurons, launch.magic(device), vector, FUNCTIONS.index(signal.layout.function)),
+            *(bias is not None, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
@@ -124,6 +126,7 @@ def swiglu(
             *(active.found if active.at is None else active.at, active.values),
             *(calls.weights if limits is None else limits.to(device), rows.data, h, place, counted),
             *(rows.data.shape[1], launch.magic(device), other, FUNCTIONS.index(rows.layout.function)),
+            *(rows.layout.bias_at if rows.layout.biased else 0,),
             *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, launch.block_of(other.words)),
         )
         down_kernel[(columns, slices, count)](

@@ -19,21 +19,32 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .codes import applied, dot_rows, field, first_column, group_of, load_scale, load_values, load_words, undo_field
+from .codes import (
+    applied,
+    dot_rows,
+    field,
+    first_column,
+    group_of,
+    load_float,
+    load_scale,
+    load_values,
+    load_words,
+    undo_field,
+)
 from .jit import device_code
 
 
 @device_code("neurons")
 def product_kernel(
     x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons, magic,
-    V: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
+    V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h = weight · o(other_n · x) v_n of every active neuron, and the number of its record into place.
+    """h = weight · o(other_n · x + bias_n) v_n of every active neuron, and the number of its record into place.
 
     h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
-    not. LISTED: `found` are records, whatever their expert; `at` says where among `values` each one's is; and reached
-    (1,) grows by all neurons that are not below their limit.
+    not. BIAS: where a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert; `at` says where
+    among `values` each one's is; and reached (1,) grows by all neurons that are not below their limit.
     """
     call = tl.program_id(0)
     begin = tl.load(begins + call)
@@ -51,6 +62,8 @@ def product_kernel(
             row += tl.load(experts + call) * neurons.to(tl.int64)
             value = tl.load(values + i, mask=live, other=0.0)
         z = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
+        if BIAS:
+            z += load_float(data, row * V.row + BIAS, live)
         product = applied(z, FUNCTION) * value.to(tl.float32)
         there = live
         if LIMIT:

@@ -114,7 +114,7 @@ def linear_vector(weights: LinearWeights) -> Vector:
 @cache
 def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
     vectors: list[Vector] = []
-    for part, start in ((layout.other, 0), (layout.down, layout.other.nbytes)):
+    for part, start in ((layout.other, 0), (layout.down, layout.down_at)):
         scales, zeros, codes = start, start + 2 * part.groups, start + 4 * part.groups
         vectors.append(_describe(part, layout.float16, fast, layout.nbytes, codes, layout.nbytes, scales, zeros))
     return vectors[0], vectors[1]

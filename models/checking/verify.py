@@ -182,7 +182,7 @@ def _bad_layer(layer: PackedLayer) -> str | None:
     for expert, data in enumerate(layer.rows.data):
         halves = {
             "gate": (data[:, : rows.other.nbytes], rows.other),
-            "down": (data[:, rows.other.nbytes : rows.other.nbytes + rows.down.nbytes], rows.down),
+            "down": (data[:, rows.down_at : rows.down_at + rows.down.nbytes], rows.down),
         }
         numbers = {part: _numbers(raw, layout, rows.float16) for part, (raw, layout) in halves.items()}
         if up.vector.bits == 16:

@@ -41,13 +41,13 @@ class PackedLayer:
         Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
         """
         experts, neurons = self.signal.q.shape[:2]
-        q, scale, zero, data = (
-            part.view(2 * experts, neurons // 2, part.shape[2])
-            for part in (self.signal.q, self.signal.scale, self.signal.zero, self.rows.data)
-        )
+
+        def half(part: Tensor) -> Tensor:
+            return part.view(2 * experts, neurons // 2, *part.shape[2:])
+
         thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
-        signal, rows = SignalWeights(self.signal.layout, q, scale, zero), ExpertRows(self.rows.layout, data)
-        return PackedLayer(signal, rows, thresholds, products)
+        rows = ExpertRows(self.rows.layout, half(self.rows.data))
+        return PackedLayer(self.signal.mapped(half), rows, thresholds, products)
 
 
 class PackedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from floe_chat.kernels.activation import Projection
+from floe_chat.kernels.activation import Activation, Projection
 from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
@@ -14,7 +14,21 @@ from torch import Tensor
 
 # (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.
 SIZES = [(1, 1, 1, 1), (3, 7, 40, 20), (6, 37, 96, 32), (2, 7, 130, 26), (4, 7, 320, 64), (5, 37, 40, 1)]
-SIGNALS: list[Projection] = ["up", "gate"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which projection is the signal, what an expert's activation is, and whether both projections have biases."""
+
+    signal: Projection = "up"
+    activation: Activation = "silu"
+    biased: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.signal}-{self.activation}" + ("-biased" if self.biased else "")
+
+
+FORMS = [Form(), Form("gate"), Form("gate", "clamped", biased=True), Form("up", "clamped", biased=True)]
 # (signal, other, down)
 WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
 # float32 differs from float64 by summation order alone; bfloat16 rounds every product's result to 8 bits.
@@ -23,21 +37,31 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as stored, and the float64 weights that the bytes stand for: signal, other and down (E, F, H)."""
+    """A layer as stored, and the float64 weights that the bytes stand for: signal, other and down (E, F, H).
+
+    biases: (E, F) of signal and of other, zero where the form has none.
+    """
 
     stored: SignalWeights
     rows: ExpertRows
     signal: Tensor
     other: Tensor
     down: Tensor
+    biases: tuple[Tensor, Tensor]
+    form: Form = Form()
 
-    def of_signal(self, z: Tensor) -> Tensor:
-        """v of the signal projection's product z."""
-        return silu(z) if self.stored.layout.projection == "gate" else z
+    def of_signal(self, expert: int, z: Tensor) -> Tensor:
+        """v (..., F) of an expert's signal projection's product z."""
+        return self._of(self.form.signal == "gate", z + self.biases[0][expert])
 
-    def of_other(self, z: Tensor) -> Tensor:
-        """What the other projection's product z multiplies v with."""
-        return z if self.stored.layout.projection == "gate" else silu(z)
+    def of_other(self, expert: int, z: Tensor, neurons: Tensor | slice = slice(None)) -> Tensor:
+        """What v is multiplied with, of the other projection's product z."""
+        return self._of(self.form.signal != "gate", z + self.biases[1][expert, neurons])
+
+    def _of(self, gate: bool, z: Tensor) -> Tensor:
+        if self.form.activation == "clamped":
+            return z.clamp(max=7) * (1 / (1 + torch.exp(-1.702 * z.clamp(max=7)))) if gate else z.clamp(-7, 7) + 1
+        return silu(z) if gate else z
 
 
 def silu(z: Tensor) -> Tensor:
@@ -46,17 +70,15 @@ def silu(z: Tensor) -> Tensor:
 
 
 def make_layer(
-    size: tuple[int, int, int, int], widths: tuple[int, int, int], signal: Projection = "up", *, seed: int = 0
+    size: tuple[int, int, int, int], widths: tuple[int, int, int], form: Form = FORMS[0], *, seed: int = 0
 ) -> Layer:
     """Random codes, scales and zeros (or 16-bit values) of one layer."""
     experts, neurons, hidden, group = size
     generator = torch.Generator().manual_seed(seed)
     layouts = [VectorLayout(hidden, bits, group) for bits in widths]
     parts = [_random(experts * neurons, layout, generator) for layout in layouts]
-    signal_layout, row_layout = (
-        SignalLayout(layouts[0], torch.bfloat16, signal),
-        RowLayout(layouts[1], layouts[2], torch.bfloat16, signal),
-    )
+    signal_layout = SignalLayout(layouts[0], torch.bfloat16, form.signal, form.activation)
+    row_layout = RowLayout(layouts[1], layouts[2], torch.bfloat16, form.signal, form.activation, form.biased)
     codes, scale, zero = parts[0].stored
     q = codes.view(torch.uint8) if layouts[0].bits == 16 else pack_codes(codes, layouts[0].bits)
     vectors = [
@@ -64,12 +86,15 @@ def make_layer(
         for layout, part in zip(layouts[1:], parts[1:], strict=True)
     ]
     shape = (experts, neurons, -1)
+    scales = scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
+    biases = torch.randn(2, experts, neurons, generator=generator) * form.biased
+    own, its = (biases[0], biases[1].flatten()) if form.biased else (None, None)
     return Layer(
-        SignalWeights(
-            signal_layout, q.view(shape), scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
-        ),
-        ExpertRows(row_layout, row_layout.join(*vectors).view(shape)),
+        SignalWeights(signal_layout, q.view(shape), *scales, own),
+        ExpertRows(row_layout, row_layout.join(*vectors, its).view(shape)),
         *(part.weights.view(experts, neurons, hidden) for part in parts),
+        biases=(biases[0].double(), biases[1].double()),
+        form=form,
     )
 
 
@@ -109,7 +134,8 @@ def make_calls(tokens: list[int], experts: list[int]) -> Calls:
 
 def signal_values(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
     """v = s(signal_e · x) of every call, all F of them, in float64 with weights as the operation's dtype sees them."""
-    return [layer.of_signal(product) for product in signal_products(layer, x, calls)]
+    products = zip(calls.experts.tolist(), signal_products(layer, x, calls), strict=True)
+    return [layer.of_signal(expert, product) for expert, product in products]
 
 
 def signal_products(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
@@ -123,7 +149,8 @@ def swiglu(layer: Layer, x: Tensor, calls: Calls, chosen: list[Tensor], values: 
     y = torch.zeros(x.shape, dtype=torch.float64)
     pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
     for call, (token, expert) in enumerate(pairs):
-        h = layer.of_other(_seen(layer.other[expert], x)[chosen[call]] @ x[token].double()) * values[call]
+        z = _seen(layer.other[expert], x)[chosen[call]] @ x[token].double()
+        h = layer.of_other(expert, z, chosen[call]) * values[call]
         y[token] += calls.weights[call].double() * (h @ _seen(layer.down[expert], x)[chosen[call]])
     return y
 
@@ -146,6 +173,8 @@ def threshold_between(values: Tensor, keep: float) -> float:
     middle = int((1 - keep) * (len(ordered) - 1))
     low, high = max(0, middle - 2), min(len(ordered), middle + 4)
     near = ordered[low:high]
+    if not len(near) or float(near[-1] - near[0]) <= 1e-3 * float(ordered[-1]):
+        near = ordered  # clamped values are all alike
     if keep >= 1 or len(near) < 2:
         return 0.0  # everything
     gap = int(near.diff().argmax())

@@ -28,7 +28,7 @@ from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
 from ..covering import covering
-from .oracle import SIGNALS, silu
+from .oracle import silu
 
 SIZES = [(40, 7, 20), (96, 37, 32), (130, 1, 20), (320, 37, 64), (4096, 200, 64), (512, 20, 128)]
 PAIRS = [(2, 4), (3, 2), (4, 3), (4, 4), (8, 4), (8, 8), (16, 8), (4, 16), (16, 16)]
@@ -124,7 +124,7 @@ def choose_active(p: int, f: int, share: float, *, shuffled: bool) -> Active:
     return Active(offsets, torch.cat(lists), torch.randn(int(offsets[-1]), generator=g))
 
 
-@covering({"isa": native.ISAS, "bits": WIDTHS, "size": SIZES}, {"signal": SIGNALS})
+@covering({"isa": native.ISAS, "bits": WIDTHS, "size": SIZES}, {"signal": ["up", "gate"]})
 def test_signal_gemv_equals_float64(isa: str, size: tuple[int, int, int], bits: int, signal: Projection) -> None:
     h, f, group = size
     up, dense = make_up(3, f, VectorLayout(h, bits, group_size(h, group)))
@@ -148,7 +148,7 @@ def test_signal_gemv_takes_16_bit_x(isa: str, dtype: torch.dtype, bits: int) -> 
     assert found.values.dtype == dtype and relative(found.values, exact) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize("signal", ["up", "gate"])
 def test_signal_gemv_keeps_what_reaches_the_threshold(isa: str, signal: Projection) -> None:
     up, dense = make_up(4, 700, VectorLayout(256, 2, 64))
     x, calls = make_x(2, 256), make_calls(2, 4, 6)
@@ -170,7 +170,7 @@ def test_signal_gemv_keeps_what_reaches_the_threshold(isa: str, signal: Projecti
         assert bool(((found.values[chosen] - v[neurons]).abs() <= error).all())
 
 
-@covering({"isa": native.ISAS, "widths": PAIRS, "size": SIZES}, {"share": [1.0, 0.4], "signal": SIGNALS})
+@covering({"isa": native.ISAS, "widths": PAIRS, "size": SIZES}, {"share": [1.0, 0.4], "signal": ["up", "gate"]})
 def test_sparse_swiglu_equals_float64(
     isa: str, size: tuple[int, int, int], widths: tuple[int, int], share: float, signal: Projection
 ) -> None:

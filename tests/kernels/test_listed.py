@@ -11,15 +11,15 @@ from floe_chat.kernels.weights import ExpertRows
 from torch import Tensor
 
 from .listing import empty_listing, pool_of, portions
-from .oracle import Layer, make_calls, make_layer, make_x
+from .oracle import FORMS, Layer, make_calls, make_layer, make_x
 
 Size = tuple[int, int, int, int]
 
 
-@pytest.fixture(params=[((3, 7, 40, 20), "up"), ((5, 19, 96, 32), "gate"), ((1, 1, 1, 1), "up")], ids=str)
+@pytest.fixture(params=zip([(3, 7, 40, 20), (5, 19, 96, 32), (1, 1, 1, 1)], FORMS, strict=False), ids=str)
 def layer(request: pytest.FixtureRequest) -> Layer:
-    size, signal = request.param
-    return make_layer(size, (3, 4, 2), signal)
+    size, form = request.param
+    return make_layer(size, (3, 4, 2), form)
 
 
 def step_of(layer: Layer, tokens: int) -> tuple[Tensor, Calls, Tensor, Active]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels import reference
-from ....kernels.weights import ExpertRows, SignalWeights
+from ....kernels.weights import ExpertRows
 from ....models.errors import FloeError
 from ...machine.random_weights import MIXTRAL, Shapes
 from ...planning.rates import UNREACHED
@@ -203,7 +203,7 @@ def _dense(bench: _Bench, dtype: torch.dtype) -> Timed:
 def _zero_copy(bench: _Bench, expert: Expert) -> Section:
     """80 % sparsity with one expert's rows in pinned host memory, read in place, beside a plain copy over the link."""
     host = ExpertRows(expert.rows.layout, expert.rows.data[:1].cpu().pin_memory())
-    up = SignalWeights(expert.up.layout, expert.up.q[:1], expert.up.scale[:1], expert.up.zero[:1])
+    up = expert.up.mapped(lambda part: part[:1])
     calls, limit, target = one_call(0, expert.x.device), expert.limits[0.8][0], torch.empty_like(expert.rows.data[0])
 
     def step(_run: int) -> object:

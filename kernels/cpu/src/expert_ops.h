@@ -1,6 +1,8 @@
 // What the operations share: checks, and the state of the library.
 #pragma once
 
+#include <string.h>
+
 #include <atomic>
 #include <cmath>
 
@@ -50,14 +52,37 @@ inline Stored stored(const floe_vector &v, const uint8_t *at) {
 
 inline float silu(float z) { return z / (1.0f + std::exp(-z)); }
 
-inline bool is_function(int32_t function) { return function == FLOE_PLAIN || function == FLOE_SILU; }
+inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_CLAMPED_UP; }
 
-// A projection's function, of one number; NaN stays NaN.
-inline float applied(int32_t function, float z) { return function == FLOE_SILU ? silu(z) : z; }
+// A projection's function, of one number; NaN stays NaN, hence no std::min.
+inline float applied(int32_t function, float z) {
+    constexpr float limit = 7.0f, steepness = 1.702f; // activation.py
+    switch (function) {
+    case FLOE_SILU: return silu(z);
+    case FLOE_CLAMPED_GATE: z = z > limit ? limit : z; return z / (1.0f + std::exp(-steepness * z));
+    case FLOE_CLAMPED_UP: return (z > limit ? limit : z < -limit ? -limit : z) + 1.0f;
+    default: return z;
+    }
+}
 
-// Whether rows are made for this signal: between them, exactly one is the gate.
+// Whether rows are made for this signal: one has the gate's function, the other up's of the same activation.
 inline bool complete(const floe_signal &signal, const floe_rows &rows) {
-    return is_function(signal.function) && is_function(rows.function) && signal.function != rows.function;
+    return is_function(signal.function) && is_function(rows.function) && (signal.function ^ rows.function) == 1;
+}
+
+// Parts of a row: the other projection's values, a bias at a whole word, and the down column (layouts.RowLayout).
+inline int64_t bias_at(const floe_rows &rows) {
+    return (4 * groups_of(rows.other) + code_bytes(rows.other) + 3) / 4 * 4;
+}
+
+inline int64_t down_at(const floe_rows &rows) {
+    return rows.biased ? bias_at(rows) + 16 : 4 * groups_of(rows.other) + code_bytes(rows.other);
+}
+
+inline float bias_of(const floe_rows &rows, int64_t at, const uint8_t *row) {
+    float bias = 0;
+    if (rows.biased) memcpy(&bias, row + at, sizeof(bias));
+    return bias;
 }
 
 } // namespace floe

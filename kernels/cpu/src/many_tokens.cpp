@@ -89,12 +89,14 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
         Stored w[kBatch];
         Ahead ahead[kBatch];
         float v[kBatch][kBatch];
+        float bias[kBatch];
+        for (int r = 0; r < rows; r++) bias[r] = c.signal->bias == nullptr ? 0.0f : c.signal->bias[c.first_row + n + r];
         matrix_rows(c.signal->row, c.signal->q, c.signal->scale, c.signal->zero, c.first_row + n, rows, w, ahead);
         for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
         row_ops().dot(c.signal->row, w, rows, group, tokens, nullptr, v, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
-                const float value = applied(c.signal->function, v[r][t]);
+                const float value = applied(c.signal->function, v[r][t] + bias[r]);
                 const bool reached = !(std::fabs(value) < c.thresholds[first + t]); // NaN goes on to the result
                 active += reached;
                 *zeros += reached && value == 0 && !(down_threshold(c, first + t) > 0);
@@ -116,10 +118,11 @@ int64_t compute_products(const Expert &c, int64_t start, int64_t end, int64_t fi
         Stored w[kBatch];
         Ahead ahead[kBatch] = {};
         uint8_t wanted[kBatch] = {};
-        float g[kBatch][kBatch];
+        float g[kBatch][kBatch], bias[kBatch];
         for (int r = 0; r < rows; r++) {
             const uint8_t *at = c.row(n + r);
             w[r] = stored(c.rows->other, at);
+            bias[r] = bias_of(*c.rows, bias_at(*c.rows), at);
             if (first == 0) ahead[r] = {at + kBatch * c.rows->row_bytes, (c.other_bytes + 63) / 64};
             for (int t = 0; t < tokens; t++) wanted[r] |= (uint8_t)((h[(first + t) * kTile + n - start + r] != 0) << t);
         }
@@ -128,7 +131,7 @@ int64_t compute_products(const Expert &c, int64_t start, int64_t end, int64_t fi
             for (int t = 0; t < tokens; t++) {
                 if ((wanted[r] >> t & 1) == 0) continue;
                 float &product = h[(first + t) * kTile + n - start + r];
-                product *= applied(c.rows->function, g[r][t]);
+                product *= applied(c.rows->function, g[r][t] + bias[r]);
                 if (std::fabs(product) < down_threshold(c, first + t)) product = 0; // NaN goes on to the result
                 else kept++;
             }
@@ -233,7 +236,7 @@ int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal
         other.n != down.n || !complete(*signal, *rows) || tokens < 0 || neurons < 0 || signal->neurons != neurons ||
         digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
-    const int64_t other_bytes = 4 * groups_of(other) + other_codes;
+    const int64_t other_bytes = down_at(*rows);
     if (rows->row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
     if (expert < 0 || expert >= signal->experts || expert >= rows->experts) return FLOE_BAD_INDEX;
     threads = clamped(threads);

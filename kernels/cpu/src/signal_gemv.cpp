@@ -41,8 +41,8 @@ struct Context {
     float *found_values;
 };
 
-// The signal's function of what a call found in one block, keeping what still reaches the threshold. No |s(z)| is above
-// |z|, so nothing is missing here; most neurons are gone already, and their exponential is never computed.
+// The signal's function of what a call found in one block, keeping what still reaches the threshold. Where no |s(z)| is
+// above |z|, most neurons are gone already, and their exponential is never computed.
 void apply(const Context &c, int64_t call, int64_t place) {
     int32_t *neurons = c.found_neurons + place * kBlockRows;
     float *values = c.found_values + place * kBlockRows;
@@ -64,8 +64,10 @@ void compute_block(void *opaque, int64_t item, int worker) {
     const int64_t first = c.first_call[unique], last = c.first_call[unique + 1];
     const int64_t expert = c.calls->expert[c.order[first]];
     const int64_t start = block * kBlockRows;
+    const float *const bias = signal.bias == nullptr ? nullptr : signal.bias + expert * signal.neurons;
+    // What is below the threshold even before the function is applied; only one function can make a value larger.
+    const float *const thresholds = signal.function == FLOE_CLAMPED_UP ? nullptr : c.calls->threshold;
     const int64_t end = start + kBlockRows < signal.neurons ? start + kBlockRows : signal.neurons;
-    const float *const thresholds = c.calls->threshold;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;
     for (int64_t n = start; n < end; n += kBatch) {
@@ -83,11 +85,13 @@ void compute_block(void *opaque, int64_t item, int worker) {
             for (int t = 0; t < count; t++) {
                 const int64_t call = c.order[i + t], place = call * c.blocks + block;
                 int32_t &found = c.counts[place];
+                const float threshold = thresholds == nullptr ? 0.0f : thresholds[call];
                 for (int r = 0; r < rows; r++) {
+                    const float z = bias == nullptr ? v[r][t] : v[r][t] + bias[n + r];
                     // Written in any case and kept by counting: a branch would often be guessed wrongly.
                     c.found_neurons[place * kBlockRows + found] = (int32_t)(n + r);
-                    c.found_values[place * kBlockRows + found] = v[r][t];
-                    found += !(std::fabs(v[r][t]) < thresholds[call]); // NaN goes on to the result
+                    c.found_values[place * kBlockRows + found] = z;
+                    found += !(std::fabs(z) < threshold); // NaN goes on to the result
                 }
             }
         }

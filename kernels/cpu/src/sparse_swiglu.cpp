@@ -73,6 +73,7 @@ void SparseSum::compute(int64_t item, int worker) {
     memset(sum, 0, (size_t)down.n * sizeof(float));
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
+    const int64_t biases = bias_at(stored_rows);
     const int64_t other_lines = (c.other_bytes + 63) / 64, down_lines = (row_bytes - c.other_bytes + 63) / 64;
     const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active.neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
@@ -93,7 +94,9 @@ void SparseSum::compute(int64_t item, int worker) {
         }
         ops.dot(stored_rows.other, other, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
-            const float product = applied(stored_rows.function, g[r][0]) * c.active.values[start + r];
+            const float product =
+                applied(stored_rows.function, g[r][0] + bias_of(stored_rows, biases, row(start + r))) *
+                c.active.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
             kept.push(stored(down, row(start + r) + c.other_bytes), weight * product);
             kept_count++;
@@ -156,7 +159,7 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
     if (other_codes < 0 || down_codes < 0 || other.n != down.n || !is_function(of_rows.function) || tokens < 0 ||
         of_rows.experts < 0 || neurons < 0 || count < 0 || with_digits < 1 || with_digits > 3)
         return FLOE_BAD_SHAPE;
-    other_bytes = 4 * groups_of(other) + other_codes;
+    other_bytes = down_at(of_rows);
     if (of_rows.row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(of_calls.token, count, tokens) || !in_range(of_calls.expert, count, of_rows.experts))
         return FLOE_BAD_INDEX;

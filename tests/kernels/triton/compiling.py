@@ -104,9 +104,12 @@ def call_operations(case: str) -> None:
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
     own, other, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
     signal = "gate" if "gate" in options else "up"
-    layout, signal_layout = RowLayout(other, down, float16, signal), SignalLayout(own, float16, signal)
+    activation, biased = ("clamped", True) if "clamped" in options else ("silu", False)
+    layout = RowLayout(other, down, float16, signal, activation, biased)
+    signal_layout = SignalLayout(own, float16, signal, activation)
     scales = [torch.empty(EXPERTS, F, own.groups, dtype=torch.float16) for _ in range(2)]
-    stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales)
+    bias = torch.empty(EXPERTS, F) if biased else None
+    stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales, bias)
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.layouts import RowLayout, SignalLayout
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.kernels.weights import ExpertRows, SignalWeights
+from floe_chat.kernels.weights import ExpertRows
 from torch import Tensor
 
-from ..oracle import Layer, make_layer
+from ..oracle import FORMS, Form, Layer, make_layer
 
 Size = tuple[int, int, int, int]
 Widths = tuple[int, int, int]
@@ -36,12 +35,14 @@ def relative_rms(got: Tensor, expected: Tensor) -> float:
     return float(error / expected.double().pow(2).mean().sqrt().clamp_min(1e-30))
 
 
-def layer_on(device: torch.device, size: Size, widths: Widths, signal: Projection = "up", *, seed: int = 0) -> Layer:
+def layer_on(device: torch.device, size: Size, widths: Widths, form: Form = FORMS[0], *, seed: int = 0) -> Layer:
     """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
-    layer = make_layer(size, widths, signal, seed=seed)
-    up = layer.stored
-    up = SignalWeights(up.layout, *(tensor.to(device) for tensor in (up.q, up.scale, up.zero)))
-    return replace(layer, stored=up, rows=ExpertRows(layer.rows.layout, layer.rows.data.to(device)))
+    layer = make_layer(size, widths, form, seed=seed)
+    return replace(
+        layer,
+        stored=layer.stored.mapped(lambda part: part.to(device)),
+        rows=ExpertRows(layer.rows.layout, layer.rows.data.to(device)),
+    )
 
 
 def float16_layer(device: torch.device, size: Size) -> Layer:
@@ -54,7 +55,7 @@ def float16_layer(device: torch.device, size: Size) -> Layer:
     stored = replace(stored, q=up.view(torch.uint8).to(device), scale=stored.scale.to(device))
     stored = replace(stored, zero=stored.zero.to(device))
     rows = ExpertRows(layout, records.view(*size[:2], -1).to(device))
-    return Layer(stored, rows, up.double(), gate.double(), down.double())
+    return Layer(stored, rows, up.double(), gate.double(), down.double(), layer.biases)
 
 
 def calls_on(device: torch.device, calls: Calls) -> Calls:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.triton import dense
 from floe_chat.kernels.types import Calls
 from floe_chat.kernels.weights import LinearWeights
 
-from ..oracle import SIGNALS, each, make_x, signal_values, swiglu, threshold_between
+from ..oracle import FORMS, Form, each, make_x, signal_values, swiglu, threshold_between
 from .layers import FAST_SIZES, TOLERANCE, Size, Widths, calls_on, layer_on, relative_rms, size_id
 
 SIZES: list[Size] = [(1, 1, 1, 1), (2, 70, 40, 20), (2, 7, 130, 26), *FAST_SIZES]
@@ -20,17 +19,17 @@ SIZES: list[Size] = [(1, 1, 1, 1), (2, 70, 40, 20), (2, 7, 130, 26), *FAST_SIZES
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 3), "up"), ((16, 16, 8), "gate")], ids=str)
+@pytest.mark.parametrize(("widths", "form"), [((2, 4, 3), FORMS[2]), ((16, 16, 8), FORMS[1])], ids=str)
 def test_expert_swiglu_is_the_formula(
     widths: Widths,
-    signal: Projection,
+    form: Form,
     size: Size,
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dense, "SCRATCH", 1)  # the smallest blocks there are
-    layer, x, expert = layer_on(device, size, widths, signal), make_x(5, size[2], dtype), size[0] - 1
+    layer, x, expert = layer_on(device, size, widths, form), make_x(5, size[2], dtype), size[0] - 1
     calls = Calls(torch.arange(5), torch.full((5,), expert), torch.ones(5))
     # What is multiplied are weights in the type of x.
     truth = signal_values(layer, x, calls)
@@ -53,9 +52,9 @@ def test_expert_swiglu_is_the_formula(
         assert relative_rms(y, formula) <= (1e-5 if dtype == torch.float32 else 3e-2)
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_expert_swiglu_equals_the_sparse_operations(signal: Projection, device: torch.device) -> None:
-    layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4), signal), make_x(3, 192, torch.float32).to(device)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_expert_swiglu_equals_the_sparse_operations(form: Form, device: torch.device) -> None:
+    layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4), form), make_x(3, 192, torch.float32).to(device)
     calls = calls_on(device, Calls(torch.arange(3), torch.full((3,), 1), torch.ones(3)))
     thresholds = torch.tensor([3.0, 4.0, 5.0], device=device)
     for limits in (None, thresholds / 2):

@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.listed import Listing, Portion, Total
 from torch import Tensor
 
 from ..listing import empty_listing, pool_of, portions
-from ..oracle import make_calls, make_x, signal_values, swiglu
+from ..oracle import FORMS, Form, make_calls, make_x, signal_values, swiglu
 from .layers import ROUNDING, TOLERANCE, Size, calls_on, layer_on, relative_rms, size_id
 
 SIZES: list[Size] = [(3, 7, 40, 20), (3, 19, 128, 64), (1, 1, 1, 1), (2, 520, 64, 64)]
@@ -24,11 +23,9 @@ def reachable(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize(("dtype", "signal"), [(torch.float32, "gate"), (torch.bfloat16, "up")], ids=str)
-def test_what_is_listed_is_what_is_active(
-    size: Size, dtype: torch.dtype, signal: Projection, device: torch.device
-) -> None:
-    layer, x = layer_on(device, size, (3, 2, 2), signal), make_x(2, size[2], dtype).to(device)
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, FORMS[2]), (torch.bfloat16, FORMS[0])], ids=str)
+def test_what_is_listed_is_what_is_active(size: Size, dtype: torch.dtype, form: Form, device: torch.device) -> None:
+    layer, x = layer_on(device, size, (3, 2, 2), form), make_x(2, size[2], dtype).to(device)
     calls = calls_on(device, make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2]))
     limits = torch.tensor([0.5, torch.inf, 0.0], device=device)
     want = kernels.signal_gemv(x, layer.stored, calls, limits)
@@ -48,18 +45,20 @@ def test_what_is_listed_is_what_is_active(
 
 
 @pytest.mark.parametrize("size", SIZES, ids=size_id)
-@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 4), "up"), ((2, 2, 3), "gate"), ((2, 16, 16), "gate")], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "form"), [((2, 4, 4), FORMS[0]), ((2, 2, 3), FORMS[2]), ((2, 16, 16), FORMS[1])], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("second", [None, 0.4])
 def test_parts_add_up_to_the_formula(
     size: Size,
     widths: tuple[int, int, int],
-    signal: Projection,
+    form: Form,
     dtype: torch.dtype,
     second: float | None,
     device: torch.device,
 ) -> None:
-    layer, x = layer_on(device, size, widths, signal), make_x(2, size[2], dtype)
+    layer, x = layer_on(device, size, widths, form), make_x(2, size[2], dtype)
     calls = make_calls([1, 0, 0], [size[0] - 1, 0, size[0] // 2])
     mine, limits = calls_on(device, calls), torch.tensor([0.5, torch.inf, 0.0], device=device)
     active = kernels.signal_gemv(x.to(device), layer.stored, mine, limits)

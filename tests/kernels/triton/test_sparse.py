@@ -14,8 +14,9 @@ from floe_chat.kernels.types import Calls
 from torch import Tensor
 
 from ..oracle import (
-    SIGNALS,
+    FORMS,
     WIDTHS,
+    Form,
     Layer,
     as_active,
     make_calls,
@@ -42,9 +43,9 @@ from .layers import (
 SWIGLU_WIDTHS: list[Widths] = [(2, 2, 3), (2, 3, 2), (2, 4, 8), (2, 8, 4), (2, 16, 16)]
 
 
-def signal_of(bits: int, size: Size) -> Projection:
-    """Up or gate, so that all cases have about as many of each, whatever the width and the size."""
-    return SIGNALS[(bits + size[2]) % 3 % 2]
+def form_of(bits: int, size: Size) -> Form:
+    """A form, so that all cases have about as many of each, whatever the width and the size."""
+    return FORMS[(5 * bits + size[2] + size[3]) % 7 % 4]
 
 
 def some_calls(experts: int) -> Calls:
@@ -55,7 +56,7 @@ def some_calls(experts: int) -> Calls:
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
 def test_signal_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.device) -> None:
-    layer = layer_on(device, size, (bits, 2, 2), signal_of(bits, size))
+    layer = layer_on(device, size, (bits, 2, 2), form_of(bits, size))
     x, calls = make_x(3, size[2], torch.float32), some_calls(size[0])
     truth = signal_values(layer, x.double(), calls)
     limits = [threshold_between(v, keep) for v, keep in zip(truth, (0.5, 0.1, 1.0, 0.0), strict=True)]
@@ -88,7 +89,7 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)
 @pytest.mark.parametrize("widths", SWIGLU_WIDTHS, ids=str)
 def test_sparse_swiglu_is_the_formula(widths: Widths, size: Size, device: torch.device) -> None:
-    layer = layer_on(device, size, widths, signal_of(widths[1], size))
+    layer = layer_on(device, size, widths, form_of(widths[1], size))
     x, calls = make_x(3, size[2], torch.float32), some_calls(size[0])
     chosen, values = some_active(signal_values(layer, x.double(), calls))
     active = active_on(device, as_active(chosen, values, torch.float32))
@@ -109,7 +110,7 @@ def some_active(v: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("size", [(3, 9, 40, 20), (3, 17, 128, 64)], ids=size_id)
 @pytest.mark.parametrize("widths", [(2, 4, 4), (3, 16, 2), (8, 3, 16)], ids=str)
 def test_16_bit_activations(widths: Widths, size: Size, dtype: torch.dtype, device: torch.device) -> None:
-    layer = layer_on(device, size, widths, signal_of(widths[0], size))
+    layer = layer_on(device, size, widths, form_of(widths[0], size))
     x, calls = make_x(3, size[2], dtype), some_calls(size[0])
     if dtype == torch.float16:
         x, calls = x / 16, replace(calls, weights=calls.weights / 16)  # random 16-bit weights are large
@@ -138,7 +139,7 @@ def check_step(layer: Layer, x: Tensor, calls: Calls, device: torch.device) -> N
 
 @pytest.mark.parametrize("size", [(3, 7, 40, 20), (3, 19, 64, 64)], ids=size_id)
 def test_eight_tokens_share_experts(size: Size, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (2, 4, 4), "gate"), make_x(8, size[2], torch.float32)
+    layer, x = layer_on(device, size, (2, 4, 4), FORMS[2]), make_x(8, size[2], torch.float32)
     calls = make_calls([t for t in range(8) for _ in range(2)], [e % 3 for t in range(8) for e in (t, t + 1)])
     check_step(layer, x, calls, device)
 
@@ -146,7 +147,7 @@ def test_eight_tokens_share_experts(size: Size, device: torch.device) -> None:
 @pytest.mark.parametrize(("tokens", "signal"), [(1, "up"), (1, "gate"), (3, "gate")])
 @pytest.mark.parametrize("size", [(3, 19, 40, 20), (3, 7, 64, 64)], ids=size_id)
 def test_moe_step_is_both_in_one(size: Size, tokens: int, signal: Projection, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (3, 4, 2), signal), make_x(tokens, size[2], torch.float32).to(device)
+    layer, x = layer_on(device, size, (3, 4, 2), Form(signal)), make_x(tokens, size[2], torch.float32).to(device)
     calls = calls_on(device, make_calls([0, 0, tokens - 1], [1, 2, 1]))
     least = {"up": 3.0, "gate": 0.01}[signal]  # silu leaves little of most gates
     limits, seconds = torch.tensor([least, 0.0, 1e9], device=device), torch.tensor([1.0, 0.0, 0.0], device=device)
@@ -159,23 +160,23 @@ def test_moe_step_is_both_in_one(size: Size, tokens: int, signal: Projection, de
 
 
 @pytest.mark.parametrize("size", [(2, 21, 40, 20), (2, 21, 64, 64)], ids=size_id)
-@pytest.mark.parametrize(("widths", "signal"), [((2, 4, 4), "up"), ((2, 2, 3), "gate")], ids=str)
+@pytest.mark.parametrize(("widths", "form"), [((2, 4, 4), FORMS[0]), ((2, 2, 3), FORMS[2])], ids=str)
 def test_below_the_second_threshold_down_is_not_read(
-    widths: Widths, signal: Projection, size: Size, device: torch.device
+    widths: Widths, form: Form, size: Size, device: torch.device
 ) -> None:
-    layer, x = layer_on(device, size, widths, signal), make_x(2, size[2], torch.float32)
+    layer, x = layer_on(device, size, widths, form), make_x(2, size[2], torch.float32)
     calls = make_calls([0, 0], [1, 0])
     v = signal_values(layer, x.double(), calls)
     products = [
-        layer.of_other(layer.other[expert] @ x[0].double()) * own for expert, own in zip((1, 0), v, strict=True)
+        layer.of_other(expert, layer.other[expert] @ x[0].double()) * own for expert, own in zip((1, 0), v, strict=True)
     ]
     limits = [threshold_between(product, 0.5) for product in products]
     kept = [(product.abs() >= limit).nonzero().squeeze(1) for product, limit in zip(products, limits, strict=True)]
     poisoned = layer.rows.data.clone()
     for expert, mine in zip((1, 0), kept, strict=True):
         idle = torch.ones(size[1], dtype=torch.bool).index_fill(0, mine, False).to(device)
-        part = poisoned[expert, :, layer.rows.layout.other.nbytes :]
-        poisoned[expert, :, layer.rows.layout.other.nbytes :] = part.masked_fill(idle[:, None], 0xFF)
+        part = poisoned[expert, :, layer.rows.layout.down_at :]
+        poisoned[expert, :, layer.rows.layout.down_at :] = part.masked_fill(idle[:, None], 0xFF)
     active = active_on(device, as_active([torch.arange(size[1])] * 2, v, torch.float32))
     rows = replace(layer.rows, data=poisoned)
     y, _ = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
@@ -186,9 +187,9 @@ def test_below_the_second_threshold_down_is_not_read(
 
 
 @pytest.mark.parametrize("size", [(2, 7, 40, 20), (2, 7, 64, 64)], ids=size_id)
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_what_is_not_a_number_shows_in_the_result(size: Size, signal: Projection, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (2, 4, 4), signal), make_x(2, size[2], torch.float32)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_not_a_number_shows_in_the_result(size: Size, form: Form, device: torch.device) -> None:
+    layer, x = layer_on(device, size, (2, 4, 4), form), make_x(2, size[2], torch.float32)
     x[0, 3] = float("nan")
     calls, limits = calls_on(device, make_calls([0, 1], [0, 1])), torch.tensor([1.0, 1.0])
     y, counts = kernels.moe_step(x.to(device), layer.stored, layer.rows, calls, limits)
