@@ -38,7 +38,8 @@ def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, fo
     """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
 
     MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), or the folder of a downloaded
-    checkpoint. Before it starts, it shows what the setup takes and how fast the model will be (see `floe-chat plan`).
+    checkpoint; without MODEL, the one that `floe-chat plan` recommends is offered. Before it starts, it shows what the
+    setup takes and how fast the model will be.
 
     You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
     with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
@@ -58,7 +59,7 @@ def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, fo
     given = {part: count for part, count in bits.items() if count is not None}
     token: str | None = None
     if wanted is None:
-        wanted, token = _planned(_needed(model, begun), name, given, ask=not yes)
+        wanted, token = _planned(model or _recommended(begun, ask=not yes), name, given, ask=not yes)
     else:
         _check_same(wanted, given, model)
         note(f"Continuing the setup of {wanted.name}.")
@@ -136,15 +137,32 @@ def _check_same(wanted: Wish, given: dict[str, int], model: str | None) -> None:
         )
 
 
-def _needed(model: str | None, begun: list[Wish]) -> str:
-    if model is not None:
-        return model
-    listed = ", ".join(entry.name for entry in catalog.PUBLISHED)
-    raise UsageError(
-        "Which model?",
-        f"{_names(begun)} Listed models: {listed}.",
-        f"Name one: floe-chat setup {catalog.PUBLISHED[0].name}. `floe-chat plan MODEL` shows what it takes.",
-    )
+def _recommended(begun: list[Wish], *, ask: bool) -> str:
+    """The model to offer where none is named: the first of `floe-chat plan` that is not here yet.
+
+    Raises:
+        UsageError: a model has to be named, since nobody can be asked or several setups are unfinished, or none fits.
+    """
+    from ...engine.planning.plan import offers, recommended
+    from .plan import here
+
+    if begun:
+        raise UsageError("Which model?", _names(begun), "Name one: floe-chat setup NAME")
+    known = {pack.name for pack in catalog.installed()}
+    first = recommended(offers(here(), [entry for entry in catalog.PUBLISHED if entry.name not in known]))
+    if first is None:
+        hint = "`floe-chat plan` shows what is missing. The built-in demo model always works: floe-chat"
+        raise UsageError("No other listed model fits this machine", "", hint)
+    name = first.entry.name
+    if not ask or not sys.stdin.isatty():
+        listed = ", ".join(entry.name for entry in catalog.PUBLISHED)
+        raise UsageError(
+            "Which model?",
+            f"Recommended for this machine: {name}. Listed models: {listed}.",
+            f"Name one: floe-chat setup {name}. `floe-chat plan` compares them on this machine.",
+        )
+    note(f"{name} is recommended for this machine; `floe-chat plan` compares all models.")
+    return name
 
 
 def _names(begun: list[Wish]) -> str:

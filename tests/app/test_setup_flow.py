@@ -13,7 +13,9 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli import setup
@@ -26,7 +28,7 @@ from floe_chat.models.errors import AccessError, FloeError, TryAgainError, Usage
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from .wizardry import IMPATIENT, REPO, ended, reached
+from .wizardry import IMPATIENT, REPO, ended, reached, surveyor
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -250,8 +252,38 @@ def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPa
     assert "floe-chat --model tiny" in done.stderr
     widths = PackedModel.open(catalog.models_folder() / "tiny").manifest.widths
     assert (widths.gate, widths.down) == (8, 8)
-    which = runner.invoke(cli, ["setup"], standalone_mode=False)
-    assert isinstance(which.exception, UsageError) and "mixtral-8x7b-instruct" in which.exception.cause
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is one of 12 GB without a GPU."""
+    found = surveyor(ram=12 << 30)(lambda _told: None, again=False)
+    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: found.machine)
+
+
+def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CliRunner()
+    for more in ([], ["--yes"]):
+        which = runner.invoke(cli, ["setup", *more], standalone_mode=False)
+        assert isinstance(which.exception, UsageError) and "mixtral-8x7b-instruct" in which.exception.cause
+        assert "floe-chat setup olmoe-1b-7b-0125-instruct" in which.exception.hint
+    asked: list[str] = []
+
+    def planned(model: str, *_more: object, **_named: object) -> None:
+        asked.append(model)
+        raise click.Abort
+
+    monkeypatch.setattr("floe_chat.app.cli.setup._planned", planned)
+    monkeypatch.setattr("floe_chat.app.cli.setup.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    offered = runner.invoke(cli, ["setup"])
+    assert asked == ["olmoe-1b-7b-0125-instruct"] and "recommended for this machine" in offered.stderr
+
+
+def test_without_a_name_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = surveyor(ram=1 << 29, disk=1 << 30)(lambda _told: None, again=False)
+    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: found.machine)
+    which = CliRunner().invoke(cli, ["setup"], standalone_mode=False)
+    assert isinstance(which.exception, UsageError) and "fits this machine" in which.exception.title
 
 
 def test_a_tokenizer_that_panics_fails_the_setup(
