@@ -59,8 +59,8 @@ class Answering:
 
     def question_room(self) -> int | None:
         """How many tokens a question may have; None while no model is loaded."""
-        window = self._model.window
-        return window - room_for_answer(window, self._max_new_tokens) if window else None
+        window, most = self._model.window, self._model.client.most_new(self._max_new_tokens)
+        return window - room_for_answer(window, most) if window else None
 
     async def start(self, instead: Message | None = None, more_of: Message | None = None) -> bool:
         """Have the last question answered, `instead` of an existing answer or as `more_of` it.

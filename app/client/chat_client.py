@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from ...engine.quality_presets import Preset
 
 
+_THINKING = 8192  # tokens that a model may think, beside those of its answer
+
+
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """More text of the answer to `request`, safe to show: control characters are already replaced."""
@@ -112,6 +115,7 @@ class ChatClient:
         self._last_request = 0
         self._running: int | None = None
         self._prepared: Generate | None = None
+        self._left: int | None = None  # tokens that the answer may still have; None: the engine counts them
         self._heard: Callable[[], None] = lambda: None
 
     @property
@@ -164,6 +168,8 @@ class ChatClient:
                     ids = []
                     if event.request == self._running:
                         self._running = None
+                        if isinstance(event, Finished) and event.reason == "cancelled" and self._left == 0:
+                            event = replace(event, reason="length")
                     updates.append(event)
                 case _:
                     updates.append(event)
@@ -180,6 +186,10 @@ class ChatClient:
             self._session.send(Cancel(request))
             self._running = None
             return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
+        if self._left is not None and self._left > 0:
+            self._left = max(0, self._left - (len(ids) - pushed.thought))
+            if self._left == 0 and not last:
+                self._session.send(Cancel(request))
         thought = "".join(part.text for part in pushed.parts if part.kind == "thinking")
         answer = "".join(part.text for part in pushed.parts if part.kind != "thinking")
         found: list[Update] = [ThoughtDelta(request, thought, pushed.thought)] if thought or pushed.thought else []
@@ -224,11 +234,13 @@ class ChatClient:
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        fitted = fit(chat, self._window, messages, max_new_tokens, answer, thought, think=self.think, begin=True)
+        most = self.most_new(max_new_tokens)
+        fitted = fit(chat, self._window, messages, most, answer, thought, think=self.think, begin=True)
+        self._left = None if most == max_new_tokens else max_new_tokens
         self._last_request += 1
         self._running = self._last_request
         ids, stop_ids = tuple(fitted.ids), chat.stop_ids
-        self._prepared = Generate(self._running, ids, sampling, max_new_tokens, stop_ids, conversation)
+        self._prepared = Generate(self._running, ids, sampling, most, stop_ids, conversation)
         return Submitted(self._running, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:
@@ -243,6 +255,11 @@ class ChatClient:
         it), or "always"; "never" while it is not ready.
         """
         return self._format.thinking if isinstance(self._format, ChatProcess) else "never"
+
+    def most_new(self, max_new_tokens: int) -> int:
+        """How many tokens an answer of `max_new_tokens` may have with the thinking before it, which does not count."""
+        thinks = self.thinking in ("less", "always") or (self.thinking == "optional" and self.think)
+        return max_new_tokens + _THINKING if thinks else max_new_tokens
 
     def count(self, text: str) -> int | None:
         """How many tokens `text` takes by itself; None while the model is not ready, or where its tokenizer fails."""
@@ -265,7 +282,8 @@ class ChatClient:
             return None
         asked = [] if messages and messages[-1].role == "user" else [PromptTurn("user", "")]
         try:
-            fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens, think=self.think)
+            most = self.most_new(max_new_tokens)
+            fitted = fit(chat, self._window, (*messages, *asked), most, think=self.think)
         except FloeError:
             return None
         return len(fitted.ids), fitted.dropped
