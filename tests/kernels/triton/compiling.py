@@ -109,7 +109,7 @@ def call_operations(case: str) -> None:
     signal_layout = SignalLayout(own, float16, signal, activation)
     scales = [torch.empty(EXPERTS, F, own.groups, dtype=torch.float16) for _ in range(2)]
     bias = torch.empty(EXPERTS, F) if biased else None
-    stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales, bias)
+    stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales, bias=bias)
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))
