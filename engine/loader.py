@@ -183,7 +183,7 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
         experts,
         linear,
         # CPUs multiply float32 fastest and match the reference up to rounding; GPUs use the pack's 16-bit type.
-        torch.float32 if place == "cpu" else manifest.row_layout.float16,
+        torch.float32 if place == "cpu" else manifest.float16,
         place,
         None if library else light_modules.tree,
     )

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,7 +104,8 @@ def calibration_tokens(rows: int = 4, length: int = 32) -> Tensor:
 
 
 def make_pack(checkpoint: Path, folder: Path, spec: PackSpec, name: str = "tiny") -> Manifest:
-    """Pack a test checkpoint on random tokens."""
+    """Pack a test checkpoint on random tokens; by up, unless a test asks for something else."""
+    spec = replace(spec, signal="up") if spec.signal == "auto" else spec
     return pack(Checkpoint(checkpoint), folder, spec, calibration_tokens(), name)
 
 

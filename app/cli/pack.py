@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -21,11 +21,18 @@ from ..setup.packing_progress import time_left, tokens_of
 @click.command(short_help="Pack a checkpoint folder.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
-@click.option("--up", type=int, default=3, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
-@click.option("--rows", type=int, default=4, show_default=True, help="Bits of gate and down: 2, 3, 4, 8 or 16.")
-@click.option("--gate", type=int, help="Bits of gate.  [default: those of --rows]")
+@click.option("--up", type=int, default=3, show_default=True, help="Bits of the signal: 2, 3, 4, 8 or 16.")
+@click.option("--rows", type=int, default=4, show_default=True, help="Bits of the rows: 2, 3, 4, 8 or 16.")
+@click.option("--gate", type=int, help="Bits of the rows' first half.  [default: those of --rows]")
 @click.option("--down", type=int, help="Bits of down.  [default: those of --rows]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all others are 16]")
+@click.option(
+    "--signal",
+    type=click.Choice(("auto", "up", "gate")),
+    default="auto",
+    show_default=True,
+    help="The projection by which neurons are skipped; auto: in each layer the one that loses less.",
+)
 @click.option("--name", help="The model's name.  [default: the destination folder's name]")
 @click.option(
     "--text",
@@ -46,6 +53,7 @@ def pack(
     gate: int | None,
     down: int | None,
     dense: int | None,
+    signal: Literal["auto", "up", "gate"],
     name: str | None,
     text_file: Path | None,
     device: str,
@@ -54,8 +62,10 @@ def pack(
     """Pack the checkpoint in folder SOURCE into folder DESTINATION.
 
     SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. Bits are bits per weight;
-    fewer are smaller and faster, and less exact. With --up 16 --rows 16 nothing is quantized, and the preset Exact
-    gives the original model's answers. `floe-chat tune` measures size and quality loss of other widths.
+    fewer are smaller and faster, and less exact. The signal is an expert's up or gate projection, by which it is known
+    which neurons a token can skip; a row is a neuron's part of the other one, and of down. With --up 16 --rows 16
+    nothing is quantized, and the preset Exact gives the original model's answers. `floe-chat tune` measures size and
+    quality loss of other widths.
 
     The same command continues a pack that was interrupted.
     """
@@ -79,7 +89,7 @@ def pack(
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
-        spec = PackSpec(up, gate, down, dense, device=device)
+        spec = PackSpec(up, gate, down, dense, device=device, signal=signal)
         called = name or destination.resolve().name
         manifest, size = pack_folder(source, destination, spec, called, progress, text_file, fresh=fresh)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)

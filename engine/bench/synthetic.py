@@ -147,7 +147,7 @@ def need_memory(wanted: int, what: str, hint: str) -> None:
 def nbytes(spec: Spec) -> int:
     """The model's memory, in bytes."""
     manifest = spec.manifest()
-    a, up, rows = manifest.architecture, manifest.signal_layout, manifest.row_layout
+    a, up, rows = manifest.architecture, manifest.signal_layout(), manifest.row_layout()
     neuron = up.row_bytes + 4 * up.vector.groups + rows.nbytes
     return dense_bytes(spec) + a.layers * a.experts * a.intermediate * neuron
 
@@ -185,7 +185,7 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
         spec.dense,
         lambda index: MoELayer(index, _to(layers[index], device), control, telemetry),
         linear,
-        torch.float32 if device == "cpu" else manifest.row_layout.float16,
+        torch.float32 if device == "cpu" else manifest.float16,
         device,
     )
     return Subject(spec.name, model, manifest, control, telemetry, context.window(config), device)
@@ -253,7 +253,7 @@ def _up(up: SignalWeights, expert: int, x: Tensor) -> Tensor:
 
 
 def _expert_layer(manifest: Manifest) -> PackedLayer:
-    a, up, rows = manifest.architecture, manifest.signal_layout, manifest.row_layout
+    a, up, rows = manifest.architecture, manifest.signal_layout(), manifest.row_layout()
     shape = (a.experts, a.intermediate)
     data = filled(*shape, rows.nbytes)
     for start, vector in ((0, rows.other), (rows.down_at, rows.down)):

@@ -60,12 +60,13 @@ class RuledLayer:
         return ExpertLayer(self.layer.signal, self.layer.rows, self.limits, self.rule)
 
     @property
-    def structure(self) -> tuple[int, bool, bool, bool, bool, float]:
-        """What of a rule is part of captured work: which kernels run. Its limits may change in place."""
+    def structure(self) -> tuple[object, ...]:
+        """What is part of captured work: which kernels run. Limits may change in place."""
         rule, limits = self.rule, self.limits
         return (
             *(rule.parts, rule.weighed, rule.drops),
             *(limits.product is not None, limits.late is not None, rule.alpha),
+            self.layer.signal.layout.projection,
         )
 
     def limits_in_place(self) -> Limits:

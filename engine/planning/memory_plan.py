@@ -111,7 +111,7 @@ class Needs:
         return cls(
             dense=manifest.files["dense.safetensors"].size,
             up=sum(layer.signal.nbytes for layer in layers),
-            row=manifest.row_layout.nbytes,
+            row=manifest.row_layout().nbytes,
             rows=sum(layer.rows.data.nbytes for layer in layers),
             kv=kv_bytes(sizes, kv_bits, element),
             layers=a.layers,

@@ -41,7 +41,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
     """
     before = Manifest.read(folder)
     w = before.widths
-    spec = PackSpec(w.up, w.gate, w.down, w.dense, w.group)
+    spec = PackSpec(w.up, w.gate, w.down, w.dense, w.group)  # signals are as they were
     manifest = make_manifest(source, spec, tokens, before.name)
     if (manifest.architecture, manifest.widths) != (before.architecture, w):
         raise CheckpointError(
@@ -70,6 +70,8 @@ def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePar
     a = manifest.architecture
     sound = PROFILE not in files
     damaged = [layer for layer in range(a.layers) if not sound or layer_file(layer) in files]
+    for layer in range(a.layers):
+        journal.note_signal(layer, manifest.signal_of(layer))
     if DENSE_FILE not in files:
         journal.note_dense(name for stage in dense.stages for name in stage)
     if sound:

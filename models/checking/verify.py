@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...kernels.activation import beside
 from ...kernels.layouts import VectorLayout
 from ..checkpoint import Checkpoint, read_config
 from ..errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
@@ -178,17 +179,17 @@ def _bad_chat(folder: Path) -> str | None:
 
 
 def _bad_layer(layer: PackedLayer) -> str | None:
-    up, rows = layer.signal.layout, layer.rows.layout
+    signal, rows = layer.signal.layout, layer.rows.layout
     for expert, data in enumerate(layer.rows.data):
         halves = {
-            "gate": (data[:, : rows.other.nbytes], rows.other),
+            beside(rows.signal): (data[:, : rows.other.nbytes], rows.other),
             "down": (data[:, rows.down_at : rows.down_at + rows.down.nbytes], rows.down),
         }
         numbers = {part: _numbers(raw, layout, rows.float16) for part, (raw, layout) in halves.items()}
-        if up.vector.bits == 16:
-            numbers["up"] = layer.signal.q[expert].view(up.float16)
+        if signal.vector.bits == 16:
+            numbers[rows.signal] = layer.signal.q[expert].view(signal.float16)
         else:
-            numbers["up"] = torch.cat([layer.signal.scale[expert], layer.signal.zero[expert]])
+            numbers[rows.signal] = torch.cat([layer.signal.scale[expert], layer.signal.zero[expert]])
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
                 return f"{part} of expert {expert} has infinite or NaN scales or values."
@@ -240,11 +241,12 @@ def _bad_profile(packed: PackedModel) -> str | None:
 def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert: int) -> Iterator[Compared]:
     gate, up, down = source.expert(layer, expert)
     theirs = {"gate": gate, "up": up, "down": down.T}
-    up, rows = stored.signal, stored.rows
-    gate_rows, down_rows = rows.layout.read(rows.data[expert], torch.float32)
-    ours = {"gate": gate_rows, "up": up.dense(expert, torch.float32), "down": down_rows}
+    signal, rows = stored.signal, stored.rows
+    other_rows, down_rows = rows.layout.read(rows.data[expert], torch.float32)
+    here, other = rows.layout.signal, beside(rows.layout.signal)
+    ours = {here: signal.dense(expert, torch.float32), other: other_rows, "down": down_rows}
     order = _matched([ours[part] for part in theirs], [theirs[part] for part in theirs])
-    widths = {"gate": rows.layout.other.bits, "up": up.layout.vector.bits, "down": rows.layout.down.bits}
+    widths = {other: rows.layout.other.bits, here: signal.layout.vector.bits, "down": rows.layout.down.bits}
     for part, bits in widths.items():
         name = f"layer {layer + 1}, expert {expert + 1}, {part}"
         yield Compared(name, bits, _relative(ours[part], theirs[part][order]), LIMITS[bits])

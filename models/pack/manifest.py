@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ...kernels.activation import Projection
 from ...kernels.codes import WIDTHS
 from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.rule import Rule
@@ -29,6 +30,7 @@ FILE_NAME = "manifest.json"
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
 _LARGEST = 16 << 20  # bytes of a manifest
+_SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
@@ -105,6 +107,7 @@ class Manifest:
 
     Attributes:
         files: those that the model needs. beside: other files with a checksum.
+        signals: of each layer, the projection by which neurons are skipped; empty: up in all of them.
         sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
     """
 
@@ -116,6 +119,7 @@ class Manifest:
     files: dict[str, FileEntry]
     tuned: tuple[TunedPreset, ...] = ()
     beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
+    signals: tuple[Projection, ...] = ()
     sealed: bool = dataclasses.field(default=True, compare=False)
 
     @property
@@ -125,29 +129,37 @@ class Manifest:
         return self.source.exact and w.up == w.gate == w.down == w.dense == 16
 
     @property
-    def signal_layout(self) -> SignalLayout:
-        """Of the up projections."""
-        return SignalLayout(self._vector(self.widths.up), _FLOAT16[self.widths.float16])
+    def float16(self) -> torch.dtype:
+        """What 16-bit values of experts are."""
+        return _FLOAT16[self.widths.float16]
 
-    @property
-    def row_layout(self) -> RowLayout:
-        """Of the neurons' rows."""
-        gate, down = self._vector(self.widths.gate), self._vector(self.widths.down)
-        return RowLayout(gate, down, _FLOAT16[self.widths.float16])
+    def signal_of(self, layer: int) -> Projection:
+        """The projection that is a layer's signal."""
+        return self.signals[layer] if self.signals else "up"
+
+    def signal_layout(self, signal: Projection = "up") -> SignalLayout:
+        """Of the signal projections, whichever these are."""
+        return SignalLayout(self._vector(self.widths.up), self.float16, signal)
+
+    def row_layout(self, signal: Projection = "up") -> RowLayout:
+        """Of the neurons' rows, which hold the other projection."""
+        other, down = self._vector(self.widths.gate), self._vector(self.widths.down)
+        return RowLayout(other, down, self.float16, signal)
 
     def _vector(self, bits: int) -> VectorLayout:
         return VectorLayout(self.architecture.hidden, bits, self.widths.group)
 
-    def layer_plan(self) -> TensorShapes:
-        """The tensors of a layer's file."""
-        a, up = self.architecture, self.signal_layout
+    def layer_plan(self, signal: Projection = "up") -> TensorShapes:
+        """The tensors of the file of a layer with this signal."""
+        a, of = self.architecture, self.signal_layout(signal)
+        q, scale, zero = signal_names(signal)
         shape = a.experts, a.intermediate
         table = (torch.float32, (a.experts, self.calibration.quantiles))
         return {
-            "rows": (torch.uint8, (*shape, self.row_layout.nbytes)),
-            "up.q": (torch.uint8, (*shape, up.row_bytes)),
-            "up.scale": (torch.float16, (*shape, up.vector.groups)),
-            "up.zero": (torch.float16, (*shape, up.vector.groups)),
+            "rows": (torch.uint8, (*shape, self.row_layout(signal).nbytes)),
+            q: (torch.uint8, (*shape, of.row_bytes)),
+            scale: (torch.float16, (*shape, of.vector.groups)),
+            zero: (torch.float16, (*shape, of.vector.groups)),
             "threshold": table,
             "product": table,
         }
@@ -155,16 +167,17 @@ class Manifest:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's experts, without its tables."""
-        a, up = self.architecture, self.signal_layout
-        return a.experts * a.intermediate * (self.row_layout.nbytes + up.row_bytes + 4 * up.vector.groups)
+        a, signal = self.architecture, self.signal_layout()
+        return a.experts * a.intermediate * (self.row_layout().nbytes + signal.row_bytes + 4 * signal.vector.groups)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json atomically, even in case of a power cut."""
         fields = dataclasses.asdict(self)
         del fields["sealed"]
-        if not self.beside:
-            del fields["beside"]
-        fields = {"format": FORMAT, "version": VERSION, **fields}
+        for name in ("beside", "signals"):
+            if not fields[name]:
+                del fields[name]
+        fields = {"format": FORMAT, "version": _SIGNALS_VERSION if self.signals else VERSION, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
 
@@ -198,7 +211,7 @@ class Manifest:
                 "Some of its experts have fewer bits than the others, which this version no longer supports.",
                 "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
-        if version != VERSION:
+        if version not in (VERSION, _SIGNALS_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
                 f"It is version {as_name(repr(version))}; this program reads version {VERSION}.",
@@ -207,6 +220,8 @@ class Manifest:
         if seal not in (None, _seal(fields)):
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
+            if (version == _SIGNALS_VERSION) != bool(fields.get("signals")):
+                raise ValueError("its signals")
             return dataclasses.replace(_parse(fields), sealed=seal is not None)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
@@ -266,6 +281,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
     if not known or a.hidden % w.group:
         raise ValueError("its bit widths")
+    if len(manifest.signals) not in (0, a.layers):
+        raise ValueError("its signals")
     for preset in manifest.tuned:
         rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
         sound = not rule.wrong and all(0 <= figure < math.inf for figure in figures)
@@ -297,6 +314,11 @@ def _named(a: Architecture) -> dict[str, int]:
 def _with_rule(preset: dict[str, Any]) -> dict[str, Any]:
     """A preset of a pack; earlier ones have the rule's fields beside the others."""
     return {**preset, "rule": preset.get("rule") or preset}
+
+
+def signal_names(signal: Projection) -> tuple[str, str, str]:
+    """Names of a layer's signal projections in its file: codes, scales and zeros."""
+    return f"{signal}.q", f"{signal}.scale", f"{signal}.zero"
 
 
 def layer_file(layer: int) -> str:

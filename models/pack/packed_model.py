@@ -16,7 +16,7 @@ from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
 from ..errors import UsageError, damaged
 from . import learned_predictor, tensor_file
-from .manifest import FILE_NAME, Manifest, file_entry, layer_file
+from .manifest import FILE_NAME, Manifest, file_entry, layer_file, signal_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PackedLayer:
 
     Attributes:
         signal, rows: of its E experts.
-        thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1.
+        thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1.
         products: likewise |silu(gate · x) up · x|.
     """
 
@@ -97,7 +97,8 @@ class PackedModel:
         """The experts of one layer, as views of the mapped file."""
         m, name = self.manifest, layer_file(layer)
         tensors = self._tensors(name)
-        for tensor, (dtype, shape) in m.layer_plan().items():
+        signal = m.signal_of(layer)
+        for tensor, (dtype, shape) in m.layer_plan(signal).items():
             found = tensors.get(tensor)
             if found is None or found.dtype != dtype or tuple(found.shape) != shape:
                 have = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
@@ -105,8 +106,9 @@ class PackedModel:
         for tensor in ("threshold", "product"):
             if not rising(tensors[tensor]):
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
-        signal = SignalWeights(m.signal_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
-        return PackedLayer(signal, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
+        signals = SignalWeights(m.signal_layout(signal), *(tensors[name] for name in signal_names(signal)))
+        rows = ExpertRows(m.row_layout(signal), tensors["rows"])
+        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"])
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Widths:
     """Bits per weight of the three expert matrices and of the dense linear layers (16: as published).
 
-    `float16` says what 16-bit expert values are: "bfloat16" or "float16". `group` values share a scale.
+    `up` is the width of the signal and `gate` that of the other projection, named for what they are in a layer whose
+    signal is up. `float16` says what 16-bit expert values are: "bfloat16" or "float16". `group` values share a scale.
     """
 
     up: int

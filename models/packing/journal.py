@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...kernels.activation import Projection
 from .. import private_file
 from ..errors import FloeError, UsageError
 from ..pack.manifest import FileEntry
@@ -36,6 +37,7 @@ _WORDS = {  # the rest are parts and their widths
     "source": "source",
     "device": "device",
     "group": "group size",
+    "signal": "signal",
 }
 
 
@@ -45,13 +47,14 @@ class Journal:
     Attributes:
         folder: with the working files. settings: that the pack was started with. resumed: whether there was a journal.
         dense: published names of the finished dense tensors. experts: (layer, expert) of the finished experts.
-        files: finished files of the pack, hashed.
+        signals: layer -> the projection that is its signal. files: finished files of the pack, hashed.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, resumed: bool) -> None:
         self.folder, self.settings, self.resumed = folder, settings, resumed
         self.dense: set[str] = set()
         self.experts: set[tuple[int, int]] = set()
+        self.signals: dict[int, Projection] = {}
         self.files: dict[str, FileEntry] = {}
         self._lock = threading.Lock()
 
@@ -96,6 +99,10 @@ class Journal:
     def note_expert(self, layer: int, expert: int) -> None:
         """This expert is on the disk, and what was measured of it."""
         self._note({"expert": [layer, expert]})
+
+    def note_signal(self, layer: int, signal: str) -> None:
+        """This projection is the layer's signal."""
+        self._note({"signal": [layer, signal]})
 
     def note_file(self, name: str, entry: FileEntry) -> None:
         """This file is finished."""
@@ -144,6 +151,8 @@ class Journal:
                 self.dense.update(names)
             case {"expert": [int(layer), int(expert)]}:
                 self.experts.add((layer, expert))
+            case {"signal": [int(layer), ("up" | "gate") as signal]}:
+                self.signals[layer] = signal
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:
                 self.files[name] = FileEntry(size, sha256)
             case _:

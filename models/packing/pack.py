@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from .journal import Settings, text_digest
 from .pack_run import Packing, PackReport
 from .workplace import claimed
 
-_JOURNAL_VERSION = 3
+_JOURNAL_VERSION = 4
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 
@@ -49,7 +49,8 @@ class PackSpec:
 
     `dense` is the width of attention projections, in groups of 64 or fewer; the head has at least 8 bit. The defaults
     are what lost least for the bytes that a token reads (BENCHMARKS.md, the frontier). `device` computes the experts'
-    codes; those of a GPU differ in a few places from the CPU's.
+    codes; those of a GPU differ in a few places from the CPU's. `signal` is the projection by which neurons are
+    skipped; with "auto" each layer's is the one that loses less. `up` is the signal's width, `gate` the other one's.
     """
 
     up: int = 3
@@ -58,6 +59,7 @@ class PackSpec:
     dense: int = 4
     group: int = 64
     device: str = "cpu"
+    signal: Literal["auto", "up", "gate"] = "auto"
 
     def __post_init__(self) -> None:
         for part, bits, valid in (
@@ -117,7 +119,7 @@ def pack(
                 return Manifest.read(folder)
             with _threads(int(journal.settings["threads"] or 1)):
                 packing = Packing(source, manifest, folder, journal, dense, spec.device, progress or _silent)
-                packing.run(tokens, small)
+                manifest = packing.run(tokens, small)
     except OSError as error:
         raise FloeError(
             f"Packing into {folder} failed",

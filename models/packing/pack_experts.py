@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.activation import Projection
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError
-from ..pack.manifest import Architecture, Manifest, layer_file
+from ..pack.manifest import Architecture, Manifest, layer_file, signal_names
 from ..pack.quantize import store_matrix, store_vectors
 from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
 from .journal import Journal, lost
+from .signal_choice import AUTO, choose, exempt, left_out, unpackable
 
 Given = Callable[[Tensor, Tensor], None]
 
@@ -64,18 +65,35 @@ class PackingExperts(nn.Module):
         super().__init__()
         self._source, self._manifest, self._layer, self._device = source, manifest, layer, device
         self._journal, self._given, self._packed = journal, given, packed
+        self._folder = folder
+
+    def _open(self, signal: Projection) -> None:
+        """The layer's files, and how they hold weights."""
+        manifest, layer, journal = self._manifest, self._layer, self._journal
+        self._signal: Projection = signal
+        self._signals, self._rows = manifest.signal_layout(signal), manifest.row_layout(signal)
         resume = any(key[0] == layer for key in journal.experts)
         measures = journal.folder / f"{measures_name(layer)}.safetensors"
         try:
-            self._file = TensorFile(folder / layer_file(layer), manifest.layer_plan(), resume=resume)
+            self._file = TensorFile(self._folder / layer_file(layer), manifest.layer_plan(signal), resume=resume)
             self._measures = TensorFile(measures, measures_plan(manifest.architecture), resume=resume)
         except ValueError as error:
-            raise lost(folder, f"{error}.") from error
+            raise lost(self._folder, f"{error}.") from error
+
+    def _chosen_signal(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Projection:
+        """As asked for, as the journal says, or as measured."""
+        if self._layer not in self._journal.signals:
+            asked = str(self._journal.settings["signal"])
+            found = asked if asked != AUTO else choose(self._source, self._layer, hidden, top_k_index, top_k_weights)
+            self._journal.note_signal(self._layer, found)
+        return self._journal.signals[self._layer]
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
         self._given(hidden, top_k_index)
+        self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
         out = torch.zeros_like(hidden)
+        lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         with self._file, self._measures:
             for expert in range(self._manifest.architecture.experts):
@@ -83,50 +101,53 @@ class PackingExperts(nn.Module):
                 # An expert that the text never reaches is measured on all tokens: a rough table is better than none.
                 x = hidden[token] if token.numel() else hidden
                 if (self._layer, expert) in self._journal.experts:
-                    y = self._compute(expert, x)[2]
+                    v, h, down = self._compute(expert, x)
                 else:
                     self._measures["popularity"][expert] = token.numel() / max(1, top_k_index.numel())
-                    y = self._pack(expert, x)
+                    v, h, down = self._pack(expert, x)
                     self._file.flush()
                     self._measures.flush()
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
                 if token.numel():
-                    out.index_add_(0, token, y * top_k_weights[token, slot, None].to(y.dtype))
+                    weights = top_k_weights[token, slot, None].to(h.dtype)
+                    lost[expert], tokens[expert] = left_out(v, h, down, weights), token.numel()
+                    out.index_add_(0, token, (h @ down) * weights)
+            for expert in exempt(lost, tokens):  # a threshold of 0 skips nothing
+                self._file["threshold"][expert] = 0
+                self._file["product"][expert] = 0
         return out
 
-    def _pack(self, expert: int, x: Tensor) -> Tensor:
-        """Write one expert, neurons by falling importance; x (T, H) -> what the packed expert makes of it."""
-        file, signal_layout, row_layout = self._file, self._manifest.signal_layout, self._manifest.row_layout
+    def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write one expert, neurons by falling importance; see `_compute`."""
+        file, signals, rows = self._file, self._signals, self._rows
         gate, up, down = self._source.expert(self._layer, expert)
         measures = calibration.importance(x, gate.to(x.dtype), up.to(x.dtype))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._measures["importance"][expert] = measures[order]
         try:
-            q, scale, zero = store_matrix(up[order], signal_layout.vector, signal_layout.float16, self._device)
-            records = row_layout.join(
-                store_vectors(gate[order], row_layout.other, row_layout.float16, self._device),
-                store_vectors(down.T[order], row_layout.down, row_layout.float16, self._device),
+            signal, other = (up, gate) if self._signal == "up" else (gate, up)
+            q, scale, zero = store_matrix(signal[order], signals.vector, signals.float16, self._device)
+            records = rows.join(
+                store_vectors(other[order], rows.other, rows.float16, self._device),
+                store_vectors(down.T[order], rows.down, rows.float16, self._device),
             )
         except ValueError as error:
-            raise CheckpointError(
-                f"Expert {expert} of layer {self._layer} cannot be packed",
-                str(error),
-                "Download the checkpoint again.",
-            ) from error
-        parts = {"up.q": q, "up.scale": scale, "up.zero": zero, "rows": records}
+            raise unpackable(self._layer, expert, str(error)) from error
+        parts = {**dict(zip(signal_names(self._signal), (q, scale, zero), strict=True)), "rows": records}
         for part, tensor in parts.items():
             file[part][expert] = tensor
-        v, h, y = self._compute(expert, x)
+        v, h, down = self._compute(expert, x)
         file["threshold"][expert] = calibration.quantile_table(v)
         file["product"][expert] = calibration.quantile_table(h)
-        return y
+        return v, h, down
 
     def _compute(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, H) -> up·x (T, F), silu(gate·x) up·x (T, F) and the output (T, H) of an expert as it is packed."""
+        """x (T, H) -> the signal and silu(gate·x) up·x, (T, F), and down (F, H) of an expert as it is packed."""
         file = self._file
-        q, scale, zero = (file[part][expert][None] for part in ("up.q", "up.scale", "up.zero"))
-        v = F.linear(x, SignalWeights(self._manifest.signal_layout, q, scale, zero).dense(0, x.dtype))
-        gate, down = self._manifest.row_layout.read(file["rows"][expert], x.dtype)
-        h = F.silu(F.linear(x, gate)) * v
-        return v, h, h @ down
+        q, scale, zero = (file[part][expert][None] for part in signal_names(self._signal))
+        v = F.linear(x, SignalWeights(self._signals, q, scale, zero).dense(0, x.dtype))
+        other, down = self._rows.read(file["rows"][expert], x.dtype)
+        other = F.linear(x, other)
+        v, h = (v, F.silu(other) * v) if self._signal == "up" else (F.silu(v), F.silu(v) * other)
+        return v, h, down

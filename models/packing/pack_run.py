@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,8 +59,8 @@ class Packing:
         self._training = learned_predictor.Training(self._layers, self._told)
         self._order = ReadingOrder(source, self._steps())
 
-    def run(self, tokens: Tensor, small: list[Path]) -> None:
-        """tokens: (N, T) calibration text. small: files to copy as published."""
+    def run(self, tokens: Tensor, small: list[Path]) -> Manifest:
+        """The finished pack's manifest. tokens: (N, T) calibration text. small: files to copy as published."""
         if self._journal.resumed:
             self._clock.say(CONTINUES)
         with self._dense_file() as file, ThreadPoolExecutor(1, "hash") as hashing:
@@ -89,8 +90,11 @@ class Packing:
             for hashed in hashes:
                 hashed.result()
         self._finish()
+        return self._manifest
 
     def _finish(self) -> None:
+        signals = [self._journal.signals.get(layer, "up") for layer in range(self._layers)]
+        self._manifest = replace(self._manifest, signals=() if set(signals) == {"up"} else tuple(signals))
         files = (DENSE_FILE, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
         for file in files:
             if (self._folder / file).is_file():

@@ -50,7 +50,7 @@ class TestFootprint:
         manifest = Manifest.read(folder)
         w = manifest.widths
         takes = Footprint.of(described(folder).sizes, PackSpec(w.up, w.gate, w.down, w.dense, w.group))
-        assert takes.row == manifest.row_layout.nbytes
+        assert takes.row == manifest.row_layout().nbytes
         files = {name: entry.size for name, entry in manifest.files.items()}
         assert takes.dense == pytest.approx(files["dense.safetensors"], rel=0.02, abs=8192)
         layers = sum(size for name, size in files.items() if name.startswith("layer_"))

@@ -8,7 +8,7 @@ transformers' model of the weights that the codes stand for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,10 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder: Path = tmp_path_factory.mktemp("family")
     source = families.make(request.param, folder / "source")
-    make_pack(source, folder / "exact", EXACT)
-    make_pack(source, folder / "low", LOW)
+    # Every other model has the gate as its signal where it is exact, and the others where they are not.
+    roles: list[Any] = ["up", "gate"] if [*families.MODELS].index(request.param) % 2 else ["gate", "up"]
+    make_pack(source, folder / "exact", replace(EXACT, signal=roles[0]))
+    make_pack(source, folder / "low", replace(LOW, signal=roles[1]))
     opened = open_model(folder / "exact", "Exact"), open_model(folder / "low")
     return Case(request.param, source, *opened, reference_model(source))
 
@@ -142,9 +144,10 @@ def _load_codes(case: Case) -> None:
     for index, block in enumerate(family.blocks(case.theirs)):
         layer = packed.layer(index)
         for expert in range(packed.manifest.architecture.experts):
-            gate, down = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
-            up = layer.signal.dense(expert, torch.float32)
-            block.experts.gate_up_proj.data[expert] = torch.cat([gate, up])
+            other, down = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
+            both = [other, layer.signal.dense(expert, torch.float32)]
+            both = both if layer.rows.layout.signal == "up" else both[::-1]
+            block.experts.gate_up_proj.data[expert] = torch.cat(both)
             block.experts.down_proj.data[expert] = down.T
     for layer, name in quantized_linears.stored_layers(source, LOW.dense).items():
         rows, columns = source.places[name][1].shape

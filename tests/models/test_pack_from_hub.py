@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def test_it_is_the_one_of_a_folder_byte_for_byte_whatever_the_network_does(
         hub.used_by(monkeypatch, tmp_path / "home")
         hub.faults.append(Fault("GET /storage/", close_after=15_000, times=ALWAYS))
         with HubShelf(resolve("floe/tiny"), tmp_path / "fetched", tuning=TUNING) as shelf:
-            manifest = pack(Checkpoint(shelf), tmp_path / "pack", EXACT, calibration_tokens(), "tiny")
+            manifest = pack(
+                Checkpoint(shelf), tmp_path / "pack", replace(EXACT, signal="up"), calibration_tokens(), "tiny"
+            )
             fetched = shelf.progress()
         commit = hub.repositories["floe/tiny"].commit
     assert (manifest.source.name, manifest.source.commit) == ("floe/tiny", commit)

@@ -70,11 +70,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def cut_at(folder: Path, source: Path, layer: int, expert: int) -> None:
-    """Pack until that expert is asked for."""
+    """Pack until it is that expert's turn: when it is read once its layer's signal is known."""
     original = Checkpoint.expert
 
     def read(self: Checkpoint, asked_layer: int, asked: int) -> tuple[Tensor, Tensor, Tensor]:
-        if (asked_layer, asked) == (layer, expert):
+        if (asked_layer, asked) == (layer, expert) and '"signal":[' + str(layer) in (folder / JOURNAL).read_text():
             raise CutError
         return original(self, asked_layer, asked)
 

@@ -1,0 +1,88 @@
+"""Which projection tells best, before a neuron's row is read, whether it may be skipped.
+
+FloE skips by |up · x|, CORM by |silu(gate · x)|: which loses less at the same share is a property of a layer. In the
+demo the first layers lose up to twice as much by the gate, and the last ones three to five times as much by up
+(BENCHMARKS.md, orderings). So each layer is measured when its turn to be packed comes.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.activation import Projection
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+
+AUTO = "auto"  # each layer as measured
+SHARE, PRODUCT = 0.6, 0.8  # skipped by the signal and by the product: about what Balanced skips
+OUT_OF_PROPORTION = 10.0  # times what an expert of the layer usually loses by token
+LARGE_PART = 0.2  # of what all experts of the layer lose
+_SAMPLE = 4  # experts: the first, which are read next anyway
+_LEAST = 16  # tokens of an expert that say something
+_MOST = 1024
+
+
+def unpackable(layer: int, expert: int, cause: str) -> CheckpointError:
+    """The error for weights that cannot be packed."""
+    title = f"Expert {expert} of layer {layer} cannot be packed"
+    return CheckpointError(title, cause, "Download the checkpoint again.")
+
+
+def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Projection:
+    """The projection by which a layer loses less of its output on calibration text, both reading as many bytes.
+
+    Args:
+        layer: number among those with experts. hidden: (B, H) its input. chosen, weights: (B, K) its router's.
+    """
+    lost = {"up": 0.0, "gate": 0.0}
+    for expert in range(min(_SAMPLE, source.experts)):
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        if len(token) < _LEAST:
+            continue
+        token, slot = token[:_MOST], slot[:_MOST]
+        gate, up, down = (part.float() for part in source.expert(layer, expert))
+        if not all(bool(part.isfinite().all()) for part in (gate, up, down)):
+            raise unpackable(layer, expert, "Its weights hold values that are not finite.")
+        x, weight = hidden[token], weights[token, slot, None].float()
+        signals = {"up": F.linear(x, up), "gate": F.silu(F.linear(x, gate))}
+        h = signals["up"] * signals["gate"]
+        quiet = h.abs() < _quantile(h, PRODUCT)
+        for name, v in signals.items():
+            skipped = (v.abs() < _quantile(v, SHARE)) | quiet
+            left_out = F.linear(h.masked_fill(~skipped, 0), down) * weight
+            lost[name] += float(left_out.square().sum())
+    return "gate" if lost["gate"] < lost["up"] else "up"
+
+
+def left_out(v: Tensor, h: Tensor, down: Tensor, weights: Tensor) -> float:
+    """The energy of an expert's output on T tokens that those shares of its neurons would leave out.
+
+    Args:
+        v, h: (T, F) the signal and the hidden values. down: (F, H). weights: (T, 1) the router's.
+    """
+    v, h, weights = v[:_MOST], h[:_MOST], weights[:_MOST]
+    skipped = (v.abs() < _quantile(v, SHARE)) | (h.abs() < _quantile(h, PRODUCT))
+    return float(((h.masked_fill(~skipped, 0) @ down) * weights).square().sum())
+
+
+def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
+    """Experts of a layer that may not be skipped in part: those that lose out of proportion ("super experts",
+    arXiv 2507.23279), both by token and of all that the layer loses.
+
+    Args:
+        lost: (E,) as `left_out` gives it. tokens: (E,) on how many.
+    """
+    used = tokens >= _LEAST
+    if int(used.sum()) < 2 or not float(lost[used].sum()):
+        return []
+    each = lost / tokens.clamp(min=1)
+    usual = each[used].median()
+    found = used & (each > OUT_OF_PROPORTION * usual) & (lost > LARGE_PART * lost[used].sum())
+    return found.nonzero().squeeze(1).tolist()
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """The magnitude below which that share of the values is."""
+    flat = values.abs().flatten()
+    return flat.kthvalue(max(1, round(share * flat.numel()))).values
