@@ -63,11 +63,12 @@ class HeldClient(ChatClient):
         max_new_tokens: int,
         answer: str = "",
         conversation: int = 0,
+        thought: str = "",
     ) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
-        return super().prepare(messages, sampling, max_new_tokens, answer, conversation)
+        return super().prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
 
 
 @asynccontextmanager
