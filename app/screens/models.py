@@ -18,6 +18,7 @@ from ...models.catalog_entry import CatalogEntry
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
+from ...models.supported import CALLED
 from ..background import in_background
 from ..setup.flow import Setup
 from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
@@ -120,7 +121,7 @@ class ModelsScreen(Screen["str | None"]):
         if name != self._explained:
             self._explained = name
             self._trouble.show(None)
-        other = "Any Mixtral or OLMoE model: from the hub, or a checkpoint folder on this machine."
+        other = f"{CALLED} models work: from the hub, or a checkpoint folder on this machine."
         self._details.update(printable(model.details) if model else other)
         self._show_keys()
 

@@ -102,7 +102,7 @@ FOUND = KnownModels(
         Model("unfinished", WISH.name, 12_300_000_000, "so far", f"{WISH.model} {_BITS}. Saved in {WISH.folder}"),
         Model(
             "available",
-            PUBLISHED[2].name,
+            "mixtral-8x22b-instruct",
             281_000_000_000,
             "141 B parameters",
             "Setting it up downloads 281 GB.",

@@ -10,6 +10,7 @@ from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.setup.wish import unfinished
 from floe_chat.app.widgets.setup.progress import ProgressStep
+from floe_chat.engine.planning.plan import offers
 from floe_chat.models import catalog
 from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
@@ -200,7 +201,7 @@ async def test_nothing_fits(published: Path, setups: Setups) -> None:
         await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "more memory")
-        assert "●" not in "".join(lines(pilot)).split("machine.")[1]
+        assert "●" not in shown(pilot).split("recommended bits.")[1]
         await pilot.press("enter")
         await see(pilot, "does not fit this machine", "Press Ctrl+D for the demo model")
         await pilot.press("escape")
@@ -229,6 +230,25 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
         await see(pilot, "tiny is ready")
     widths = PackedModel.open(catalog.find("tiny")).manifest.widths
     assert (widths.up, widths.gate, widths.down) != (4, 4, 4)
+
+
+async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setups) -> None:
+    async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 50)) as pilot:
+        await see(pilot, "Enter continues")
+        await pilot.press("enter")
+        await see(pilot, "Slower than reading speed", "● 3/4/4", "First at reading speed")
+        found = offers(surveyor(ram=24 << 30)(lambda _told: None, again=False).machine)
+        order = [one.entry.name for one in found if one.entry.name in catalog_names(pilot)]
+        assert catalog_names(pilot) == order and order[0] == "qwen3-30b-a3b-instruct-2507"
+        assert "thinks first" in shown(pilot) and "for code" in shown(pilot)
+        await pilot.press("end")
+        await see(pilot, "Mixtral, OLMoE, Qwen3 MoE", "work: from the hub")
+
+
+def catalog_names(pilot: Pilot[int]) -> list[str]:
+    """Names of listed models on the screen, from top to bottom."""
+    known = {entry.name for entry in catalog.PUBLISHED}
+    return [line.split()[0] for line in lines(pilot) if line.split() and line.split()[0] in known]
 
 
 async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: Setups) -> None:
@@ -265,7 +285,11 @@ async def test_nothing_essential_is_cut_off(
     async with around(wizard(setups, published, entries=[entry_of(published), long]), size) as pilot:
         await see(pilot, "read at 33.1 GB/s", "no GPU", "Enter continues", "Ctrl+D demo model", "Ctrl+Q quit")
         await pilot.press("enter")
-        await see(pilot, "4/4/8", "3/4/4", "words a minute", "Disk: ", "Enter chooses", "Ctrl+D demo model")
+        await see(pilot, "3/4/4", "words a minute", "Disk: ", "Enter chooses", "B all bits", "Ctrl+D demo model")
+        assert "4/4/8" not in shown(pilot)
+        await pilot.press("b")
+        await see(pilot, "4/4/8", "● 3/4/4")
+        await pilot.press("b")
         assert "\x1b" not in "".join(lines(pilot))
         await pilot.press("end", "up")
         await see(pilot, "asks you to accept terms on the hub first; that needs an account")

@@ -37,6 +37,7 @@ _KEYS: list[BindingType] = [
     Binding("escape", "back", "Previous step; on the first one, leave", show=False),
     Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
     Binding("enter", "go_on", "Continue", show=False),
+    Binding("b", "bits", "Show all bits of the model, or the recommended ones only", show=False),
     Binding("m", "measure", "Measure the machine again", show=False),
     Binding("space", "pause", "Pause or continue the setup", show=False),
     Binding("s", "stop", "Stop the setup for now", show=False),
@@ -236,6 +237,11 @@ class WizardScreen(WizardAccess):
         """Measure the machine again."""
         if isinstance(self._step, MachineStep):
             self._step.measure()
+
+    def action_bits(self) -> None:
+        """Show all bits of the highlighted model."""
+        if isinstance(self._step, ChoiceStep):
+            self._step.toggle_bits()
 
     def action_pause(self) -> None:
         """Pause or continue the setup."""

@@ -1,4 +1,7 @@
-"""The wizard's second step: which model, at how many bits per weight; its size, speed and quality loss."""
+"""The wizard's second step: which model, at how many bits per weight; its size, speed and quality loss.
+
+Models are in the order of `floe-chat plan`, each with the bits recommended for this machine; a key shows all its bits.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from textual.widgets.option_list import Option as Row
 
 from ....models.errors import FloeError
 from ....models.quantities import digits, forecast, size, trimmed
+from ....models.supported import CALLED
 from ...background import in_background
 from ...text.plain_text import printable
 from ..common.themes import MUTED
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from ....models.catalog_entry import CatalogEntry
 
 _WIDE = 74  # columns from which all figures stand in the table
-_LEAD = f"{plan_words.BITS} {plan_words.KL} ● is recommended for this machine."
+_LEAD = f"{plan_words.BITS} {plan_words.KL} Best first; ● marks recommended bits."
 _OTHER = "Another model: type a hub id, an address or a folder …"
 _WORDS = 0.75  # words per token, in English text
 
@@ -47,11 +51,14 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the list: a model's name (no option), one of its widths, or (neither) another model."""
+    """One line of the list: a model's name (no option), one of its widths, or (neither) another model, a heading or
+    what is wrong with a model.
+    """
 
     plan: Plan | None = None
     option: Option | None = None
     trouble: str = ""
+    heading: str = ""
 
     @property
     def recommended(self) -> bool:
@@ -82,7 +89,7 @@ class ChoiceStep(WizardStep):
     }
     """
     title = "Model and bits per weight"
-    hints = "↑ ↓ move · Enter chooses"
+    hints = "Enter chooses · B all bits"
 
     class Taken(Message):
         """The person chose."""
@@ -107,6 +114,7 @@ class ChoiceStep(WizardStep):
         self._entries = list(entries)
         self._wanted = wanted
         self._plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
+        self._opened = {wanted} if wanted else set[str]()  # models of which all bits are shown
         self._lines: list[_Line] = []
         self._head = Static("", markup=False, id="head")
         self._list = OptionList(id="choices", markup=False)
@@ -139,7 +147,7 @@ class ChoiceStep(WizardStep):
         return True
 
     def reckon(self) -> None:
-        """Plan every model."""
+        """Plan every model, and put them in order."""
 
         def work() -> list[Plan | tuple[CatalogEntry, FloeError]]:
             from ....engine.planning.plan import make, ranked
@@ -157,15 +165,38 @@ class ChoiceStep(WizardStep):
 
     def _show(self, plans: list[Plan | tuple[CatalogEntry, FloeError]]) -> None:
         self._plans = plans
-        self._lines = []
-        for plan in plans:
+        if len(plans) == 1:
+            self._opened |= {one.entry.name for one in plans if not isinstance(one, tuple)}
+        self._list_models()
+        self._fill(self._first())
+
+    def _list_models(self) -> None:
+        from ....engine.planning.plan import standing
+
+        self._lines, before = [], "reading"
+        for plan in self._plans:
             if isinstance(plan, tuple):
                 self._lines.append(_Line(trouble=f"{plan[0].name}: {plan[1].title}"))
                 continue
+            stands = standing(plan.entry, plan.chosen)
+            if stands != before:
+                self._lines.append(_Line(heading=plan_words.STANDINGS[stands]))
+                before = stands
             self._lines.append(_Line(plan))
-            self._lines += [_Line(plan, option) for option in plan.options]
+            shown = plan.options if plan.entry.name in self._opened else (plan.chosen or plan.options[-1],)
+            self._lines += [_Line(plan, option) for option in shown]
         self._lines.append(_Line())
-        self._fill(self._first())
+
+    def toggle_bits(self) -> None:
+        """Show all bits of the highlighted model, or the recommended ones only."""
+        at = self._list.highlighted
+        plan = self._lines[at].plan if at is not None and at < len(self._lines) else None
+        if plan is None:
+            return
+        self._opened ^= {plan.entry.name}
+        self._list_models()
+        own = [at for at, line in enumerate(self._lines) if line.option and line.plan is plan]
+        self._fill(next((at for at in own if self._lines[at].recommended), own[0]))
 
     def _first(self) -> int:
         """The line to start on: the recommended one of the wanted model, or of the first model that fits."""
@@ -183,7 +214,7 @@ class ChoiceStep(WizardStep):
         self._head.update(_columns("bits", "KL, nats", speed, "download", "packed", "disk at peak", wide=wide))
         self._list.clear_options()
         for line in self._lines:
-            heading = line.option is None and (line.plan is not None or bool(line.trouble))
+            heading = line.option is None and (line.plan is not None or bool(line.trouble or line.heading))
             self._list.add_option(Row(self._row(line, wide=wide), disabled=heading))
         self._list.highlighted = highlighted
         self._list.scroll_to_highlight()
@@ -191,6 +222,8 @@ class ChoiceStep(WizardStep):
     def _row(self, line: _Line, *, wide: bool) -> Content:
         if line.trouble:
             return Content.styled(printable(line.trouble), "$text-error")
+        if line.heading:
+            return Content.styled(line.heading, MUTED)
         if line.plan is None:
             return Content.styled(_OTHER, "italic")
         if line.option is None:
@@ -210,9 +243,10 @@ class ChoiceStep(WizardStep):
         line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
         self.tell(None)
         if line.plan is None or line.option is None:
-            self._details.update("Any Mixtral or OLMoE model: from the hub, or a downloaded checkpoint folder.")
+            self._details.update(f"{CALLED} models work: from the hub, or a downloaded checkpoint folder.")
             return
-        self._details.update(_details(line.plan, line.option))
+        first = line.plan is self._plans[0] and line.recommended
+        self._details.update(_details(line.plan, line.option, first=first))
 
     @on(OptionList.OptionSelected)
     def _choose(self, event: OptionList.OptionSelected) -> None:
@@ -271,8 +305,8 @@ def _disk(one: Option) -> tuple[int, int]:
     return one.disk["pack"], one.disk["peak"]
 
 
-def _details(plan: Plan, one: Option) -> Content:
-    """All about one choice, in sentences."""
+def _details(plan: Plan, one: Option, *, first: bool) -> Content:
+    """All about one choice, in sentences; `first`: it is the first of all."""
     pack, peak = map(size, _disk(one))
     free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} free"
     words = digits(one.decode.mid * _WORDS * 60, 2)
@@ -293,4 +327,6 @@ def _details(plan: Plan, one: Option) -> Content:
         lines.append(f"Disk: pack {pack}{free}.")
     if plan.pack_s is not None and one is plan.chosen:
         lines.append(f"Packing takes {forecast(plan.pack_s)}.")
+    if first and plan_words.at_reading_speed(plan):
+        lines.append("First at reading speed, by size and age; answers are not measured.")
     return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

@@ -11,6 +11,7 @@ from ....models.quantities import digits, estimate, size, trimmed
 
 if TYPE_CHECKING:
     from ....engine.planning.options import Option, SpeedRange
+    from ....engine.planning.plan import Plan
     from ....models.catalog_entry import CatalogEntry
 
 BITS = "Bits per weight: up / gate and down / attention. Fewer are smaller and faster, and less exact."
@@ -19,6 +20,12 @@ KL = (
     "0 is identical, below 0.01 hard to notice, above 0.1 noticeable."
 )
 _HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
+STANDINGS = {
+    "reading": "At reading speed",
+    "slower": "Slower than reading speed, the fastest first",
+    "base": "Base models, which cannot chat",
+    "unfit": "Too large for this machine",
+}
 _PLACES = {"gpu": "all of it on the GPU", "pool": "on the GPU and the CPU together", "cpu": "on the CPU"}
 
 
@@ -78,6 +85,13 @@ def missing(one: Option) -> str:
     return "" if one.works else f"too slow: {digits(one.decode.mid, 2)} tokens/s"
 
 
+def at_reading_speed(plan: Plan) -> bool:
+    """Whether the model answers at least as fast as people read."""
+    from ....engine.planning.plan import standing
+
+    return standing(plan.entry, plan.chosen) == "reading"
+
+
 def only_disk_lacks(one: Option) -> bool:
     """Whether only disk space is lacking."""
     return set(one.missing) == {"disk"}
@@ -90,6 +104,10 @@ def about(entry: CatalogEntry) -> str:
     said = [f"{digits(weights / unit)} {name} parameters"]
     if entry.chat is None:
         said.append("base model, no chat")
+    if entry.made_for:
+        said.append(f"for {entry.made_for}")
+    if entry.thinks:
+        said.append("thinks first")
     if entry.gated:
         said.append("terms to accept")
     if entry.licence:
