@@ -112,7 +112,7 @@ def _found() -> dict[str, Any]:
 
 def _text(found: dict[str, Any]) -> str:
     def line(name: str, about: str) -> str:
-        return f"  {name:<26}{about}"
+        return f"  {name:<32}{about}"
 
     lines = ["Installed"]
     lines += [
@@ -125,7 +125,7 @@ def _text(found: dict[str, Any]) -> str:
             line(one["name"], f"{units.size(one['bytes'])} so far, {one['model']}") for one in found["unfinished"]
         ]
     if found["listed"]:
-        lines += ["", "Available (`floe-chat plan NAME` shows how it would run, `floe-chat setup NAME` sets it up)"]
+        lines += ["", "Available (`floe-chat plan` ranks them for this machine, `floe-chat setup NAME` sets one up)"]
         lines += [
             line(one["name"], f"{units.size(one['checkpoint_bytes'])} to download, {one['repo']}")
             for one in found["listed"]

@@ -28,7 +28,7 @@ from floe_chat.models.errors import AccessError, FloeError, TryAgainError, Usage
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from .wizardry import IMPATIENT, REPO, ended, reached, surveyor
+from .wizardry import IMPATIENT, REPO, ended, machine_of, reached
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -257,8 +257,7 @@ def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is one of 12 GB without a GPU."""
-    found = surveyor(ram=12 << 30)(lambda _told: None, again=False)
-    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: found.machine)
+    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(12 << 30))
 
 
 def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +279,7 @@ def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeyp
 
 
 def test_without_a_name_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = surveyor(ram=1 << 29, disk=1 << 30)(lambda _told: None, again=False)
-    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: found.machine)
+    monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(1 << 29))
     which = CliRunner().invoke(cli, ["setup"], standalone_mode=False)
     assert isinstance(which.exception, UsageError) and "fits this machine" in which.exception.title
 

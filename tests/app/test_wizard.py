@@ -17,7 +17,21 @@ from textual.pilot import Pilot
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until, write
-from .wizardry import IMPATIENT, REPO, ROOMY, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
+from .wizardry import (
+    IMPATIENT,
+    REPO,
+    ROOMY,
+    around,
+    entry_of,
+    lines,
+    machine_of,
+    paste,
+    results,
+    see,
+    shown,
+    slowly,
+    surveyor,
+)
 
 
 def wizard(setups: Setups, published: Path, **options: object) -> WizardScreen:
@@ -237,7 +251,7 @@ async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setu
         await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "Slower than reading speed", "● 3/4/4", "First at reading speed")
-        found = offers(surveyor(ram=24 << 30)(lambda _told: None, again=False).machine)
+        found = offers(machine_of(24 << 30))
         order = [one.entry.name for one in found if one.entry.name in catalog_names(pilot)]
         assert catalog_names(pilot) == order and order[0] == "qwen3-30b-a3b-instruct-2507"
         assert "thinks first" in shown(pilot) and "for code" in shown(pilot)

@@ -82,6 +82,15 @@ def surveyor(ram: int = 48 << 30, disk: int = ROOMY, measured: list[bool] | None
     return survey
 
 
+def machine_of(ram: int) -> machine.Machine:
+    """That machine, as plans need it."""
+
+    def told(_news: Hardware | str) -> None:
+        """Nobody looks on."""
+
+    return surveyor(ram=ram)(told, again=False).machine
+
+
 def entry_of(source: Path, name: str = "tiny", repo: str = REPO) -> CatalogEntry:
     """What the catalog would know of a checkpoint on a hub."""
     return dataclasses.replace(catalog.described(source), name=name, repo=repo, folder=None, chat="turns")

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 HEADINGS = {
     "installed": "Installed · bits per weight: up / gate and down / attention",
     "unfinished": "Unfinished setups",
-    "available": "Available",
+    "available": "Available, the smallest first",
 }
 _OTHER = "Another model: type a hub id, an address or a folder …"
-_NAME, _SIZE = 24, 10
+_NAME, _SIZE = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
