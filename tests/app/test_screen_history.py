@@ -204,7 +204,7 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
         store.add_conversation(conversation, ChatSetup())
         store.add_question(question, conversation, None, "before", ())
         store.begin_answer(answer, question, "scripted", "Balanced", "nowhere:1:1")
-        store.write_answer(answer, "half of")
+        store.write_answer(answer, "half of", "So:")
     # Written by a process of this machine that is no more.
     import platform
 
@@ -218,7 +218,7 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: "half of" in screen_text(pilot) and "cut off" in screen_text(pilot))
         await pilot.press("ctrl+up", "m")
-        await until(pilot, lambda: client.begun == ["half of"])
+        await until(pilot, lambda: (client.begun, client.thoughts) == (["half of"], ["So:"]))
         client.say(TextDelta(1, " it"))
         await finish(pilot, client, 1)
         await until(pilot, lambda: shown(pilot) == ["before", "half of it"])
