@@ -91,7 +91,7 @@ def make_layer(
     own, its = (biases[0], biases[1].flatten()) if form.biased else (None, None)
     return Layer(
         SignalWeights(signal_layout, q.view(shape), *scales, bias=own),
-        ExpertRows(row_layout, row_layout.join(*vectors, its).view(shape)),
+        ExpertRows(row_layout, row_layout.join(*vectors, bias=its).view(shape)),
         *(part.weights.view(experts, neurons, hidden) for part in parts),
         biases=(biases[0].double(), biases[1].double()),
         form=form,

@@ -19,6 +19,7 @@ DRIVER = HERE.parent / "fuzz" / "driver.py"
 WATCHED = (
     "test_cpu_native.py",
     "test_many_tokens.py",
+    "test_forms.py",
     "test_x_bits.py",
     "test_dense_step.py",
     "test_token_step.py",
