@@ -157,6 +157,8 @@ class Answering:
             ended = self._dialogue.ended(running.message, text, state, stats, thought)
             if not running.left:
                 messages.finish(ended)
+                if not text.strip():
+                    self._view.gauges.remark("There is no answer yet: /more lets the model think on")
         elif running.left:
             self._history.delete_message(running.message.id)
         else:

@@ -184,6 +184,8 @@ class PlainChat:
         finally:
             if shown.text.strip() or shown.thought.strip():
                 self.dialogue.ended(message, shown.text, state, self.stats, shown.thought)
+                if not shown.text.strip():
+                    remark("The model was still thinking at the end. /again asks again.")
             else:
                 self.dialogue.withdraw(message)
             self.history.settle()

@@ -39,6 +39,8 @@ class Echo(ScriptedClient):
         if text == "hm":
             thought = [ThoughtDelta(request, "So: ", 2), ThoughtDelta(request, "\x1b[2J *hm*.\n", 5)]
             return [*thought, TextDelta(request, "**Yes**."), Finished(request, reason, stats(request))]
+        if text == "cut":
+            return [ThoughtDelta(request, "So", 1), Finished(request, "length", stats(request))]
         return [TextDelta(request, f"{text.upper()}!"), Finished(request, reason, stats(request))]
 
 
@@ -293,6 +295,13 @@ def test_thinking_is_announced_and_read_on_demand(kept: History, capsys: pytest.
     assert "Thinking:\nSo: \ufffd[2J *hm*.\n\nAnswers come without thinking" in err
     assert "Thinking cannot be 'loud'" in err and not client.think
     assert client.asked[1][2] == PromptTurn("assistant", "**Yes**.", "So: \x1b[2J *hm*.\n")
+
+
+def test_an_answer_that_ended_in_its_thinking_says_so(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = chat(kept, "cut", "/again", "on")
+    out, err = capsys.readouterr()
+    assert out == "scripted: \nscripted: \nscripted: ON!\n" and err.count("still thinking at the end. /again") == 2
+    assert client.asked[2] == (PromptTurn("system", "Be brief."), PromptTurn("user", "on"))
 
 
 def test_a_chat_that_is_opened_says_where_its_model_thought(kept: History, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ async def test_an_answer_that_ends_inside_its_thinking_is_kept_and_goes_on(end: 
         else:
             await finish(pilot, client, request, end)
             await see(pilot, "Thought for 2 tokens ▸", "stopped by you" if end == "cancelled" else "length limit")
+            await see(pilot, "/more lets the model think on")
         await command(pilot, "/more")
         await until(pilot, lambda: len(client.asked) == 2)
         assert client.thoughts == ["", "They ask"] and client.begun == ["", ""]
