@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...models.catalog import CatalogEntry
+from ...models.families import FAMILIES
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..offload.mix import Mix
@@ -12,6 +13,7 @@ from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option
+from .speed_estimate import by_library
 from .worth import ENOUGH, NEWER, READING, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.
@@ -92,6 +94,7 @@ def why(
             _why_place(machine, entry, chosen, context),
             _why_ram(machine, chosen),
             _why_speed(chosen),
+            _why_library(entry),
         )
         if sentence
     )
@@ -174,6 +177,14 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
     if chosen.ram_share >= 1:
         return f"Everything that a token reads fits in RAM; {free}."
     return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
+
+
+def _why_library(entry: CatalogEntry) -> str:
+    """That our own pass does not compute the family, and why."""
+    family = FAMILIES.get(entry.sizes.model_type)
+    if family is None or not by_library(family.model_type):
+        return ""
+    return f"transformers' modules compute all but the experts, since {family.why}; that takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

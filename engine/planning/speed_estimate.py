@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
+from ...models.families import FAMILIES
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
@@ -117,6 +118,7 @@ class Speeds:
     node: float = 1.5e-6
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
+    host_library: float = field(default_factory=lambda: figures().host_library_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
@@ -144,7 +146,8 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        slower = ("link_latency", "launch", "node", "host", "host_gpu", "host_pool", "host_behind", "host_ram")
+        hosts = ("host", "host_gpu", "host_library", "host_pool", "host_behind", "host_ram")
+        slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
 
@@ -231,9 +234,23 @@ def decode(
         far = 0 if held.keys is None else max(0, seen - held.keys)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
-        return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+        token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+        return dataclasses.replace(token, host=token.host + _library_s(takes, speeds, speeds.host_gpu))
     seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
-    return _on_cpu(takes, work, speeds, held, seen)
+    token = _on_cpu(takes, work, speeds, held, seen)
+    return dataclasses.replace(token, host=token.host + _library_s(takes, speeds, speeds.host))
+
+
+def by_library(model_type: str) -> bool:
+    """Whether transformers' modules compute a family's layers, as far as its record says."""
+    family = FAMILIES.get(model_type)
+    return family is None or family.attention is None or family.routing.kind == "sparsemixer"
+
+
+def _library_s(takes: Footprint, speeds: Speeds, own: float) -> float:
+    """What the host's time rises by with transformers' modules; `own`: that of our pass, for a layer."""
+    sizes = takes.sizes
+    return sizes.decoder_layers * max(0.0, speeds.host_library - own) if by_library(sizes.model_type) else 0.0
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:

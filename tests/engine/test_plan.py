@@ -9,16 +9,17 @@ import pytest
 from floe_chat.engine.machine.gpus import Gpu
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload import cards
-from floe_chat.engine.planning import machine, plan, reasons
+from floe_chat.engine.planning import machine, plan, reasons, speed_estimate
 from floe_chat.engine.planning.machine import Described, Machine
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
-from floe_chat.engine.planning.speed_estimate import Speeds
+from floe_chat.engine.planning.speed_estimate import Speeds, by_library
 from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, WORTH
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.pack import PackSpec
+from floe_chat.models.published import PUBLISHED
 from floe_chat.models.quantities import digits
 
 GB = 1 << 30
@@ -217,6 +218,19 @@ class TestRecommendation:
         said = " ".join(found.why)
         assert "More exact: 4/4/8" in said and "Faster: 3/3/4" in said and str(WORTH) in said
         assert not any(ugly in said for ugly in ("e+", "e-0", "nan"))
+
+    def test_what_transformers_computes_takes_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machines = [a_machine(vram=vram) for vram in (0, 12, 48)]
+        before = [plan.make(one, MIXTRAL).chosen for one in machines]
+        with monkeypatch.context() as patch:
+            patch.setattr(speed_estimate, "by_library", bool)  # of any name
+            after = [plan.make(one, MIXTRAL).chosen for one in machines]
+        assert all(
+            own and library and library.decode.mid < own.decode.mid for own, library in zip(before, after, strict=True)
+        )
+        for entry in PUBLISHED:
+            said = any("transformers' modules compute" in sentence for sentence in plan.make(a_machine(), entry).why)
+            assert said is (by_library(entry.sizes.model_type) and plan.make(a_machine(), entry).chosen is not None)
 
     def test_worth_follows_the_rule(self) -> None:
         found = plan.make(a_machine(ram=64), MIXTRAL).chosen
