@@ -184,7 +184,7 @@ def _why_library(entry: CatalogEntry) -> str:
     family = FAMILIES.get(entry.sizes.model_type)
     if family is None or not by_library(family.model_type):
         return ""
-    return f"transformers' modules compute all but the experts, since {family.why}; that takes longer."
+    return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

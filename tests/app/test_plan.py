@@ -179,7 +179,7 @@ def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
         (("demo", "--vram", "much"), "not a memory size"),
         (("demo", "--card", "RX 7900 XTX"), "AMD cards are not supported yet"),
         (("demo", "--card", "7800xt"), "AMD cards are not supported yet"),
-        (("gpt-oss-20b",), "gpt-oss is not supported yet"),
+        (("llama 4",), "Llama 4 is not supported yet"),
         (("Qwen/Qwen3-30B-A3B-FP8",), "Use the original, Qwen/Qwen3-30B-A3B"),
         (("model.gguf",), "GGUF cannot be read yet"),
         (("mixtrl",), "Did you mean mixtral"),

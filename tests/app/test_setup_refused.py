@@ -76,7 +76,7 @@ def quantized(method: str) -> dict[str, Any]:
         ({"quantization_config": {"bits": 4}}, "has quantized weights"),
         ({"model_type": "deepseek", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
         ({"model_type": "brand_new_moe"}, "'brand_new_moe' is not supported yet"),
-        ({"model_type": "gpt_oss"} | quantized("mxfp4"), "gpt-oss is not supported yet"),
+        ({"model_type": "dbrx"} | quantized("fp8"), "DBRX is not supported yet"),
         ({"model_type": "llama", "num_experts": None}, f"{REPO} is not a Mixture-of-Experts model"),
     ],
     ids=str,

@@ -66,7 +66,7 @@ def test_what_is_no_checkpoint_is_explained(tmp_path: Path, kind: str) -> None:
     assert str(tmp_path / kind) in caught.value.title and caught.value.cause and caught.value.hint
 
 
-@pytest.mark.parametrize("model_type", ["llama", "bert", "gpt_oss", "", None, 7, ["mixtral"], {}], ids=repr)
+@pytest.mark.parametrize("model_type", ["llama", "bert", "dbrx", "", None, 7, ["mixtral"], {}], ids=repr)
 def test_other_architectures_are_refused_by_name(source: Path, model_type: Any) -> None:
     def change(fields: Any) -> None:
         fields["model_type"] = model_type
