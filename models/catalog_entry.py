@@ -115,10 +115,14 @@ class Sizes:
     @property
     def parameters(self) -> int:
         """All weights; a tied head counts once."""
-        expert = 3 * self.hidden * self.intermediate
         heads = 1 if self.tied else 2
         beside = sum(rows * columns for rows, columns in self.beside())
-        return beside + self.layers * self.experts * expert + heads * self.embedding + self.small
+        return beside + self.in_experts + heads * self.embedding + self.small
+
+    @property
+    def in_experts(self) -> int:
+        """Weights of all experts' matrices."""
+        return 3 * self.hidden * self.intermediate * self.layers * self.experts
 
     @property
     def active(self) -> int:
@@ -138,6 +142,7 @@ class CatalogEntry:
             accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
             a base model, which has no chat template; "" if unknown. released: year and month, "" if unknown.
         thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
+        expert_bits: of a published weight of its experts.
     """
 
     name: str
@@ -151,8 +156,9 @@ class CatalogEntry:
     released: str = ""
     thinks: bool = False
     made_for: str = ""
+    expert_bits: float = 16.0
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of the published weights, computed from the architecture: 16 bits each."""
-        return 2 * self.sizes.parameters
+        """The size of the published weights, computed from the architecture: 16 bits each, but for experts."""
+        return 2 * self.sizes.parameters - round((2 - self.expert_bits / 8) * self.sizes.in_experts)

@@ -19,6 +19,7 @@ from .checkpoint_files import INDEX, FolderShelf, Shelf, TensorPlace
 from .errors import CheckpointError, NoCheckpointError
 from .families import FAMILIES
 from .families.sizes import NAMES
+from .families.storage import ExpertTensors, Storage
 from .supported import refused_type
 from .transformers_import import import_library
 
@@ -30,6 +31,7 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
     "F16": torch.float16,
     "F32": torch.float32,
 }
+CODES = "U8"  # bytes that are no numbers by themselves
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is no commit
 
@@ -106,6 +108,7 @@ class Checkpoint:
     Attributes:
         config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
         layers: the decoder layers that have experts.
+        storage: how it stores experts.
         exact: False when the weights are wider than 16 bit, so that 16-bit widths round them.
         folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
             that the language model does not use.
@@ -123,8 +126,9 @@ class Checkpoint:
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
         self.places = {name: place for name, place in _places(self.shelf).items() if not name.startswith(unused)}
+        self.storage = self._stored()
         self._check()
-        dtypes = {self.places[name][1].dtype for name in self._every_expert_name()}
+        dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}
         self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"}
         self.float16 = torch.float16 if self.exact and dtypes == {"F16"} else torch.bfloat16
 
@@ -140,15 +144,17 @@ class Checkpoint:
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate (F, H), up (F, H) and down (H, F) of an expert of the `layer`-th layer that has some, in the
-        checkpoint's dtype.
+        checkpoint's dtype, or bfloat16 where it has codes.
         """
-        names = self.family.expert_names(self.layers[layer], expert)
-        if self.family.together:
-            both, down = (self.tensor(name, expert) for name in names)
-            gate, up = both.chunk(2)
-        else:
-            gate, up, down = (self.tensor(name) for name in names)
-        return gate, up, down
+        return self.whole_expert(layer, expert)[:3]
+
+    def whole_expert(self, layer: int, expert: int) -> ExpertTensors:
+        """These three, with their biases."""
+        return self.storage.read(self.tensor, self.layers[layer], expert)
+
+    def expert_names(self, decoder: int, expert: int) -> list[str]:
+        """Published names of the tensors with an expert of a decoder layer."""
+        return self.storage.names(decoder, expert)
 
     def dense_names(self) -> list[str]:
         """Published names of everything that is not an expert."""
@@ -195,15 +201,20 @@ class Checkpoint:
                     raise _unreadable(file, f"{name}: {error.strerror or error}.") from error
         return digest.hexdigest()
 
+    def _stored(self) -> Storage:
+        """How it stores experts: the first way whose first tensor is there, or else the usual one."""
+        ways, first = self.family.stored, next(iter(self.layers), 0)
+        return next((way for way in ways if way.names(first, 0)[0] in self.places), ways[0])
+
     def _every_expert_name(self) -> Iterator[str]:
         for layer in self.layers:
-            for expert in range(1 if self.family.together else self.experts):
-                yield from self.family.expert_names(layer, expert)
+            for expert in range(1 if self.storage.together else self.experts):
+                yield from self.expert_names(layer, expert)
 
     def _check(self) -> None:
-        last, names = self.config.num_hidden_layers, self.family.expert_names
+        last, names = self.config.num_hidden_layers, self.expert_names
         beyond = [names(last, 0)[0]]
-        if not self.family.together:
+        if not self.storage.together:
             beyond.append(names(self.layers[0], self.experts)[0])
         if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
@@ -214,7 +225,7 @@ class Checkpoint:
         for name, (_, place) in self.places.items():
             if name.endswith(".weight") and place.dtype not in DTYPES:
                 raise self._unfit(name, place, place.shape)
-        shapes = self.family.expert_shapes(self.config)
+        all_needed = self.storage.needed(self.experts, self.neurons, self.config.hidden_size)
         for index, name in enumerate(self._every_expert_name()):
             if name not in self.places:
                 raise CheckpointError(
@@ -222,14 +233,17 @@ class Checkpoint:
                     f"No shard holds {name}.",
                     "Download the missing *.safetensors files.",
                 )
-            place, needed = self.places[name][1], shapes[index % len(shapes)]
-            if place.dtype not in DTYPES or place.shape != needed:
-                raise self._unfit(name, place, needed)
+            place, needed = self.places[name][1], all_needed[index % len(all_needed)]
+            known = place.dtype == CODES if needed.codes else place.dtype in DTYPES
+            if not known or place.shape != needed.shape:
+                raise self._unfit(name, place, needed.shape, "bytes" if needed.codes else "floating point")
 
-    def _unfit(self, name: str, place: TensorPlace, needed: tuple[int, ...]) -> CheckpointError:
+    def _unfit(
+        self, name: str, place: TensorPlace, needed: tuple[int, ...], kind: str = "floating point"
+    ) -> CheckpointError:
         return CheckpointError(
             f"{self._called} cannot be packed",
-            f"{name} is {place.dtype} of {place.shape}; floating point of {needed} is needed.",
+            f"{name} is {place.dtype} of {place.shape}; {kind} of {needed} is needed.",
             "Use the model's original, unquantized checkpoint.",
         )
 
@@ -289,6 +303,8 @@ def _disagree(cause: str) -> CheckpointError:
 
 
 def _dtype(name: str, place: TensorPlace) -> torch.dtype:
+    if place.dtype == CODES:
+        return torch.uint8
     if place.dtype not in DTYPES:
         raise CheckpointError(
             f"{name} of the checkpoint cannot be read",

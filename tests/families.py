@@ -71,6 +71,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe normalized": {"n_routed_experts": 6, "head_dim": 12, "use_qk_norm": True, "first_k_dense_replace": 0},
     "glm4_moe_lite": {**_LATENT, **_GROUPS, "q_lora_rank": 20},
     "deepseek_v3": {**_LATENT, **_GROUPS, "q_lora_rank": 20, "first_k_dense_replace": 1},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "head_dim": 10,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "granitemoe": {
         "num_local_experts": 5,
         "embedding_multiplier": 3.0,

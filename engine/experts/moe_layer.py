@@ -113,6 +113,8 @@ class MoELayer(nn.Module):
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
         self.ruled = RuledLayer(packed, control.preset, index)
+        if packed.down_bias is not None:
+            self.register_forward_hook(_add_bias)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
@@ -205,6 +207,14 @@ class MoELayer(nn.Module):
         found.active += active
         found.bytes += computed * up + active * gate + kept * down
         found.calls = [before + added for before, added in zip(found.calls, calls, strict=True)]
+
+
+def _add_bias(layer: nn.Module, given: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Tensor:
+    """The bias of down, which depends on no neuron: added whatever a rule leaves out."""
+    assert isinstance(layer, MoELayer) and layer.packed.down_bias is not None
+    bias, (_, index, weights) = layer.packed.down_bias, given
+    shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
+    return y + (shares @ bias).to(y.dtype)
 
 
 def computed(counts: Tensor, thresholds: Tensor | None) -> list[list[int]]:

@@ -46,6 +46,7 @@ class Footprint:
             VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group))
             for bits in (spec.gate, spec.down, spec.up)
         )
+        biased = FAMILIES[sizes.model_type].biased
         beside = sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.beside())
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
@@ -54,8 +55,8 @@ class Footprint:
             attention=-(-beside // sizes.layers),
             head=0 if sizes.tied and spec.dense == 16 else head,
             kept=2 * (sizes.embedding + sizes.small),
-            up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups),
-            row=RowLayout(gate, down, torch.bfloat16).nbytes,
+            up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups + (4 if biased else 0)),
+            row=RowLayout(gate, down, torch.bfloat16, biased=biased).nbytes,
         )
 
     @classmethod

@@ -21,6 +21,7 @@ from ...kernels.layouts import VectorLayout
 from ...kernels.rule import Rule
 from ...kernels.types import Limits
 from ...models.checkpoint import Checkpoint
+from ...models.errors import UsageError
 from ...models.pack.quantize import quantize
 from ...models.packing import calibration
 from ..experts import substitution
@@ -124,6 +125,12 @@ def compute(
         layers.append(_Experts(checkpoint, layer, router, settings, lead, size))
         return layers[-1]
 
+    if checkpoint.family.experts_by != "silu":
+        raise UsageError(
+            f"Widths cannot be compared for {checkpoint.family.called}",
+            "Its experts are no SwiGLU, which is what is tried at other widths.",
+            "Pack it, and run `floe-chat tune` on the pack.",
+        )
     model = SourceModel(checkpoint, report, experts)
     states = model.states(torch.cat([passages, windows.repeat(len(settings), 1)]))[len(passages) :]
     count = len(windows)
@@ -224,7 +231,7 @@ class _Expert:
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor) -> None:
         self._gate, self._up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
-        measures = calibration.importance(seen, self._gate, self._up)
+        measures = calibration.importance(F.silu(F.linear(seen, self._gate)), F.linear(seen, self._up))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._minor = torch.ones(len(order), dtype=torch.bool).index_fill_(0, order[: -(-len(order) // 2)], False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.

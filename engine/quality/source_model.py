@@ -13,11 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models.checkpoint import Checkpoint, read_config
 from ...models.errors import CheckpointError, UsageError
 from ...models.pack.packed_model import PackedModel
+from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
 
 # Of config.json: fields about its origin, how the library runs the model and when to stop, but not about what it
@@ -59,7 +61,9 @@ class SourceModel:
             self._published.setdefault("lm_head.weight", self._published.get("model.embed_tokens.weight", ""))
         family = checkpoint.family
         for index, block in enumerate(family.blocks(model)):
-            if experts is None:
+            if experts is None and family.biased:
+                block.experts = _Loop(checkpoint, index)
+            elif experts is None:
                 own = block.experts
                 del own.gate_up_proj, own.down_proj
                 own.gate_up_proj = _Shelf(checkpoint, index, slice(2))
@@ -131,6 +135,26 @@ class SourceModel:
                 "Download config.json and the weights of the same model.",
             )
         return tensor.float()
+
+
+class _Loop(nn.Module):
+    """A layer's experts, each read when tokens have chosen it, whatever functions and biases they have."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
+        super().__init__()
+        self._checkpoint, self._layer = checkpoint, layer
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
+        out = torch.zeros_like(hidden)
+        for number in top_k_index.unique().tolist():
+            token, slot = (top_k_index == number).nonzero(as_tuple=True)
+            expert = self._checkpoint.whole_expert(self._layer, number)
+            gate, up = both_sides(hidden[token], expert, self._checkpoint.family.experts_by)
+            bias = None if expert.biases is None else expert.biases.down.to(hidden.dtype)
+            y = F.linear(gate * up, expert.down.to(hidden.dtype), bias)
+            out.index_add_(0, token, y * top_k_weights[token, slot, None])
+        return out
 
 
 class _Shelf:

@@ -6,6 +6,7 @@ from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from .ernie import ERNIE4_5_MOE
 from .family import Family
 from .glm import GLM4_MOE
+from .gpt_oss import GPT_OSS
 from .granite import GRANITEMOE
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         PHIMOE,
         DEEPSEEK_V2,
+        GPT_OSS,
         GLM4_MOE,
         GLM4_MOE_LITE,
         DEEPSEEK_V3,

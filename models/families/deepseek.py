@@ -44,7 +44,6 @@ _FLASH = Sizes(
     router_bias=True,
     latent=Latent(queries=768, keys=512, rope=64, value=256),
 )
-_EXPERT = "model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
 _WHY = "its attention goes through a latent vector"
 
 
@@ -68,7 +67,6 @@ _LINEARS = (*LATENT, ".q_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     called="DeepSeek-V2",
-    expert=_EXPERT,
     linears=_LINEARS,
     width="moe_intermediate_size",
     dense_layers=_first,
@@ -106,7 +104,6 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     called="DeepSeek-V3",
-    expert=_EXPERT,
     linears=_LINEARS,
     precise=("e_score_correction_bias",),
     width="moe_intermediate_size",
@@ -130,7 +127,6 @@ DEEPSEEK_V3 = Family(
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
     called="GLM-4.7-Flash",
-    expert=_EXPERT,
     linears=_LINEARS,
     precise=("e_score_correction_bias",),
     width="moe_intermediate_size",

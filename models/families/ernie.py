@@ -43,7 +43,6 @@ def _guessing(_config: Any) -> tuple[str, ...]:
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     called="ERNIE 4.5",
-    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
     renames=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
     precise=("e_score_correction_bias",),
     width="moe_intermediate_size",

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ...kernels.activation import Activation, Projection
 from ..catalog_entry import CatalogEntry
+from .storage import Apart, Storage
 
 _ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj")  # of shared experts, and of layers without experts
@@ -81,8 +83,8 @@ class Family:
 
     Attributes:
         model_type: in config.json. called: what people call it.
-        expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
-        gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
+        stored: how published checkpoints store experts; one of these. renames: published fragment -> fragment of the
+            module's name.
         unused: configuration -> beginnings of published names that the language model does not use, such as those of
             layers that only training needs.
         linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
@@ -90,8 +92,8 @@ class Family:
         block: a decoder layer's module with its experts. norm: the one before it.
         width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
         dense_layers: configuration -> the decoder layers that have no experts. shared: the expert of all tokens.
-        together: whether all experts of a layer are one tensor (E, rows, columns) on disk, with {part} of gate and up
-            the same; gate comes first.
+        experts_by: the functions between an expert's matrices. biased: whether these have biases. signals: the
+            projections by which neurons may be skipped.
         scaled: the field by which the model multiplies its embedding; "" where none does.
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
@@ -102,10 +104,7 @@ class Family:
 
     model_type: str
     called: str
-    expert: str
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    stored: tuple[Storage, ...] = (Apart(),)
     renames: tuple[tuple[str, str], ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = lambda _config: ()
     linears: tuple[str, ...] = (*_ATTENTION, *_MLP, "lm_head")
@@ -117,7 +116,9 @@ class Family:
     dense_layers: Callable[[Any], Collection[int]] = lambda _config: ()
     shared: SharedExpert | None = None
     routing: Routing = Routing()
-    together: bool = False
+    experts_by: Activation = "silu"
+    biased: bool = False
+    signals: tuple[Projection, ...] = ("up", "gate")
     scaled: str = ""
     biases: Callable[[Any], int] = lambda _config: 0
     attention: GroupedQuery | None = GroupedQuery()
@@ -169,15 +170,3 @@ class Family:
     def is_linear(self, layer: str) -> bool:
         """Whether a layer's name, on disk or in memory, is one of those that may have few bits."""
         return layer.endswith(self.linears)
-
-    def expert_names(self, layer: int, expert: int) -> list[str]:
-        """Published names of the tensors with an expert's gate, up and down; `layer` is the decoder's."""
-        parts = dict.fromkeys((self.gate, self.up, self.down))
-        return [self.expert.format(layer=layer, expert=expert, part=part) for part in parts]
-
-    def expert_shapes(self, config: Any) -> list[tuple[int, ...]]:
-        """Of those tensors."""
-        wide, narrow = self.neurons(config), int(config.hidden_size)
-        if self.together:
-            return [(self.experts(config), 2 * wide, narrow), (self.experts(config), narrow, wide)]
-        return [(wide, narrow), (wide, narrow), (narrow, wide)]

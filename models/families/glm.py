@@ -37,7 +37,6 @@ def _first(config: Any) -> range:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     called="GLM-4.5",
-    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
     precise=("e_score_correction_bias",),
     width="moe_intermediate_size",
     dense_layers=_first,

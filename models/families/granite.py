@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..catalog_entry import CatalogEntry, Sizes
 from .family import Family, Routing
+from .storage import Stacked
 
 
 def _sizes(layers: int, hidden: int, experts: int, heads: int) -> Sizes:
@@ -26,11 +27,7 @@ def _sizes(layers: int, hidden: int, experts: int, heads: int) -> Sizes:
 GRANITEMOE = Family(
     model_type="granitemoe",
     called="Granite MoE",
-    expert="model.layers.{layer}.block_sparse_moe.{part}.weight",
-    gate="input_linear",
-    up="input_linear",
-    down="output_linear",
-    together=True,
+    stored=(Stacked("model.layers.{layer}.block_sparse_moe.{part}.weight", "input_linear", "output_linear"),),
     renames=((".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),),
     block="block_sparse_moe",
     routing=Routing(module="router", normalized=True),

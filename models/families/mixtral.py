@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..catalog_entry import CatalogEntry, Sizes
 from .family import Family, GroupedQuery, Routing
+from .storage import Apart
 
 _8X7B = Sizes(
     model_type="mixtral",
@@ -43,10 +44,7 @@ def _entry(name: str, sizes: Sizes, repo: str, released: str, chat: str | None =
 MIXTRAL = Family(
     model_type="mixtral",
     called="Mixtral",
-    expert="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
-    gate="w1",
-    up="w3",
-    down="w2",
+    stored=(Apart("model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight", "w1", "w3", "w2"),),
     renames=((".block_sparse_moe.", ".mlp."),),
     defaults={
         "vocab_size": 32000,

@@ -23,7 +23,6 @@ _1B_7B = Sizes(
 OLMOE = Family(
     model_type="olmoe",
     called="OLMoE",
-    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
     defaults={
         "vocab_size": 50304,
         "hidden_size": 2048,

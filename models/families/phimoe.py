@@ -6,6 +6,7 @@ from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
 from .family import Family, Routing
+from .storage import Apart
 
 _3_5 = Sizes(
     model_type="phimoe",
@@ -34,10 +35,7 @@ def _biases(config: Any) -> int:
 PHIMOE = Family(
     model_type="phimoe",
     called="Phi-3.5-MoE",
-    expert="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
-    gate="w1",
-    up="w3",
-    down="w2",
+    stored=(Apart("model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight", "w1", "w3", "w2"),),
     renames=((".block_sparse_moe.gate.", ".mlp.router."),),
     routing=Routing(module="router", kind="sparsemixer", normalized=False),
     biases=_biases,

@@ -77,9 +77,9 @@ _57B_A14B = Sizes(
 _CHATML = "<|im_start|> turns, from its own chat template"
 
 
-def _entry(name: str, sizes: Sizes, repo: str, released: str, *, thinks: bool = False, **others: str) -> CatalogEntry:
+def _entry(name: str, sizes: Sizes, repo: str, released: str, *, thinks: bool = False, **others: Any) -> CatalogEntry:
     chat = f"{_CHATML}; it thinks first" if thinks else _CHATML
-    given = {"licence": "Apache-2.0", "chat": chat, "released": released, **others}
+    given: dict[str, Any] = {"licence": "Apache-2.0", "chat": chat, "released": released, **others}
     return CatalogEntry(name, sizes, f"Qwen/{repo}", gated=False, thinks=thinks, **given)
 
 
@@ -101,7 +101,6 @@ _SHARED_FIELDS = {
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     called="Qwen2 MoE",
-    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
     width="moe_intermediate_size",
     dense_layers=_dense_layers,
     shared=SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size"),
@@ -124,7 +123,6 @@ QWEN2_MOE = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     called="Qwen3 MoE",
-    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
     width="moe_intermediate_size",
     dense_layers=_dense_layers,
     defaults={

@@ -19,7 +19,7 @@ from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.rule import Rule
 from .. import config_limits, private_file
 from ..errors import NoPackError, PackError
-from ..families import FAMILIES
+from ..families import FAMILIES, Family
 from ..visible import as_name
 from .tensor_file import TensorShapes
 from .widths import Widths
@@ -28,6 +28,7 @@ FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 FILE_NAME = "manifest.json"
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
+DOWN_BIAS = "down.bias"  # of a layer's experts
 UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
 _LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
@@ -133,18 +134,24 @@ class Manifest:
         """What 16-bit values of experts are."""
         return _FLOAT16[self.widths.float16]
 
+    @property
+    def family(self) -> Family:
+        """The model's."""
+        return FAMILIES[self.architecture.model_type]
+
     def signal_of(self, layer: int) -> Projection:
         """The projection that is a layer's signal."""
         return self.signals[layer] if self.signals else "up"
 
     def signal_layout(self, signal: Projection = "up") -> SignalLayout:
         """Of the signal projections, whichever these are."""
-        return SignalLayout(self._vector(self.widths.up), self.float16, signal)
+        return SignalLayout(self._vector(self.widths.up), self.float16, signal, self.family.experts_by)
 
     def row_layout(self, signal: Projection = "up") -> RowLayout:
         """Of the neurons' rows, which hold the other projection."""
         other, down = self._vector(self.widths.gate), self._vector(self.widths.down)
-        return RowLayout(other, down, self.float16, signal)
+        family = self.family
+        return RowLayout(other, down, self.float16, signal, family.experts_by, family.biased)
 
     def _vector(self, bits: int) -> VectorLayout:
         return VectorLayout(self.architecture.hidden, bits, self.widths.group)
@@ -162,13 +169,16 @@ class Manifest:
             zero: (torch.float16, (*shape, of.vector.groups)),
             "threshold": table,
             "product": table,
+            **(_bias_plan(a, signal) if self.family.biased else {}),
         }
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's experts, without its tables."""
         a, signal = self.architecture, self.signal_layout()
-        return a.experts * a.intermediate * (self.row_layout().nbytes + signal.row_bytes + 4 * signal.vector.groups)
+        neuron = self.row_layout().nbytes + signal.row_bytes + 4 * signal.vector.groups
+        biases = 4 * (a.intermediate + a.hidden) if self.family.biased else 0
+        return a.experts * (a.intermediate * neuron + biases)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json atomically, even in case of a power cut."""
@@ -281,7 +291,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
     if not known or a.hidden % w.group:
         raise ValueError("its bit widths")
-    if len(manifest.signals) not in (0, a.layers):
+    if len(manifest.signals) not in (0, a.layers) or {*manifest.signals} - {*manifest.family.signals}:
         raise ValueError("its signals")
     for preset in manifest.tuned:
         rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
@@ -314,6 +324,11 @@ def _named(a: Architecture) -> dict[str, int]:
 def _with_rule(preset: dict[str, Any]) -> dict[str, Any]:
     """A preset of a pack; earlier ones have the rule's fields beside the others."""
     return {**preset, "rule": preset.get("rule") or preset}
+
+
+def _bias_plan(a: Architecture, signal: Projection) -> TensorShapes:
+    own, down = (torch.float32, (a.experts, a.intermediate)), (torch.float32, (a.experts, a.hidden))
+    return {f"{signal}.bias": own, DOWN_BIAS: down}
 
 
 def signal_names(signal: Projection) -> tuple[str, str, str]:

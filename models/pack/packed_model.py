@@ -16,7 +16,7 @@ from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
 from ..errors import UsageError, damaged
 from . import learned_predictor, tensor_file
-from .manifest import FILE_NAME, Manifest, file_entry, layer_file, signal_names
+from .manifest import DOWN_BIAS, FILE_NAME, Manifest, file_entry, layer_file, signal_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,14 @@ class PackedLayer:
     Attributes:
         signal, rows: of its E experts.
         thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1.
-        products: likewise |silu(gate · x) up · x|.
+        products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
     """
 
     signal: SignalWeights
     rows: ExpertRows
     thresholds: Tensor
     products: Tensor
+    down_bias: Tensor | None = None
 
     def halved(self) -> PackedLayer:
         """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1
@@ -106,9 +107,10 @@ class PackedModel:
         for tensor in ("threshold", "product"):
             if not rising(tensors[tensor]):
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
-        signals = SignalWeights(m.signal_layout(signal), *(tensors[name] for name in signal_names(signal)))
+        q, scale, zero = (tensors[name] for name in signal_names(signal))
+        signals = SignalWeights(m.signal_layout(signal), q, scale, zero, tensors.get(f"{signal}.bias"))
         rows = ExpertRows(m.row_layout(signal), tensors["rows"])
-        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"])
+        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], tensors.get(DOWN_BIAS))
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""

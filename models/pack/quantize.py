@@ -59,6 +59,8 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
     else:
         parts = map(block_of, matrix.split(_DEVICE_ROWS))
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
+    if bits == 8:
+        codes, scale, zero = _without_loss(matrix.cpu(), codes, scale, zero)
     # hqq's zero of a group that is nearly constant and far from 0 overflows float16: such a group keeps its mean.
     lost = ~torch.isfinite(zero)
     if bool(lost.any()):
@@ -68,6 +70,20 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
     if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
         raise ValueError("the weights are too large for float16 scales")
     return codes, scale, zero
+
+
+def _without_loss(matrix: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of 8 bits with those groups exact that can be: of multiples of a power of two up to 127 times it.
+
+    Published weights of four bits are such (mxfp4), where the blocks of a group are alike in size.
+    """
+    values = matrix.float().view(*scale.shape, -1)
+    step = torch.exp2(values.abs().amax(-1).log2().floor().clamp(min=-18) - 6)  # 2 ** -24 is float16's least
+    multiples = values / step[..., None]
+    exact = (multiples == multiples.round()).all(-1) & (step <= 2.0**15)
+    own = (multiples + 128).clamp(0, 255).to(torch.uint8)
+    codes = torch.where(exact[..., None], own, codes.view(own.shape)).view(codes.shape)
+    return codes, torch.where(exact, step.half(), scale), torch.where(exact, torch.tensor(128.0).half(), zero)
 
 
 @cache

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import Activation, applied, function_of
 from ..errors import CheckpointError, PackError
+from ..families.storage import ExpertTensors
 from ..tokenizer.chat_process import encode
 
 QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
@@ -48,17 +50,24 @@ def read_tokens(folder: Path, text: str) -> Tensor:
     return torch.tensor([ids[start : start + length] for start in starts])
 
 
-def importance(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """How much each neuron does on tokens x (T, H): the four measures of DualSparse-MoE section 4.2, summed over T.
+def both_sides(x: Tensor, expert: ExpertTensors, activation: Activation) -> tuple[Tensor, Tensor]:
+    """What the functions of an expert's gate and up give on tokens x (T, H): (T, F) each."""
+    biases = expert.biases
+    g = F.linear(x, expert.gate.to(x.dtype), None if biases is None else biases.gate.to(x.dtype))
+    u = F.linear(x, expert.up.to(x.dtype), None if biases is None else biases.up.to(x.dtype))
+    return applied(function_of("gate", activation), g), applied(function_of("up", activation), u)
+
+
+def importance(g: Tensor, u: Tensor) -> Tensor:
+    """How much each neuron does on T tokens: the four measures of DualSparse-MoE section 4.2, summed over T.
 
     Args:
-        gate, up: (F, H).
+        g, u: (T, F) as `both_sides` gives them.
 
     Returns:
         (F, 4) float32 in the order of MEASURES.
     """
-    g = F.silu(F.linear(x, gate))
-    gu = g * F.linear(x, up)
+    gu = g * u
     return torch.stack([g.sum(0), g.abs().sum(0), gu.sum(0), gu.abs().sum(0)], dim=1).float()
 
 

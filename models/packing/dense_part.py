@@ -96,7 +96,7 @@ class DensePart:
         for stage in range(last):
             names = [name for name, own in stage_of.items() if own == stage]
             for expert in range(source.experts if stage - 1 in source.layers else 0):
-                names += source.family.expert_names(stage - 1, expert)
+                names += source.expert_names(stage - 1, expert)
             for name in names:
                 first_read.setdefault(source.places[name][0], stage)
         stages: list[list[str]] = [[] for _ in range(last + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ class LayerPass:
     """
 
     def __init__(self, config: Any, family: Any, bits: int) -> None:
+        config = copy.deepcopy(config)  # `run` changes what it says of the layer
         self._config, self._family, self._bits = config, family, bits
+        self._kinds: list[str] | None = getattr(config, "layer_types", None)
         self._model = library_model.empty(config, torch.float32).model.eval()
+        self._config = self._model.config
         self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
         self._scaled = family.scaled
         self._scale = float(getattr(config, self._scaled)) if self._scaled else 1.0
@@ -38,6 +42,8 @@ class LayerPass:
     def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module | None) -> Any:
         """Decoder layer `index` with its dense weights and these experts, if it has any."""
         layer = self._layers.pop(index)
+        if self._kinds:
+            self._config.layer_types = [self._kinds[index]]  # the library looks its only layer's mask up there
         if experts is not None:
             getattr(layer, self._family.block).experts = experts
         weights = dense.stored(file, index + 1)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.activation import Projection
+from ...kernels.activation import Projection, applied
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
-from ..pack.manifest import Architecture, Manifest, layer_file, signal_names
+from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
 from ..pack.quantize import store_matrix, store_vectors
 from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
@@ -80,10 +81,15 @@ class PackingExperts(nn.Module):
         except ValueError as error:
             raise lost(self._folder, f"{error}.") from error
 
+    def _asked(self) -> Projection | Literal["auto"]:
+        """The signal that was asked for; that of a family which has only one is not measured."""
+        (only, *others), asked = self._source.family.signals, self._journal.settings["signal"]
+        return only if not others else "up" if asked == "up" else "gate" if asked == "gate" else AUTO
+
     def _chosen_signal(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Projection:
         """As asked for, as the journal says, or as measured."""
         if self._layer not in self._journal.signals:
-            asked = str(self._journal.settings["signal"])
+            asked = self._asked()
             found = asked if asked != AUTO else choose(self._source, self._layer, hidden, top_k_index, top_k_weights)
             self._journal.note_signal(self._layer, found)
         return self._journal.signals[self._layer]
@@ -95,6 +101,7 @@ class PackingExperts(nn.Module):
         out = torch.zeros_like(hidden)
         lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
+        down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
         with self._file, self._measures:
             for expert in range(self._manifest.architecture.experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
@@ -112,7 +119,8 @@ class PackingExperts(nn.Module):
                 if token.numel():
                     weights = top_k_weights[token, slot, None].to(h.dtype)
                     lost[expert], tokens[expert] = left_out(v, h, down, weights), token.numel()
-                    out.index_add_(0, token, (h @ down) * weights)
+                    y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
+                    out.index_add_(0, token, y * weights)
             for expert in exempt(lost, tokens):  # a threshold of 0 skips nothing
                 self._file["threshold"][expert] = 0
                 self._file["product"][expert] = 0
@@ -121,20 +129,25 @@ class PackingExperts(nn.Module):
     def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write one expert, neurons by falling importance; see `_compute`."""
         file, signals, rows = self._file, self._signals, self._rows
-        gate, up, down = self._source.expert(self._layer, expert)
-        measures = calibration.importance(x, gate.to(x.dtype), up.to(x.dtype))
+        source = self._source.whole_expert(self._layer, expert)
+        measures = calibration.importance(*calibration.both_sides(x, source, rows.activation))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._measures["importance"][expert] = measures[order]
         try:
-            signal, other = (up, gate) if self._signal == "up" else (gate, up)
+            own, besides = (0, 1) if self._signal == "gate" else (1, 0)
+            sides, down, biases = (source.gate, source.up), source.down, source.biases
+            signal, other = sides[own], sides[besides]
             q, scale, zero = store_matrix(signal[order], signals.vector, signals.float16, self._device)
             records = rows.join(
                 store_vectors(other[order], rows.other, rows.float16, self._device),
                 store_vectors(down.T[order], rows.down, rows.float16, self._device),
+                None if biases is None else biases[besides][order],
             )
         except ValueError as error:
             raise unpackable(self._layer, expert, str(error)) from error
         parts = {**dict(zip(signal_names(self._signal), (q, scale, zero), strict=True)), "rows": records}
+        if biases is not None:
+            parts |= {f"{self._signal}.bias": biases[own][order], DOWN_BIAS: biases.down}
         for part, tensor in parts.items():
             file[part][expert] = tensor
         v, h, down = self._compute(expert, x)
@@ -146,8 +159,9 @@ class PackingExperts(nn.Module):
         """x (T, H) -> the signal and silu(gate·x) up·x, (T, F), and down (F, H) of an expert as it is packed."""
         file = self._file
         q, scale, zero = (file[part][expert][None] for part in signal_names(self._signal))
-        v = F.linear(x, SignalWeights(self._signals, q, scale, zero).dense(0, x.dtype))
-        other, down = self._rows.read(file["rows"][expert], x.dtype)
-        other = F.linear(x, other)
-        v, h = (v, F.silu(other) * v) if self._signal == "up" else (F.silu(v), F.silu(v) * other)
-        return v, h, down
+        own = file[f"{self._signal}.bias"][expert].to(x.dtype) if self._rows.biased else None
+        v = F.linear(x, SignalWeights(self._signals, q, scale, zero).dense(0, x.dtype), own)
+        v, records = applied(self._signals.function, v), file["rows"][expert]
+        other, down = self._rows.read(records, x.dtype)
+        besides = applied(self._rows.function, F.linear(x, other, self._rows.read_bias(records, x.dtype)))
+        return v, besides * v, down

@@ -108,7 +108,7 @@ class Packing:
         for stage, names in enumerate(self._dense.stages):
             steps["dense", stage] = [name for name in names if name not in self._journal.dense]
             if stage - 1 in self._source.layers:
-                layer, names = self._packed(stage - 1), self._source.family.expert_names
+                layer, names = self._packed(stage - 1), self._source.expert_names
                 left = [e for e in range(self._experts) if (layer, e) not in self._journal.experts]
                 steps |= {(layer, expert): names(stage - 1, expert) for expert in left}
         return steps

@@ -7,14 +7,17 @@ demo the first layers lose up to twice as much by the gate, and the last ones th
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import Projection
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from .calibration import both_sides
 
-AUTO = "auto"  # each layer as measured
+AUTO: Literal["auto"] = "auto"  # each layer as measured
 SHARE, PRODUCT = 0.6, 0.8  # skipped by the signal and by the product: about what Balanced skips
 OUT_OF_PROPORTION = 10.0  # times what an expert of the layer usually loses by token
 LARGE_PART = 0.2  # of what all experts of the layer lose
@@ -41,17 +44,17 @@ def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weigh
         if len(token) < _LEAST:
             continue
         token, slot = token[:_MOST], slot[:_MOST]
-        gate, up, down = (part.float() for part in source.expert(layer, expert))
-        if not all(bool(part.isfinite().all()) for part in (gate, up, down)):
+        found = source.whole_expert(layer, expert)
+        if not all(bool(part.isfinite().all()) for part in found[:3]):
             raise unpackable(layer, expert, "Its weights hold values that are not finite.")
         x, weight = hidden[token], weights[token, slot, None].float()
-        signals = {"up": F.linear(x, up), "gate": F.silu(F.linear(x, gate))}
+        signals = dict(zip(("gate", "up"), both_sides(x, found, source.family.experts_by), strict=True))
         h = signals["up"] * signals["gate"]
         quiet = h.abs() < _quantile(h, PRODUCT)
         for name, v in signals.items():
             skipped = (v.abs() < _quantile(v, SHARE)) | quiet
-            left_out = F.linear(h.masked_fill(~skipped, 0), down) * weight
-            lost[name] += float(left_out.square().sum())
+            left = F.linear(h.masked_fill(~skipped, 0), found.down.to(h.dtype)) * weight
+            lost[name] += float(left.square().sum())
     return "gate" if lost["gate"] < lost["up"] else "up"
 
 

@@ -147,6 +147,14 @@ def _load_codes(case: Case) -> None:
             other, down = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
             both = [other, layer.signal.dense(expert, torch.float32)]
             both = both if layer.rows.layout.signal == "up" else both[::-1]
+            if family.biased:  # gate and up take turns, neurons first
+                block.experts.gate_up_proj.data[expert] = torch.stack(both, 1).flatten(0, 1).T
+                block.experts.down_proj.data[expert] = down
+                bias, own = layer.rows.layout.read_bias(layer.rows.data[expert], torch.float32), layer.signal.bias
+                assert bias is not None and own is not None
+                biases = [bias, own[expert]] if layer.rows.layout.signal == "up" else [own[expert], bias]
+                block.experts.gate_up_proj_bias.data[expert] = torch.stack(biases, 1).flatten()
+                continue
             block.experts.gate_up_proj.data[expert] = torch.cat(both)
             block.experts.down_proj.data[expert] = down.T
     for layer, name in quantized_linears.stored_layers(source, LOW.dense).items():
