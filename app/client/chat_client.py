@@ -168,7 +168,7 @@ class ChatClient:
                     ids = []
                     if event.request == self._running:
                         self._running = None
-                        if isinstance(event, Finished) and event.reason == "cancelled" and self._left == 0:
+                        if isinstance(event, Finished) and self._left == 0:
                             event = replace(event, reason="length")
                     updates.append(event)
                 case _:
@@ -181,7 +181,7 @@ class ChatClient:
         if request is None or not (ids or last) or not isinstance(self._format, ChatProcess):
             return []
         try:
-            pushed = self._format.push(ids, last=last)
+            pushed = self._format.push(ids, last=last, most=self._left)
         except FloeError as error:
             self._session.send(Cancel(request))
             self._running = None

@@ -123,9 +123,12 @@ class ChatProcess:
         """How many tokens a text takes. Raises PackError as `fit`."""
         return self._ask(len(text), do="count", text=text)["count"]
 
-    def push(self, ids: Sequence[int], *, last: bool = False) -> Pushed:
-        """What these tokens of the answer complete; with `last`, all that was held back too. Raises PackError."""
-        reply = self._ask(0, do="push", ids=list(ids), last=last)
+    def push(self, ids: Sequence[int], *, last: bool = False, most: int | None = None) -> Pushed:
+        """What these tokens of the answer complete; with `last`, all that was held back too.
+
+        Those that follow `most` tokens that are no thinking are left out. Raises PackError.
+        """
+        reply = self._ask(0, do="push", ids=list(ids), last=last, most=most)
         return Pushed(tuple(Part(**part) for part in reply["parts"]), reply["thought"])
 
     def close(self) -> None:

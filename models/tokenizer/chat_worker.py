@@ -90,11 +90,13 @@ class Worker:
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 
-    def do_push(self, folder: str, ids: list[int], last: bool) -> dict[str, Any]:
+    def do_push(self, folder: str, ids: list[int], last: bool, most: int | None) -> dict[str, Any]:
         self._step("tokenizer")
         assert self._decoder is not None, "nothing is open"
         parts, thought = list[Part](), 0
-        for piece in self._decoder.pieces(ids):
+        for number, piece in enumerate(self._decoder.pieces(ids)):
+            if most is not None and number - thought >= most:
+                break
             parts += self._parser.feed([piece])
             thought += self._parser.thinking
         parts += self._parser.finish() if last else []

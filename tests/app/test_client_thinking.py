@@ -80,7 +80,8 @@ def test_an_answer_is_as_long_as_was_asked_for(opened: Opened) -> None:
     assert client.thinking == "always"
     client.submit(HI, GREEDY, 5)
     found, _, text, finished = thought(client, 1)
-    assert not found and text and finished.reason == "length" and 5 <= finished.stats.new_tokens < 400
+    assert not found and finished.reason == "length" and finished.stats.new_tokens >= 5
+    assert client.count(text) in range(1, 16)  # five tokens, of which broken characters are shown as three bytes
     client.submit(HI, GREEDY, 5)
     assert thought(client, 1)[3].reason == "length"
 
