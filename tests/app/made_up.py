@@ -42,7 +42,16 @@ HARDWARE = Hardware(
 )
 _RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
 WISH = Wish("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b-instruct", home=MODELS)
-_MIXTRAL = next(entry for entry in PUBLISHED if entry.name == "mixtral-8x7b-instruct")
+# Fixed, so that a model more in the list changes no scene.
+_LISTED = (
+    "qwen3-30b-a3b-instruct-2507",
+    "qwen3-coder-30b-a3b-instruct",
+    "qwen3-30b-a3b-thinking-2507",
+    "olmoe-1b-7b-instruct",
+    "mixtral-8x7b-instruct",
+    "mixtral-8x22b-instruct",
+)
+ENTRIES = tuple(entry for entry in PUBLISHED if entry.name in _LISTED)
 
 
 def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:

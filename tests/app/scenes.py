@@ -26,7 +26,7 @@ from floe_chat.engine.events import Failed, Loading, PrefillProgress
 from floe_chat.models import catalog
 from textual.pilot import Pilot
 
-from .made_up import FOUND, HARDWARE, MODELS, TREES, WISH, ask_for_terms, progress, running, survey
+from .made_up import ENTRIES, FOUND, HARDWARE, MODELS, TREES, WISH, ask_for_terms, progress, running, survey
 from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, stats, status, until, write
 from .wizardry import shown
 
@@ -243,7 +243,7 @@ def _models_screen(stage: Stage) -> ModelsScreen:
 
 
 async def _machine(stage: Stage) -> None:
-    stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
+    stage.app.push_screen(WizardScreen(stage.setups, entries=ENTRIES, surveyor=survey))
     await stage.see("Ryzen 5 5600", "Enter continues")
 
 
@@ -266,7 +266,7 @@ async def _token(stage: Stage) -> None:
 
 
 async def _resume(stage: Stage) -> None:
-    stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
+    stage.app.push_screen(WizardScreen(stage.setups, entries=ENTRIES, surveyor=survey))
     await stage.see("Unfinished setups", "Set up another model")
 
 

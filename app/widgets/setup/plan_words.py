@@ -24,7 +24,7 @@ STANDINGS = {
     "reading": "At reading speed",
     "slower": "Slower than reading speed, the fastest first",
     "base": "Base models, which cannot chat",
-    "unfit": "Too large for this machine",
+    "unfit": "Too large or too slow for this machine",
 }
 _PLACES = {"gpu": "all of it on the GPU", "pool": "on the GPU and the CPU together", "cpu": "on the CPU"}
 
