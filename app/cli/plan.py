@@ -30,7 +30,7 @@ _SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
 _MODEL = 31  # columns of a model's name
 _HEADINGS = {
     "reading": "Answer at reading speed, best first",
-    "slower": "Slower, fastest first",
+    "slower": "Slower answers, fastest first",
     "base": "Base models, which continue text and cannot chat",
     "unfit": "Do not fit",
 }

@@ -250,7 +250,7 @@ async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setu
     async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 50)) as pilot:
         await see(pilot, "Enter continues")
         await pilot.press("enter")
-        await see(pilot, "Slower than reading speed", "● 3/4/4", "First at reading speed")
+        await see(pilot, "Slower answers", "● 3/4/4", "First at reading speed")
         found = offers(machine_of(24 << 30))
         order = [one.entry.name for one in found if one.entry.name in catalog_names(pilot)]
         assert catalog_names(pilot) == order and order[0] == "qwen3-30b-a3b-instruct-2507"

@@ -22,7 +22,7 @@ KL = (
 _HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
 STANDINGS = {
     "reading": "At reading speed",
-    "slower": "Slower than reading speed, the fastest first",
+    "slower": "Slower answers, the fastest first",
     "base": "Base models, which cannot chat",
     "unfit": "Too large or too slow for this machine",
 }
