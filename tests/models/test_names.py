@@ -267,6 +267,13 @@ class TestReasons:
             described(fields | changed)
         assert reason in caught.value.title and caught.value.hint
 
+    def test_a_family_that_is_published_quantized_is_read_so_alone(self) -> None:
+        fields = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+        assert supported.refused_type(fields, "x/gpt-oss") is None
+        fields["quantization_config"] = {"quant_method": "awq"}
+        error = supported.refused_type(fields, "openai/gpt-oss-20b-AWQ")
+        assert error and "AWQ" in error.title and error.hint == "Use the original, openai/gpt-oss-20b."
+
     def test_what_can_be_packed_is_what_is_called_supported(self) -> None:
         assert set(supported.SUPPORTED) == set(FAMILIES)
 
