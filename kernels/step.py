@@ -48,6 +48,7 @@ class Heads:
         window: how many tokens a query sees, itself included. cache_dtype: in which form keys and values are stored,
             see entries.py.
         q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
+        sinks: (heads,) scores of a token that has no value, which every query sees besides; None where there is none.
     """
 
     num_heads: int
@@ -59,6 +60,7 @@ class Heads:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     cache_dtype: torch.dtype = torch.float32
+    sinks: Tensor | None = None
 
     @property
     def entry(self) -> tuple[int, ...]:
@@ -95,6 +97,8 @@ class Router:
         bias: (E,) of the logits. correction: (E,) float32, added to scores for the choice, and not for the weights.
         groups, top_groups: experts are chosen from so many of the groups that they are divided into: those with the
             best expert, or, with a correction, the best pair. scale: of the weights.
+        down_bias: (E, H) float32 of the experts' last matrices, which depends on the choice alone and joins the
+            residual stream with what is beside the experts.
     """
 
     weight: Tensor
@@ -109,6 +113,14 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    down_bias: Tensor | None = None
+
+    def bias_of(self, index: Tensor, weights: Tensor) -> Tensor | None:
+        """What `down_bias` adds for a choice, index and weights (B, K): (B, H)."""
+        if (bias := self.down_bias) is None:
+            return None
+        shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
+        return shares @ bias
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
@@ -243,7 +255,10 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
     if layer.beside is not None:
         stream = stream + layer.beside(hidden)
-    return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+    routed = layer.router(hidden) if layer.router else ()
+    if layer.router and (bias := layer.router.bias_of(*routed)) is not None:
+        stream = stream + bias.to(stream.dtype)
+    return Stepped(stream, hidden, routed)
 
 
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
@@ -260,7 +275,9 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
     seen = heads.values(kv[first : position + 1], qkv.dtype)
     keys, others = seen.repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
-    return torch.einsum("ht,thd->hd", scores.softmax(-1), others).reshape(1, -1)
+    if heads.sinks is not None:
+        scores = torch.cat([scores, heads.sinks[:, None].to(scores.dtype)], -1)
+    return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(others)], others).reshape(1, -1)
 
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:

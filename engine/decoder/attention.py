@@ -90,6 +90,8 @@ class GroupedAttention:
     ) -> Tensor:
         """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
         heads = layer.heads
+        if heads.sinks is not None:
+            return self._attend_any(layer, queries, keys, values, _mask)
         grouped = queries.view(
             heads.num_kv_heads, 1, -1, heads.head_dim
         )  # as if they were positions: all see all tokens
@@ -102,11 +104,38 @@ class GroupedAttention:
         heads = layer.heads
         groups = heads.num_heads // heads.num_kv_heads
         grouped = queries.unflatten(1, (heads.num_kv_heads, groups)).permute(1, 2, 0, 3)
+        if heads.sinks is not None:
+            sinks = heads.sinks.view(heads.num_kv_heads, groups)
+            alike = zip(grouped, keys, values, sinks, strict=True)
+            parts = [_with_sinks(*each, _seen(mask, self._tokens, each[0].device), heads.scale) for each in alike]
+            return torch.stack(parts).permute(2, 0, 1, 3).reshape(self._tokens, -1)
         keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
         return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
+
+
+def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
+    """The mask (T, N) of a pass that may have left it to be causal."""
+    if mask is not None or tokens == 1:
+        return mask
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+
+
+def _with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """queries (groups, T, D), keys and values (1, N, D) of one head, sinks (groups,) -> (groups, T, D).
+
+    One head of keys at a time: all scores at once of a long prompt would be gigabytes.
+    """
+    scores = queries.float() @ keys[0].float().T * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    sinks = sinks.float()[:, None, None].expand(-1, scores.shape[1], -1)
+    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (shares @ values[0].float()).to(queries.dtype)
 
 
 def _ready(group: Tensor, device: torch.device) -> Sequence[tuple[Tensor, Tensor] | None]:

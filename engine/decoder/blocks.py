@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.step import Projection, Router, Swiglu
 from ...models.families import Family
+from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
 from .quantized_linear import PackedLinear, join
 
@@ -68,6 +69,8 @@ def read_router(family: Family, block: Any) -> Router:
         Unsupported: one of another kind.
     """
     routing, gate, experts = family.routing, family.router(block), block.experts
+    if family.biased and not isinstance(experts, MoELayer):
+        raise Unsupported("its experts have biases that are not a pack's")
     if routing.kind == "sparsemixer":
         raise Unsupported(family.why)
     correction = block.get_buffer(routing.correction) if routing.correction in _buffers(block) else None
@@ -88,6 +91,7 @@ def read_router(family: Family, block: Any) -> Router:
         groups=getattr(gate, "num_group", None) or 1,
         top_groups=getattr(gate, "topk_group", None) or 1,
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
+        down_bias=experts.take_bias() if isinstance(experts, MoELayer) else None,
     )
 
 

@@ -59,7 +59,8 @@ class FusedDecoder:
         self.device = self._embedding.device
         attention: Any = family.attention
         head_dim = model.model.layers[0].self_attn.head_dim
-        self._rope = Rope(model.model.rotary_emb, head_dim, self._embedding, interleaved=attention.interleaved)
+        how = {"interleaved": attention.interleaved, "once": attention.angles_once}
+        self._rope = Rope(model.model.rotary_emb, head_dim, self._embedding, **how)
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype

@@ -47,7 +47,11 @@ class DecoderLayer:
         hidden = norm(stream, self.post_attention_layernorm, self.eps)
         if self.beside is not None:
             stream = stream + self.beside(hidden)
-        return Stepped(stream, hidden, self.router(hidden) if self.router else ())
+        if (router := self.router) is None:
+            return Stepped(stream, hidden, ())
+        routed = router(hidden)
+        bias = router.bias_of(*routed)
+        return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed)
 
     def dense(self) -> DenseLayer:
         """As one operation takes it.
@@ -120,6 +124,7 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
         q_norm=_turned(attention.q_norm.weight, order) if kind.normalized(config) else None,
         k_norm=_turned(attention.k_norm.weight, order) if kind.normalized(config) else None,
         cache_dtype=kept,
+        sinks=attention.sinks if kind.sinks else None,
     )
     block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
@@ -173,6 +178,7 @@ class Rope:
 
     Args:
         interleaved: whether neighbouring dimensions turn together, and not those half a head apart.
+        once: whether the module gives each angle once, and not for both dimensions that it turns.
 
     Attributes:
         order: (D,) of a head's dimensions, so that each is half a head from the one that it turns with; those that do
@@ -182,12 +188,13 @@ class Rope:
         Unsupported: a type that changes with the length of the text.
     """
 
-    def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False) -> None:
+    def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False, once: bool = False) -> None:
         if module.rope_type not in STATIC_ROPE:
             raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
         self._module, self._like, self._dim = module, like, dim
         self._table = like.new_empty(0, 2, dim)
         turned = self._module(like, torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0].shape[-1]
+        turned *= 2 if once else 1
         self._half, rest = turned // 2, (dim - turned) // 2
         places = torch.arange(turned, device=like.device).view(*((-1, 2) if interleaved else (2, -1)))
         first, second = places.unbind(1 if interleaved else 0)

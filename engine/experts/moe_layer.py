@@ -113,8 +113,15 @@ class MoELayer(nn.Module):
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
         self.ruled = RuledLayer(packed, control.preset, index)
-        if packed.down_bias is not None:
-            self.register_forward_hook(_add_bias)
+        # Whoever goes on from the router's choice may add the bias of down instead.
+        self._bias = None if packed.down_bias is None else self.register_forward_hook(_add_bias)
+
+    def take_bias(self) -> Tensor | None:
+        """(E, H) the bias of down, which the caller adds from now on; None where there is none."""
+        if self._bias is not None:
+            self._bias.remove()
+            self._bias = None
+        return self.packed.down_bias
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).

@@ -155,12 +155,13 @@ FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_matrix *weig
 // How a layer chooses its experts: weight (experts, H), NULL where it has none. A score is the softmax of a logit, or
 // its sigmoid. bias: (experts), of the logits. correction: (experts), added to scores for the choice alone. Experts are
 // chosen from top_groups of the groups that they are divided into: those with the best expert, or, with a correction,
-// the best pair. shares: whether the weights of the chosen experts are made to sum to 1, before scale.
+// the best pair. shares: whether the weights of the chosen experts are made to sum to 1, before scale. down_bias:
+// (experts, H) of the experts' last matrices, which joins the residual stream.
 typedef struct {
     int64_t experts, top_k, groups, top_groups;
     int32_t sigmoid, shares;
     float scale;
-    FLOE_OPTIONAL const float *weight, *bias, *correction;
+    FLOE_OPTIONAL const float *weight, *bias, *correction, *down_bias;
 } floe_router;
 
 // y = down · (silu(gate · x) * (up · x)): a shared expert, or a layer without experts. both: gate, then up, so many
@@ -174,8 +175,8 @@ typedef struct {
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
 // (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
-// form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). beside: what
-// every token is given besides experts.
+// form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). sinks: (heads)
+// scores of a token without a value that every query sees. beside: what every token is given besides experts.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
@@ -183,7 +184,7 @@ typedef struct {
     int32_t each_head, stored;
     float eps, scale, clip;
     const float *before, *after;
-    FLOE_OPTIONAL const float *q_norm, *k_norm;
+    FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
     floe_matrix qkv, out;
     floe_router router;
     FLOE_OPTIONAL const floe_swiglu *beside;

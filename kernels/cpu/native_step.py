@@ -56,6 +56,7 @@ class NativeStep:
             after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
             q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
             k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
+            sinks=optional("sinks", heads.sinks, (heads.num_heads,)),
             qkv=projection_record("qkv", layer.qkv, queries + 2 * keys, hidden),
             out=projection_record("out", layer.out, hidden, queries),
             router=router_record(router, hidden),
@@ -126,9 +127,7 @@ def router_record(router: Router | None, hidden: int) -> Any:
     if router is None:
         return records.router(
             **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "sigmoid", "shares", "scale"), 0),
-            weight=None,
-            bias=None,
-            correction=None,
+            **dict.fromkeys(("weight", "bias", "correction", "down_bias"), None),
         )
     experts = router.weight.shape[0] if router.weight.ndim else 0
     if not 1 <= router.top_k <= experts:
@@ -144,6 +143,7 @@ def router_record(router: Router | None, hidden: int) -> Any:
         weight=required("router", router.weight, (experts, hidden)),
         bias=optional("router.bias", router.bias, (experts,)),
         correction=optional("router.correction", router.correction, (experts,)),
+        down_bias=optional("router.down_bias", router.down_bias, (experts, hidden)),
     )
 
 

@@ -50,7 +50,8 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
                 launch.block_of(heads.num_heads * dim, 1024),
             ),
         )
-        join_kernel[(heads.num_heads,)](partial, sums, y, dim, splits, columns)
+        sinks = sums if heads.sinks is None else heads.sinks
+        join_kernel[(heads.num_heads,)](partial, sums, sinks, y, dim, splits, columns, heads.sinks is not None)
     return y
 
 

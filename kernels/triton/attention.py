@@ -181,15 +181,25 @@ def attend_kernel(
 
 
 @device_code()
-def join_kernel(partial, sums, y, DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y (heads * D): one head's splits, each by its share of the weights."""
+def join_kernel(
+    partial, sums, sinks, y, DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr
+):  # fmt: skip
+    """y (heads * D): one head's splits, each by its share of the weights. sinks (heads): with SINKS, the score of one
+    more token, which has no value.
+    """
     head = tl.program_id(0)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, COLUMNS)
     place = head * SPLITS + split
     top = tl.load(sums + place * 2)
-    share = tl.exp(top - tl.max(top, 0))
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    share = tl.exp(top - highest)
     total = tl.sum(share * tl.load(sums + place * 2 + 1), 0)
+    if SINKS:
+        total += tl.exp(sink - highest)
     at = place[:, None] * DIM + d[None, :]
     parts = tl.load(partial + at, mask=(d < DIM)[None, :], other=0.0)
     out = tl.sum(share[:, None] * parts, 0) / total

@@ -23,6 +23,8 @@ class GroupedQuery:
         normalized: configuration -> whether queries and keys are normalized before rope.
         per_head: whether each head is normalized by itself, and not all together.
         biased: configuration -> whether queries, keys and values have biases, and whether the projection back has one.
+        angles_once: whether the library's tables of rope hold each angle once, and not for both of its dimensions.
+        sinks: whether each head has one more score, of a token without a value.
         interleaved: whether rope turns neighbouring dimensions together, and not those half a head apart.
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
@@ -31,6 +33,8 @@ class GroupedQuery:
     normalized: Callable[[Any], bool] = lambda _config: False
     per_head: bool = False
     biased: Callable[[Any], tuple[bool, bool]] = lambda _config: (False, False)
+    angles_once: bool = False
+    sinks: bool = False
     interleaved: bool = False
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
 
@@ -129,7 +133,8 @@ class Family:
     @property
     def plain(self) -> bool:
         """Whether a layer is grouped-query attention and experts chosen by probabilities, and nothing else."""
-        return self.attention is not None and self.routing.kind == "softmax" and self.shared is None
+        usual = self.attention is not None and self.routing.kind == "softmax"
+        return usual and self.shared is None and not self.biased
 
     def experts(self, config: Any) -> int:
         """How many experts a layer has; ours and some of transformers' configurations share one name for it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, Routing
+from .family import Family, GroupedQuery, Routing
 from .storage import Interleaved, Mxfp4
 
 
@@ -29,11 +29,13 @@ def _sizes(layers: int, experts: int) -> Sizes:
 
 
 def _biases(config: Any) -> int:
-    """Of attention with its sinks, routers and experts."""
-    heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    attention = dim * (heads + 2 * keys) + config.hidden_size if config.attention_bias else 0
+    """Of routers and experts, and the sinks."""
     experts = config.num_local_experts * (1 + 2 * config.intermediate_size + config.hidden_size)
-    return config.num_hidden_layers * (attention + heads + experts)
+    return config.num_hidden_layers * (config.num_attention_heads + experts)
+
+
+def _window(config: Any, layer: int) -> int | None:
+    return int(config.sliding_window) if config.layer_types[layer] == "sliding_attention" else None
 
 
 _CHAT = "harmony messages, from its own chat template; it thinks first"
@@ -47,8 +49,12 @@ GPT_OSS = Family(
     signals=("gate",),  # up's factor is near one where it is small
     routing=Routing(module="router", normalized=True),
     biases=_biases,
-    attention=None,
-    why="its attention has sinks",
+    attention=GroupedQuery(
+        sinks=True,
+        angles_once=True,
+        biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias)),
+        window=_window,
+    ),
     defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4},
     published=(
         CatalogEntry(

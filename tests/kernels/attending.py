@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from floe_chat.kernels.entries import CODES, stored
@@ -25,13 +26,15 @@ class Case:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     stored: torch.dtype = torch.float32
+    sinks: bool = False
 
     def heads(self) -> Heads:
         torch.manual_seed(self.dim)
         over = {"": None, "head": (1, 1), "all": (self.queries, self.keys)}[self.normed]
         q_norm, k_norm = ((1 + 0.3 * torch.randn(n * self.dim)).to(self.dtype) for n in over) if over else (None, None)
         given = self.queries, self.keys, self.dim, self.dim**-0.5, self.window, self.clip
-        return Heads(*given, q_norm, k_norm, self.stored)
+        sinks = (torch.randn(self.queries) * 2).to(self.dtype) if self.sinks else None
+        return Heads(*given, q_norm, k_norm, self.stored, sinks)
 
 
 CASES = {
@@ -47,6 +50,10 @@ CASES = {
     "mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=torch.bfloat16),
     "olmoe": Case(3, 3, 128, normed="all", dtype=torch.bfloat16, stored=torch.bfloat16),
     "qwen": Case(8, 1, 64, normed="head", dtype=torch.float16, stored=torch.float16),
+    "sinks": Case(sinks=True),
+    "sinks-window": Case(8, 2, 16, window=100, sinks=True, stored=torch.float16),
+    "gpt-oss": Case(8, 1, 64, window=128, dtype=torch.bfloat16, stored=torch.bfloat16, sinks=True),
+    "codes-sinks": Case(6, 3, 14, stored=CODES, sinks=True),
     "codes": Case(6, 3, 14, stored=CODES),
     "codes-least": Case(1, 1, 2, stored=CODES),
     "codes-five-of-one": Case(5, 1, 66, normed="head", stored=CODES),
@@ -108,7 +115,9 @@ def truth(case: Case, token: Token) -> tuple[Tensor, Tensor]:
     heads, entries = case.heads(), token.entries[1]
     # In float64 too a new token's key and value are stored as the nearest codes.
     entries = entries.clone() if case.stored == CODES else entries.double()
-    norms = {name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm")}
+    norms: dict[str, Any] = {
+        name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm", "sinks")
+    }
     given = token.qkv.double(), token.rope[token.position].double(), entries, token.position
     return attend(*given, replace(heads, **norms), EPS), read(case, entries[token.position])
 

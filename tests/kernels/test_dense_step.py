@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 class Sizes:
     """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
     keys and values. routing: fields of the router. biased: its biases, "b" of logits and "c" for the choice. beside:
-    neurons beside the experts, gated or not.
+    neurons beside the experts, gated or not. sinks: of each head. down: whether the experts' last matrices have biases.
     """
 
     hidden: int = 48
@@ -48,6 +48,8 @@ class Sizes:
     biased: str = ""
     beside: int = 0
     gated: bool = False
+    sinks: bool = False
+    down: bool = False
 
 
 def routed(**fields: Any) -> frozenset[tuple[str, Any]]:
@@ -70,6 +72,9 @@ SIZES = {
     ),
     "corrected": Sizes(experts=9, top_k=3, routing=routed(precise=True), biased="bc"),
     "biased-logits": Sizes(experts=9, top_k=4, biased="b"),
+    "sinks": Sizes(sinks=True),
+    "sinks-of-a-window": Sizes(64, 8, 2, 16, window=150, sinks=True, kept=torch.float16),
+    "down-biases": Sizes(experts=9, top_k=4, biased="b", down=True, bias=True, sinks=True),
     "beside": Sizes(beside=29),
     "beside-gated": Sizes(35, 6, 3, 14, 7, 7, beside=31, gated=True),
     "beside-alone": Sizes(64, experts=0, beside=70, bits=8),
@@ -123,7 +128,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     s, width = sizes, sizes.queries * sizes.dim
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
-    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept)
+    sinks = torch.randn(s.queries) * 3 if s.sinks else None
+    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept, sinks)
     return DenseLayer(
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
         post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
@@ -138,8 +144,11 @@ def make_layer(sizes: Sizes) -> DenseLayer:
 
 def make_router(s: Sizes) -> Router:
     scores, weight = torch.full((2, s.experts), NAN), torch.randn(s.experts, s.hidden)
+    down = torch.randn(s.experts, s.hidden) if s.down else None
     bias, correction = (torch.randn(s.experts) * 0.3 if kind in s.biased else None for kind in "bc")
-    return Router(weight, s.top_k, s.shares, scores=scores, bias=bias, correction=correction, **dict(s.routing))
+    return Router(
+        weight, s.top_k, s.shares, scores=scores, bias=bias, correction=correction, down_bias=down, **dict(s.routing)
+    )
 
 
 def make_beside(s: Sizes) -> Swiglu:
@@ -157,10 +166,10 @@ def widened(layer: DenseLayer) -> DenseLayer:
             return Projection(weight.double(), wide(part.bias))
         return part.double() if isinstance(part, Tensor) else part
 
-    heads = replace(layer.heads, q_norm=wide(layer.heads.q_norm), k_norm=wide(layer.heads.k_norm))
+    heads = replace(layer.heads, **{name: wide(getattr(layer.heads, name)) for name in ("q_norm", "k_norm", "sinks")})
     router = layer.router
     if router is not None:
-        parts = {name: wide(getattr(router, name)) for name in ("weight", "scores", "bias", "correction")}
+        parts = {name: wide(getattr(router, name)) for name in ("weight", "scores", "bias", "correction", "down_bias")}
         router = replace(router, precise=False, **parts)  # which would compute logits in float32
     beside = layer.beside
     beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale))

@@ -120,6 +120,7 @@ struct Attention {
     float *scores; // of each thread
     Share *shares; // (spans, heads)
     float *sums;   // (spans, heads, D)
+    const float *sinks;
 };
 
 void attend_span(void *opaque, int64_t span, int worker) {
@@ -132,9 +133,11 @@ void attend_span(void *opaque, int64_t span, int worker) {
 // The spans' results in one: out (heads, D), which may be the first span's sums.
 void join_spans(const Attention &a, int64_t spans, float *out) {
     for (int64_t q = 0; q < a.h.heads; q++) {
-        float most = a.shares[q].most, total = 0;
+        float most = a.shares[q].most;
+        if (a.sinks != nullptr && a.sinks[q] > most) most = a.sinks[q];
         for (int64_t s = 1; s < spans; s++)
             if (a.shares[s * a.h.heads + q].most > most) most = a.shares[s * a.h.heads + q].most;
+        float total = a.sinks == nullptr ? 0 : std::exp(a.sinks[q] - most);
         for (int64_t s = 0; s < spans; s++) {
             Share &share = a.shares[s * a.h.heads + q];
             share.most = std::exp(share.most - most); // the span's factor
@@ -252,7 +255,7 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     if (position < 0 || position >= place->capacity) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
-    Attention a = {{l.heads, l.kv_heads, l.dim, l.stored}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
+    Attention a = {{l.heads, l.kv_heads, l.dim, l.stored}, nullptr, nullptr, 0, nullptr, nullptr, nullptr, l.sinks};
     const int64_t first = l.window > 0 && l.window <= position ? position + 1 - l.window : 0;
     a.tokens = position + 1 - first;
     a.kv = (const uint8_t *)kv + first * a.h.bytes();
@@ -286,6 +289,11 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     if (r.weight != nullptr) {
         multiply_floats(r.weight, hidden, r.experts, l.hidden, threads, router_scores);
         route(r, router_scores, ranked, *routed);
+        for (int64_t k = 0; r.down_bias != nullptr && k < r.top_k; k++) {
+            const float *const bias = r.down_bias + routed->index[k] * l.hidden;
+            const float weight = routed->weights[k];
+            for (int64_t i = 0; i < l.hidden; i++) stream[i] += weight * bias[i];
+        }
     }
     return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, digits, threads, stream);
 }
