@@ -89,9 +89,9 @@ def test_nothing_that_was_finished_is_read_again(tmp_path: Path, source: Path, w
     told = Told()
     original = Checkpoint.tensor
 
-    def tensor(self: Checkpoint, name: str) -> Tensor:
+    def tensor(self: Checkpoint, name: str, index: int | None = None) -> Tensor:
         read.append(name)
-        return original(self, name)
+        return original(self, name, index)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "tensor", tensor)

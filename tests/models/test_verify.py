@@ -163,9 +163,9 @@ def test_repair_reads_only_what_it_needs(copy: Path, source: Path, monkeypatch: 
     read: list[str] = []
     original = Checkpoint.tensor
 
-    def tensor(self: Checkpoint, name: str) -> Tensor:
+    def tensor(self: Checkpoint, name: str, index: int | None = None) -> Tensor:
         read.append(name)
-        return original(self, name)
+        return original(self, name, index)
 
     monkeypatch.setattr(Checkpoint, "tensor", tensor)
     spoil(copy / "layer_01.safetensors")
