@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
+from ...kernels.activation import applied
 from ...kernels.codes import group_size
 from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
+from ...models.catalog import described
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
 from ...models.modules import library_model
@@ -37,22 +39,11 @@ from ..quality.evaluate import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
 
-# Sizes as published, by transformers' names; num_hidden_layers is what the published model has.
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 32768,
-    },
-}
-CALIBRATION_TOKENS = 96  # an expert of Mixtral sees about 24 of them, which is 344,000 values for a table
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")
+"""Listed models whose widths can be measured."""
+
+# An expert of Mixtral sees about 24 of them, which is 344,000 values for a table; one of 128 small ones sees 6.
+CALIBRATION_TOKENS = 96
 _OWN_USE = 1 << 30  # activations, dequantized blocks, torch
 _SAMPLED = 16  # step between sampled neurons' gates: dequantizing all would take half a minute
 # DualSparse-MoE table 1: of the experts that Mixtral-8x7B (fine-tuned) chooses, two for each token, 20.3 % have a share
@@ -92,15 +83,30 @@ class Spec:
 
     @property
     def published_layers(self) -> int:
-        return MODELS[self.name]["num_hidden_layers"]
+        return described(self.name).sizes.layers
 
     def config(self) -> Any:
         """transformers' configuration."""
         import_model_code()
         from transformers import AutoConfig
 
-        sizes: dict[str, Any] = {**MODELS[self.name], "num_hidden_layers": self.layers}
-        return AutoConfig.for_model(**sizes)
+        sizes = described(self.name).sizes
+        family = FAMILIES[sizes.model_type]
+        fields: dict[str, Any] = {
+            "vocab_size": sizes.vocab,
+            "hidden_size": sizes.hidden,
+            family.width: sizes.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_dim,
+            "num_local_experts": sizes.experts,
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": sizes.top_k,
+            "norm_topk_prob": True,
+            "max_position_embeddings": sizes.window,
+        }
+        return AutoConfig.for_model(sizes.model_type, **fields)
 
     def manifest(self) -> Manifest:
         """The manifest of such a pack."""
@@ -116,6 +122,7 @@ class Spec:
             widths=widths,
             calibration=Calibration(CALIBRATION_TOKENS, QUANTILES),
             files={},
+            signals=() if "up" in family.signals else (family.signals[0],) * self.layers,
         )
 
 
@@ -221,14 +228,18 @@ def calibrate(subject: Subject) -> None:
 def _make_sure(router: nn.Module, arguments: tuple[Tensor]) -> None:
     """Scale the weights of a router that is about to choose: hidden (B, H).
 
-    The second of a token's two has a share of 1 / (1 + exp(s · gap)) when the scores, gap apart, are scaled by s; s is
-    chosen so that 2 · _LOW_SHARE of the tokens have one below _LOW.
+    Of K chosen experts the weight, times K, is below 2 · _LOW for _LOW_SHARE of them: with two as in the paper's table.
+    The surer a router, the more there are, so that the scale is found by halving.
     """
-    weight: Any = router.weight
+    weight, chosen = cast("Tensor", router.weight), cast("int", router.top_k)
     hidden = arguments[0].reshape(-1, weight.shape[1])
-    best = F.linear(hidden, weight).topk(2, dim=-1).values
-    gap = (best[:, 0] - best[:, 1]).quantile(1 - 2 * _LOW_SHARE)
-    weight.data.mul_(math.log(1 / _LOW - 1) / gap)
+    best = F.linear(hidden, weight).topk(chosen, dim=-1).values
+    low, scale, high = 1e-3, 1.0, 1e5
+    for _ in range(60):
+        scale = math.sqrt(low * high)
+        share = ((best * scale).softmax(-1) * chosen < 2 * _LOW).float().mean()
+        low, high = (scale, high) if share < _LOW_SHARE else (low, scale)
+    weight.data.mul_(scale)
 
 
 def _measure(layer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -238,22 +249,27 @@ def _measure(layer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None
     for expert in range(len(layer.packed.signal.q)):
         mine = (chosen == expert).any(dim=1)
         x = hidden[mine] if mine.any() else hidden
-        v = _up(layer.packed.signal, expert, x)
+        signal, rows = layer.packed.signal, layer.packed.rows
+        v = _signal(signal, expert, x)
         layer.packed.thresholds[expert] = quantile_table(v)
-        rows = layer.packed.rows
-        gate, _ = rows.layout.read(rows.data[expert, ::_SAMPLED], x.dtype)
-        layer.packed.products[expert] = quantile_table(F.silu(F.linear(x, gate)) * v[:, ::_SAMPLED])
+        records = rows.data[expert, ::_SAMPLED]
+        other, _ = rows.layout.read(records, x.dtype)
+        besides = F.linear(x, other, rows.layout.read_bias(records, x.dtype))
+        layer.packed.products[expert] = quantile_table(applied(rows.layout.function, besides) * v[:, ::_SAMPLED])
 
 
-def _up(up: SignalWeights, expert: int, x: Tensor) -> Tensor:
-    if up.layout.vector.bits == 16:
-        return F.linear(x, up.dense(expert, x.dtype))
-    weights = LinearWeights(up.layout.vector, up.q[expert], up.scale[expert], up.zero[expert])
-    return kernels.linear(x, weights)
+def _signal(signal: SignalWeights, expert: int, x: Tensor) -> Tensor:
+    if signal.layout.vector.bits == 16:
+        v = F.linear(x, signal.dense(expert, x.dtype))
+    else:
+        weights = LinearWeights(signal.layout.vector, signal.q[expert], signal.scale[expert], signal.zero[expert])
+        v = kernels.linear(x, weights)
+    return applied(signal.layout.function, v if signal.bias is None else v + signal.bias[expert].to(v.dtype))
 
 
 def _expert_layer(manifest: Manifest) -> PackedLayer:
-    a, up, rows = manifest.architecture, manifest.signal_layout(), manifest.row_layout()
+    a, signal = manifest.architecture, manifest.signal_of(0)
+    up, rows = manifest.signal_layout(signal), manifest.row_layout(signal)
     shape = (a.experts, a.intermediate)
     data = filled(*shape, rows.nbytes)
     for start, vector in ((0, rows.other), (rows.down_at, rows.down)):
@@ -269,9 +285,13 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
         q = filled(*shape, up.row_bytes)
     # Codes repeat every MiB; different scales tell neurons with the same codes apart.
     scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
-    up_weights = SignalWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
+    bias, down_bias = None, None
+    if rows.biased:
+        data[:, :, rows.bias_at : rows.bias_at + 4].view(torch.float32).copy_(_normal(*shape, 1))
+        bias, down_bias = _normal(*shape), _normal(a.experts, a.hidden)
+    weights = SignalWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)), bias)
     thresholds, products = torch.zeros(2, a.experts, manifest.calibration.quantiles)
-    return PackedLayer(up_weights, ExpertRows(rows, data), thresholds, products)
+    return PackedLayer(weights, ExpertRows(rows, data), thresholds, products, down_bias)
 
 
 def _to(layer: PackedLayer, device: str) -> PackedLayer:
@@ -281,6 +301,7 @@ def _to(layer: PackedLayer, device: str) -> PackedLayer:
         ExpertRows(rows.layout, rows.data.to(device)),
         layer.thresholds.to(device),
         layer.products.to(device),
+        None if layer.down_bias is None else layer.down_bias.to(device),
     )
 
 
