@@ -27,6 +27,31 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """Layers of gated delta rules (arXiv 2412.06464), which keep a state of one size and no keys and values.
+
+    Attributes:
+        layers: how many. keys, values: numbers of a token's keys, and of its values. heads: of values. taps: of the
+            convolution before them.
+    """
+
+    layers: int
+    keys: int
+    values: int
+    heads: int
+    taps: int
+
+    def projections(self, hidden: int) -> list[Matrix]:
+        """One layer's."""
+        return [(2 * self.keys + 2 * self.values, hidden), (hidden, self.values)]
+
+    def small(self, hidden: int) -> int:
+        """One layer's other weights, which every pack stores as they are."""
+        own = 2 * self.heads * hidden + 2 * self.heads + self.values // self.heads
+        return own + self.taps * (2 * self.keys + self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
@@ -37,7 +62,8 @@ class Sizes:
         head_norms: weights of a layer's norms of queries and keys. biases: of the whole model's projections and norms.
         shared: neurons of a layer's shared expert. shared_gate: whether a gate scales it. router_bias: whether a bias
             corrects its router's choice.
-        latent: None where all heads of keys and values are cached.
+        latent: None where all heads of keys and values are cached. recurrent: None where all layers are attention.
+        gated_heads: whether the queries' projection also gives a gate of each output.
     """
 
     model_type: str
@@ -60,11 +86,18 @@ class Sizes:
     shared_gate: bool = False
     router_bias: bool = False
     latent: Latent | None = None
+    recurrent: Recurrent | None = None
+    gated_heads: bool = False
 
     @property
     def decoder_layers(self) -> int:
         """With experts and without."""
         return self.layers + self.dense_layers
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention, whose keys and values are cached."""
+        return self.decoder_layers - (self.recurrent.layers if self.recurrent else 0)
 
     @property
     def cached(self) -> int:
@@ -75,7 +108,8 @@ class Sizes:
         """One layer's attention."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if (latent := self.latent) is None:
-            return [(queries + 2 * keys, self.hidden), (self.hidden, queries)]
+            asked = 2 * queries if self.gated_heads else queries
+            return [(asked + 2 * keys, self.hidden), (self.hidden, queries)]
         asked = (
             [(latent.queries, self.hidden), (queries, latent.queries)] if latent.queries else [(queries, self.hidden)]
         )
@@ -85,7 +119,9 @@ class Sizes:
 
     def beside(self) -> list[Matrix]:
         """All that a token reads besides experts and the head, of all layers."""
-        found = self.decoder_layers * self.projections()
+        found = self.attending * self.projections()
+        if self.recurrent is not None:
+            found += self.recurrent.layers * self.recurrent.projections(self.hidden)
         found += self.layers * self._swiglu(self.shared)
         return found + self.dense_layers * self._swiglu(self.dense_intermediate)
 
@@ -109,8 +145,9 @@ class Sizes:
             self.hidden if self.shared_gate else 0
         )
         latent = self.latent.queries + self.latent.keys if self.latent else 0
-        layer = 2 * self.hidden + self.head_norms + latent
-        return self.layers * router + self.decoder_layers * layer + self.hidden + self.biases
+        norms = self.attending * (self.head_norms + latent) + self.decoder_layers * 2 * self.hidden + self.hidden
+        state = self.recurrent.layers * self.recurrent.small(self.hidden) if self.recurrent else 0
+        return self.layers * router + norms + self.biases + state
 
     @property
     def parameters(self) -> int:

@@ -58,6 +58,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "head_dim": 10, "norm_topk_prob": True},
     "qwen3_moe layers without experts": {"num_experts": 6, "head_dim": 10, "mlp_only_layers": [1]},
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 31, "layer_types": ["full_attention"] * 3},
+    "qwen3_next": {
+        "num_experts": 6,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 31,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "phimoe": {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": YARN},
     "deepseek_v2 groups": {

@@ -75,6 +75,8 @@ class LibraryDecoder:
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.device: torch.device = model.get_input_embeddings().weight.device
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})
 
     def prepare(self) -> None:
         """See `Decoder`: there is nothing."""
@@ -82,9 +84,15 @@ class LibraryDecoder:
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """See `Decoder`."""
-        cache = kv.store_of(LibraryStore, LibraryStore).cache
+        store = kv.store_of(LibraryStore, self._store)
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
-        return self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        store.begin()
+        found = self.model(input_ids=inputs, past_key_values=store.cache, use_cache=True, logits_to_keep=1)
+        store.end(len(ids))
+        return found.logits[:, -1]
+
+    def _store(self) -> LibraryStore:
+        return LibraryStore(self.model.config if self._recurrent else None)
 
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
         """See `Decoder`: the library does not draw."""

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from ...kernels.rule import Rule
 from ..quality_presets import Preset
 
@@ -25,6 +27,10 @@ class KVStore(Protocol):
 
     def spilled(self) -> int:
         """Bytes that this device has no room for: they are in RAM."""
+        ...
+
+    def keeps(self, length: int) -> int:
+        """How many tokens are left if all but the first `length` are to be dropped."""
         ...
 
     def crop(self, length: int) -> None:
@@ -88,6 +94,8 @@ class KVCache:
             if token != mine or not _covers(computed, preset):
                 break
             kept += 1
+        if self.store is not None:
+            kept = self.store.keeps(kept)
         del self._tokens[kept:], self._presets[kept:]
         if self.store is not None:
             self.store.crop(kept)
@@ -112,16 +120,42 @@ def _covers(computed: Preset, wanted: Preset) -> bool:
 
 
 class LibraryStore:
-    """transformers' own cache."""
+    """transformers' own cache.
 
-    def __init__(self) -> None:
+    A layer that keeps a state instead of keys and values cannot go back: such a cache is kept as it is, or not at all.
+
+    Args:
+        config: of a model that has such layers; else None.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        self._config = config
+        self._renew()
+
+    def _renew(self) -> None:
         from transformers import DynamicCache
 
-        self.cache: Any = DynamicCache()
+        self.cache: Any = DynamicCache() if self._config is None else DynamicCache(config=self._config)
+        self._held: int | None = 0  # tokens; None inside a pass, and after one that broke off
+
+    def begin(self) -> None:
+        """A pass begins to change the cache."""
+        self._began, self._held = self._held or 0, None
+
+    def end(self, tokens: int) -> None:
+        """It has added so many tokens."""
+        self._held = self._began + tokens
 
     def nbytes(self) -> int:
-        """Bytes that the cached keys and values take."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
+        """Bytes that the cached keys and values, or states, take."""
+        names = ("keys", "values", "conv_states", "recurrent_states")
+        found: list[Any] = [getattr(layer, name, None) for layer in self.cache.layers for name in names]
+        parts = [each for one in found for each in (one.values() if isinstance(one, dict) else [one])]
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+    def keeps(self, length: int) -> int:
+        """All of them, unless a layer keeps a state: then nothing, or what is there."""
+        return length if self._config is None or length == self._held else 0
 
     def spilled(self) -> int:
         """All are where they are computed."""
@@ -129,6 +163,10 @@ class LibraryStore:
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens, layer by layer: a pass that broke off left some longer."""
+        if self._config is not None:
+            if length != self._held:
+                self._renew()
+            return
         for layer in self.cache.layers:
             if length == 0:
                 layer.reset()

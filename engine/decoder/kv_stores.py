@@ -109,6 +109,10 @@ class GrowingStore:
         """Bytes that are set aside in RAM, since the device has no room for them."""
         return 0 if self._far is None else self._far.nbytes
 
+    def keeps(self, length: int) -> int:
+        """All of them."""
+        return length
+
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens; their memory stays set aside."""
         self.length = min(self.length, length)

@@ -11,7 +11,7 @@ from .granite import GRANITEMOE
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
 from .phimoe import PHIMOE
-from .qwen import QWEN2_MOE, QWEN3_MOE
+from .qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -28,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         GRANITEMOE,
         ERNIE4_5_MOE,
+        QWEN3_NEXT,
     )
 }
 """By the model_type of config.json."""

@@ -14,6 +14,8 @@ _ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj")  # of shared experts, and of layers without experts
 LATENT = (".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")  # of attention through a latent vector (MLA)
 
+LINEARS = (*_ATTENTION, *_MLP, "lm_head")
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
@@ -100,6 +102,7 @@ class Family:
             projections by which neurons may be skipped.
         scaled: the field by which the model multiplies its embedding; "" where none does.
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it.
+        gated_heads: whether a gate scales each head's output, and heads are normalized one by one.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
@@ -111,7 +114,7 @@ class Family:
     stored: tuple[Storage, ...] = (Apart(),)
     renames: tuple[tuple[str, str], ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = lambda _config: ()
-    linears: tuple[str, ...] = (*_ATTENTION, *_MLP, "lm_head")
+    linears: tuple[str, ...] = LINEARS
     precise: tuple[str, ...] = ()
     block: str = "mlp"
     norm: str = "post_attention_layernorm"
@@ -125,6 +128,7 @@ class Family:
     signals: tuple[Projection, ...] = ("up", "gate")
     scaled: str = ""
     biases: Callable[[Any], int] = lambda _config: 0
+    gated_heads: bool = False
     attention: GroupedQuery | None = GroupedQuery()
     why: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])

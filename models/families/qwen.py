@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, GroupedQuery, SharedExpert
+from ..catalog_entry import CatalogEntry, Recurrent, Sizes
+from .family import LINEARS, Family, GroupedQuery, SharedExpert
 
 
 def _dense_layers(config: Any) -> set[int]:
@@ -74,6 +74,24 @@ _57B_A14B = Sizes(
     shared=20480,
     shared_gate=True,
 )
+_80B_A3B = Sizes(
+    model_type="qwen3_next",
+    layers=48,
+    hidden=2048,
+    intermediate=512,
+    experts=512,
+    top_k=10,
+    heads=16,
+    kv_heads=2,
+    head_dim=256,
+    vocab=151936,
+    window=262144,
+    head_norms=2 * 256,
+    shared=512,
+    shared_gate=True,
+    recurrent=Recurrent(layers=36, keys=16 * 128, values=32 * 128, heads=32, taps=4),
+    gated_heads=True,
+)
 _CHATML = "<|im_start|> turns, from its own chat template"
 
 
@@ -117,6 +135,40 @@ QWEN2_MOE = Family(
     published=(
         _entry("qwen1.5-moe-a2.7b-chat", _A2_7B, "Qwen1.5-MoE-A2.7B-Chat", "2024-03", licence="Tongyi Qianwen licence"),
         _entry("qwen2-57b-a14b-instruct", _57B_A14B, "Qwen2-57B-A14B-Instruct", "2024-06"),
+    ),
+)
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    called="Qwen3-Next",
+    unused=lambda _config: ("mtp.",),
+    linears=(*LINEARS, ".in_proj_qkvz", ".out_proj"),
+    precise=(".A_log", ".dt_bias"),
+    width="moe_intermediate_size",
+    dense_layers=_dense_layers,
+    shared=SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size"),
+    gated_heads=True,
+    attention=None,
+    why="three of its four layers keep a state instead of keys and values",
+    defaults={
+        **_SHARED_FIELDS,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 10,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_local_experts": 512,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    published=(
+        _entry("qwen3-next-80b-a3b-instruct", _80B_A3B, "Qwen3-Next-80B-A3B-Instruct", "2025-09"),
+        _entry("qwen3-next-80b-a3b-thinking", _80B_A3B, "Qwen3-Next-80B-A3B-Thinking", "2025-09", thinks=True),
     ),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..catalog_entry import Latent, Sizes
+from ..catalog_entry import Latent, Recurrent, Sizes
 from .family import Family
 
 # A field of ours, and what families call it in config.json.
@@ -38,9 +38,9 @@ def sizes_of(family: Family, config: Any) -> Sizes:
     head_dim = config.qk_nope_head_dim + latent.rope if latent else _head_dim(config)
     queries, keys = heads * head_dim, kv_heads * head_dim
     shared, attention = family.shared, family.attention
-    normalized = attention is not None and attention.normalized(config)
+    normalized = attention.normalized(config) if attention else family.gated_heads
     biased = attention.biased(config) if attention else (False, False)
-    per_head = attention is not None and attention.per_head
+    per_head = attention.per_head if attention else family.gated_heads
     return Sizes(
         model_type=family.model_type,
         layers=with_experts,
@@ -60,9 +60,22 @@ def sizes_of(family: Family, config: Any) -> Sizes:
         dense_intermediate=config.intermediate_size if layers > with_experts else 0,
         shared=shared.neurons(config) if shared else 0,
         shared_gate=bool(shared and shared.gate),
-        router_bias=bool(family.precise),
+        router_bias=bool(family.routing.correction),
         latent=latent,
+        recurrent=_recurrent(config),
+        gated_heads=family.gated_heads,
     )
+
+
+def _recurrent(config: Any) -> Recurrent | None:
+    kinds = getattr(config, "layer_types", None)
+    heads = getattr(config, "linear_num_value_heads", None)
+    if not heads:
+        return None
+    step = getattr(config, "full_attention_interval", None) or 4
+    layers = kinds.count("linear_attention") if kinds else config.num_hidden_layers - config.num_hidden_layers // step
+    keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+    return Recurrent(layers, keys, values, heads, config.linear_conv_kernel_dim)
 
 
 def _latent(config: Any) -> Latent | None:
