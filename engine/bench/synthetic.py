@@ -22,6 +22,7 @@ from ...kernels.activation import applied
 from ...kernels.codes import group_size
 from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...models.catalog import described
+from ...models.catalog_entry import Sizes
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
 from ...models.modules import library_model
@@ -39,7 +40,7 @@ from ..quality.evaluate import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
 
-MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")
+MODELS: dict[str, Sizes] = {name: described(name).sizes for name in ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")}
 """Listed models whose widths can be measured."""
 
 # An expert of Mixtral sees about 24 of them, which is 344,000 values for a table; one of 128 small ones sees 6.
@@ -83,14 +84,14 @@ class Spec:
 
     @property
     def published_layers(self) -> int:
-        return described(self.name).sizes.layers
+        return MODELS[self.name].layers
 
     def config(self) -> Any:
         """transformers' configuration."""
         import_model_code()
         from transformers import AutoConfig
 
-        sizes = described(self.name).sizes
+        sizes = MODELS[self.name]
         family = FAMILIES[sizes.model_type]
         fields: dict[str, Any] = {
             "vocab_size": sizes.vocab,

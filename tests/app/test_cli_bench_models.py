@@ -13,6 +13,7 @@ from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
+from floe_chat.models.catalog import described
 
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
 from ..helpers import explained, run_cli
@@ -35,7 +36,7 @@ ONCE = ("--runs", "1", "--threads", "1")
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time."""
-    monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
+    monkeypatch.setitem(synthetic.MODELS, "tiny", described(TINY).sizes)
     monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
     monkeypatch.setattr(transfer, "MIXTRAL", Shapes(128, 400, cache=0))
     monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
@@ -61,7 +62,8 @@ def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
     (tmp_path / "gguf.py").write_text(FAKE_GGUF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(synthetic.MODELS, "wide", TINY | {"hidden_size": 256, "num_local_experts": 8})
+    wide = described(TINY | {"hidden_size": 256, "num_local_experts": 8}).sizes
+    monkeypatch.setitem(synthetic.MODELS, "wide", wide)
     files = ("--peer", sys.executable, "--peer-files", str(tmp_path / "files"))
     options = ("--synthetic", "wide", "--device", "cpu", "--quick", "--tokens", "40", "--runs", "1", *files)
     ran = run_cli("bench", "decode", *options)

@@ -16,6 +16,7 @@ import torch
 from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.synthetic import MODELS, Spec
 from floe_chat.models.catalog import asset
+from floe_chat.models.config_limits import SIZES
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack.manifest import Manifest, file_entry, layer_file
 from floe_chat.models.pack.tensor_file import write_tensors
@@ -24,20 +25,21 @@ from ..bench.wide import deepen
 from .stages import Context
 
 LAYERS, DEPTH = 4, 32
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 480,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
+_TINY: dict[str, Any] = {
+    "hidden": 64,
+    "intermediate": 480,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "vocab": 512,
+    "window": 256,
 }
 
 
 def made(context: Context, depth: int) -> Path:
     """The pack's folder; it is made when it is first asked for, and takes 3.2 GB at full width."""
     name = "mixtral-8x7b" if context.real else "tiny"
-    MODELS["tiny"] = {**MODELS["mixtral-8x7b"], **_TINY}
+    MODELS["tiny"] = replace(MODELS["mixtral-8x7b"], **_TINY)
     whole, deep = context.folder / "packs" / name, context.folder / "packs" / f"{name}-{depth}"
     made_in(whole, name, LAYERS)
     if depth != LAYERS and not (deep / "manifest.json").exists():
@@ -76,8 +78,8 @@ def _write(folder: Path, spec: Spec) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(demo / name, folder / name)
     config = json.loads((demo / "config.json").read_text(encoding="utf-8"))
-    config |= {key: value for key, value in MODELS[spec.name].items() if key in config}
-    config |= {"num_hidden_layers": a.layers, "head_dim": a.hidden // config["num_attention_heads"]}
+    theirs = spec.config().to_dict()
+    config |= {key: value for key, value in theirs.items() if key in SIZES and key in config}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     files = {path.name: file_entry(path) for path in sorted(folder.iterdir())}
     replace(manifest, files=files).write(folder)

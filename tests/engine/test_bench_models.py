@@ -20,6 +20,7 @@ from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
 from floe_chat.engine.machine import read_floor
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.weights import LinearWeights
+from floe_chat.models.catalog import described
 from floe_chat.models.errors import FloeError, UsageError
 
 TINY: dict[str, Any] = {
@@ -40,7 +41,7 @@ TEXT = "Some words that a tokenizer of bytes makes many tokens of. " * 4
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that takes no time, and a floor that takes little."""
-    monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
+    monkeypatch.setitem(synthetic.MODELS, "tiny", described(TINY).sizes)
     monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
     monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
 
