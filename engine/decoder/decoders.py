@@ -77,6 +77,11 @@ class LibraryDecoder:
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})
+        rope: Any = getattr(model.config, "rope_parameters", None) or {}
+        # With "longrope" a text beyond this length has other frequencies, from its first token on.
+        self._short: int | None = (
+            rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+        )
 
     def prepare(self) -> None:
         """See `Decoder`: there is nothing."""
@@ -84,7 +89,14 @@ class LibraryDecoder:
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """See `Decoder`."""
-        store = kv.store_of(LibraryStore, self._store)
+        store, long = kv.store_of(LibraryStore, self._store), False
+        if self._short is not None:
+            long = kv.length + len(ids) > self._short
+            if kv.length and store.long != long:
+                ids = [*kv.tokens, *ids]
+                kv.renew()
+                store = kv.store_of(LibraryStore, self._store)
+            store.long = long
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         store.begin()
         found = self.model(input_ids=inputs, past_key_values=store.cache, use_cache=True, logits_to_keep=1)

@@ -59,6 +59,15 @@ class KVCache:
         return len(self._tokens)
 
     @property
+    def tokens(self) -> list[int]:
+        """Those tokens."""
+        return list(self._tokens)
+
+    def renew(self) -> None:
+        """Compute its tokens again: what is stored of them serves no pass any more."""
+        self.store = None
+
+    @property
     def cache(self) -> Any:
         """transformers' own cache, for calls of its model that `generate` does not make."""
         return self.store_of(LibraryStore, LibraryStore).cache
@@ -130,6 +139,7 @@ class LibraryStore:
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
+        self.long = False  # by which of two sets of frequencies keys were turned, where a model has two
         self._renew()
 
     def _renew(self) -> None:

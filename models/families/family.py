@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...kernels.activation import Activation, Projection
 from ..catalog_entry import CatalogEntry
 from .storage import Apart, Storage
+
+if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from ...kernels.activation import Activation, Projection
 
 _ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj")  # of shared experts, and of layers without experts

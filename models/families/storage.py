@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from torch import Tensor
 
-Read = Callable[[str, int | None], Tensor]
-"""A tensor by its published name, or a numbered one of those that it consists of."""
+    Read = Callable[[str, int | None], Tensor]
+    """A tensor by its published name, or a numbered one of those that it consists of."""
 
 BLOCK = 32  # values of mxfp4 that share a scale
 # The values of four bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling, table 5).
@@ -183,6 +183,8 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     """The values of blocks (N, n / 32, 16) uint8, the lower four bits first, by scales (N, n / 32) uint8: (N, n)
     bfloat16, which holds all of them exactly.
     """
+    import torch
+
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
     both = torch.stack([blocks & 15, blocks >> 4], dim=-1)
     values = table[both.flatten(-2).int()] * torch.exp2(scales.float() - _EXPONENT_BIAS)[..., None]

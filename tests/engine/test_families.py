@@ -101,6 +101,16 @@ def test_in_ram(case: Case, pieces: list[int]) -> None:
     agree(read(case.exact, ids, KVCache(), pieces), case.expected(ids)[ends(pieces)])
 
 
+def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
+    """Long rope turns all of a longer text otherwise, also what is cached; a shorter one then turns it back."""
+    pieces = [40, 20, 1, 1, 1, 1, 1, 1, 1, 1]
+    ids, kv = case.prompt(sum(pieces)), KVCache()
+    got = read(case.exact, ids, kv, pieces)
+    agree(got, torch.stack([case.expected(ids[: end + 1])[-1] for end in ends(pieces)]))
+    kept = kv.keep(ids[:50], case.exact.control.preset)
+    agree(read(case.exact, ids, kv, [50 - kept]), case.expected(ids[:50])[-1:])
+
+
 def test_another_question_after_the_same_beginning(case: Case) -> None:
     """The cache keeps the common part of two conversations, whatever kind of layers wrote it."""
     first, kv = case.prompt(30), KVCache()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import FloeError, PackError, TryAgainError, UsageError
+from floe_chat.models.families.storage import ExpertTensors
 from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.dense_part import DensePart
@@ -39,14 +39,14 @@ def cut_power(*_args: Any, **_kwargs: Any) -> None:
 
 
 def in_the_second_layer(patch: pytest.MonkeyPatch) -> None:
-    original = Checkpoint.expert
+    original = Checkpoint.whole_expert
 
-    def expert(self: Checkpoint, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def read(self: Checkpoint, layer: int, expert: int) -> ExpertTensors:
         if (layer, expert) == (1, 2):
             cut_power()
         return original(self, layer, expert)
 
-    patch.setattr(Checkpoint, "expert", expert)
+    patch.setattr(Checkpoint, "whole_expert", read)
 
 
 def while_copying_small_files(patch: pytest.MonkeyPatch) -> None:

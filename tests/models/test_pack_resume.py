@@ -18,6 +18,7 @@ import torch
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.checkpoint_files import FolderShelf, TensorPlace
 from floe_chat.models.errors import CheckpointError, FloeError, TryAgainError, UsageError
+from floe_chat.models.families.storage import ExpertTensors
 from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
 from floe_chat.models.packing import journal, pack_run
 from floe_chat.models.packing.pack import PackSpec, pack
@@ -71,15 +72,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def cut_at(folder: Path, source: Path, layer: int, expert: int) -> None:
     """Pack until it is that expert's turn: when it is read once its layer's signal is known."""
-    original = Checkpoint.expert
+    original = Checkpoint.whole_expert
 
-    def read(self: Checkpoint, asked_layer: int, asked: int) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self: Checkpoint, asked_layer: int, asked: int) -> ExpertTensors:
         if (asked_layer, asked) == (layer, expert) and '"signal":[' + str(layer) in (folder / JOURNAL).read_text():
             raise CutError
         return original(self, asked_layer, asked)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CutError):
-        patch.setattr(Checkpoint, "expert", read)
+        patch.setattr(Checkpoint, "whole_expert", read)
         packed(source, folder)
 
 

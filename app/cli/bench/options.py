@@ -23,7 +23,11 @@ TIMING: tuple[Option, ...] = (
 )
 MODEL: tuple[Option, ...] = (
     click.argument("model", required=False, metavar="[MODEL]"),
-    click.option("--synthetic", metavar="NAME", help="Measure random weights: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b."),
+    click.option(
+        "--synthetic",
+        metavar="NAME",
+        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b or gpt-oss-20b.",
+    ),
     click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
     click.option("--up", type=int, help="Bits of its up projections: 2, 3, 4, 8 or 16.  [default: as for pack]"),
     click.option("--rows", type=int, help="Bits of its gate and down: 2, 3, 4, 8 or 16.  [default: as for pack]"),
