@@ -170,7 +170,6 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next is not supported yet"),
             ("Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen3-VL MoE is not supported yet"),
             ("Qwen3.5-35B-A3B", "Qwen3.5 MoE is not supported yet"),
             ("Llama-4-Scout", "Llama 4 is not supported yet"),
