@@ -119,9 +119,6 @@ class TestDescribed:
         assert sizes["deepseek-v2-lite-chat"] == 31_412_968_448
         assert sizes["phi-3.5-moe-instruct"] == 83_746_306_688
 
-    def test_each_has_its_published_configuration(self) -> None:
-        assert {entry.name for entry in PUBLISHED} <= CONFIGS.keys()
-
     @pytest.mark.parametrize("name", CONFIGS)
     def test_their_sizes_are_those_of_the_published_configuration(self, name: str) -> None:
         fields = CONFIGS[name]
@@ -158,11 +155,11 @@ class TestDescribed:
             "mixtral-8x22b-instruct",
             "mixtral-8x7b",
         ]
-        assert set(CONFIGS) == {entry.name for entry in PUBLISHED}
+        assert set(CONFIGS) == {entry.name for entry in PUBLISHED} | {"qwen3-next-80b-a3b"}
 
     def test_every_family_has_a_listed_model(self) -> None:
         """Except one, whose published models have 8-bit weights or no tokenizer.json."""
-        assert FAMILIES.keys() - {entry.sizes.model_type for entry in PUBLISHED} == {"deepseek_v3"}
+        assert FAMILIES.keys() - {entry.sizes.model_type for entry in PUBLISHED} == {"deepseek_v3", "qwen3_next"}
 
     @pytest.mark.parametrize("name", ["mixtral-8x7b", "MIXTRAL-8X7B", "mistralai/Mixtral-8x7B-v0.1"])
     def test_a_name_or_hub_id_in_any_case(self, name: str) -> None:
