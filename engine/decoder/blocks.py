@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,16 +67,12 @@ def read_router(family: Family, block: Any) -> Router:
     """A block's router.
 
     Raises:
-        Unsupported: one of another kind.
+        Unsupported: experts with biases that are not a pack's.
     """
     routing, gate, experts = family.routing, family.router(block), block.experts
     if family.biased and not isinstance(experts, MoELayer):
         raise Unsupported("its experts have biases that are not a pack's")
-    if routing.kind == "sparsemixer":
-        raise Unsupported(family.why)
-    correction = block.get_buffer(routing.correction) if routing.correction in _buffers(block) else None
-    if correction is None and routing.correction:
-        correction = block.get_parameter(routing.correction)
+    correction = attrgetter(routing.correction)(block) if routing.correction else None  # a buffer, or a parameter
     bias = getattr(gate, "bias", None)
     return Router(
         gate.weight,
@@ -93,10 +90,6 @@ def read_router(family: Family, block: Any) -> Router:
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
         down_bias=experts.take_bias() if isinstance(experts, MoELayer) else None,
     )
-
-
-def _buffers(block: nn.Module) -> set[str]:
-    return {name for name, _ in block.named_buffers()}
 
 
 def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | None:

@@ -61,9 +61,9 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
 
 
 def test_every_family_that_can_be_packed_is_compared() -> None:
-    assert {name.partition("-")[0] for name in MODELS} >= {
-        name for name, family in FAMILIES.items() if family.attention
-    }
+    """Those with biases in their experts need a pack's experts: test_families.py."""
+    ours = {name for name, family in FAMILIES.items() if family.attention and not family.biased}
+    assert {name.partition("-")[0] for name in MODELS} >= ours
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
