@@ -1,9 +1,9 @@
 """One forward pass with little Python: the dense part's operations, written out for the supported families.
 
 A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
-(`compiled_token.py`). On a GPU it is one graph (`card_token.py`), or one per layer where some experts are elsewhere
-(`card_layers.py`). Prompts and everything else use torch's operations. The state of a pass is (T, H): T tokens of one
-sequence, without a batch dimension.
+(`compiled_token.py`). On a GPU it is one graph (`card/card_token.py`), or one per layer where some experts are
+elsewhere (`card/card_layers.py`). Prompts and everything else use torch's operations. The state of a pass is (T, H): T
+tokens of one sequence, without a batch dimension.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from . import graphs
 from .attention import GroupedAttention
-from .card_ends import Ends
-from .card_layers import CardLayers
-from .card_token import CardToken
+from .card.card_ends import Ends
+from .card.card_layers import CardLayers
+from .card.card_token import CardToken
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache

@@ -8,7 +8,7 @@ the start. With a predictor the next layer's experts are drawn as its router wou
 fetched ahead.
 
 Through graphs: the same on a GPU with the fused decoder, where the host only waits, starts graphs and calls compiled
-code (engine/decoder/card_experts.py). Here no graph does anything; what their launches cost the driver is not in it.
+code (engine/decoder/card/card_experts.py). Here no graph does anything: what launches cost the driver is not in it.
 
 Where rows are read in place, on the CPU: a layer's whole step, counted as in an answer, against `kernels.moe_step`
 alone, in turns. The floor is 1.
@@ -33,8 +33,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from floe_chat.engine.decoder import card_lists
-from floe_chat.engine.decoder.card_experts import CardExperts
+from floe_chat.engine.decoder.card import card_lists
+from floe_chat.engine.decoder.card.card_experts import CardExperts
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer

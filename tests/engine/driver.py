@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from floe_chat.engine.decoder.card_token import CardToken
+from floe_chat.engine.decoder.card.card_token import CardToken
 from floe_chat.engine.decoder.compiled_token import TokenPass
 from floe_chat.engine.events import (
     Command,

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_ends, card_layers, card_lists, card_token, graphs
+from floe_chat.engine.decoder import graphs
+from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists, card_token
 from floe_chat.engine.decoder.quantized_linear import PackedLinear
 from floe_chat.kernels import operations
 from torch import Tensor

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_layers, card_lists, graphs
+from floe_chat.engine.decoder import graphs
+from floe_chat.engine.decoder.card import card_layers, card_lists
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer

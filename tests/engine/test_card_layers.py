@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_ends, graphs, kv_stores
+from floe_chat.engine.decoder import graphs, kv_stores
+from floe_chat.engine.decoder.card import card_ends
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore

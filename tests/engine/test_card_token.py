@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine import quality_presets
-from floe_chat.engine.decoder import card_token, kv_stores
+from floe_chat.engine.decoder import kv_stores
+from floe_chat.engine.decoder.card import card_token
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Finished, Notice, Sampling, SetQuality
 from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer

@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import operations as kernels
-from ..events import Notice
-from ..experts.moe_layer import Cancelled, Control, MoELayer
-from ..experts.ruled_layer import RuledLayer
+from ....kernels import operations as kernels
+from ...events import Notice
+from ...experts.moe_layer import Cancelled, Control, MoELayer
+from ...experts.ruled_layer import RuledLayer
+from ..compiled_token import control_of, hooks_of, in_memory
+from ..graphs import Captured, capture
+from ..kv_stores import GrowingStore
+from ..layers import DecoderLayer, Unsupported
 from .card_ends import Ends
 from .card_layers import TokenRecord, before_experts, need_kernels
-from .compiled_token import control_of, hooks_of, in_memory
-from .graphs import Captured, capture
-from .kv_stores import GrowingStore
-from .layers import DecoderLayer, Unsupported
 
 _SLOWER = "Answers are slower at this quality"
 _log = logging.getLogger("floe_chat.engine")

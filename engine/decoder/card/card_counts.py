@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.binding import codes
-from ..experts.offloaded_layer import OffloadedLayer
-from ..experts.ruled_layer import RuledLayer
+from ....kernels.cpu.binding import codes
+from ...experts.offloaded_layer import OffloadedLayer
+from ...experts.ruled_layer import RuledLayer
 from .card_lists import Form
 
 _SEEN = "chosen", "routed", "thresholds", "reached"

@@ -17,18 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import operations as kernels
-from ...kernels.listed import Total
-from ...kernels.step import KeptTokens, Stepped
-from ..events import Notice
-from ..experts.offloaded_layer import OffloadedLayer
-from ..quality_presets import Preset
+from ....kernels import operations as kernels
+from ....kernels.listed import Total
+from ....kernels.step import KeptTokens, Stepped
+from ...events import Notice
+from ...experts.offloaded_layer import OffloadedLayer
+from ...quality_presets import Preset
+from ..compiled_token import hooks_of
+from ..graphs import Captured, capture, pinned
+from ..kv_stores import GrowingStore
+from ..layers import DecoderLayer, Unsupported, norm
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
-from .compiled_token import hooks_of
-from .graphs import Captured, capture, pinned
-from .kv_stores import GrowingStore
-from .layers import DecoderLayer, Unsupported, norm
 
 _log = logging.getLogger("floe_chat.engine")
 _SLOWER = "Answers are slower at this quality"

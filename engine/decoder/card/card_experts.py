@@ -18,21 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels import operations as kernels
-from ...kernels.cpu.binding import codes, library
-from ...kernels.cpu.native_steps import Beside
-from ...kernels.listed import Total
-from ...kernels.offload.placing import Found
-from ...kernels.types import Active, Calls, Limits, Work
-from ..experts.moe_layer import Cancelled, Choice
-from ..experts.offloaded_layer import OffloadedLayer
-from ..experts.offloaded_step import OffloadedStep, StepInputs
-from ..experts.ruled_layer import RuledLayer
-from ..offload.compiled_scheduler import CompiledScheduler
+from ....kernels import operations as kernels
+from ....kernels.cpu.binding import codes, library
+from ....kernels.cpu.native_steps import Beside
+from ....kernels.listed import Total
+from ....kernels.offload.placing import Found
+from ....kernels.types import Active, Calls, Limits, Work
+from ...experts.moe_layer import Cancelled, Choice
+from ...experts.offloaded_layer import OffloadedLayer
+from ...experts.offloaded_step import OffloadedStep, StepInputs
+from ...experts.ruled_layer import RuledLayer
+from ...offload.compiled_scheduler import CompiledScheduler
+from ..graphs import Captured
+from ..layers import Unsupported
 from .card_counts import CardCounts
 from .card_lists import Form, Residents, fields
-from .graphs import Captured
-from .layers import Unsupported
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .graphs import Captured, capture, pinned
-from .layers import norm
+from ..graphs import Captured, capture, pinned
+from ..layers import norm
 
 _log = logging.getLogger("floe_chat.engine")
 

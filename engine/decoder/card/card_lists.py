@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...kernels import operations as kernels
-from ...kernels.cpu.binding import codes
-from ...kernels.cpu.native_steps import StepLists
-from ...kernels.listed import Listing, Portion, Total
-from ...kernels.types import Calls
-from ...kernels.weights import ExpertRows
-from ..experts.moe_layer import Control
-from ..experts.ruled_layer import RuledLayer
-from .graphs import Captured, capture, pinned
+from ....kernels import operations as kernels
+from ....kernels.cpu.binding import codes
+from ....kernels.cpu.native_steps import StepLists
+from ....kernels.listed import Listing, Portion, Total
+from ....kernels.types import Calls
+from ....kernels.weights import ExpertRows
+from ...experts.moe_layer import Control
+from ...experts.ruled_layer import RuledLayer
+from ..graphs import Captured, capture, pinned
 
 
 class Record:

@@ -1,0 +1,1 @@
+"""Tokens on a card: captured as CUDA graphs."""
