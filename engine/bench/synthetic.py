@@ -40,7 +40,13 @@ from ..quality.evaluate import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
 
-MODELS: dict[str, Sizes] = {name: described(name).sizes for name in ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")}
+_NAMES = {
+    "mixtral-8x7b": "mixtral-8x7b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "deepseek-v2-lite": "deepseek-v2-lite-chat",
+}
+MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _NAMES.items()}
 """Listed models whose widths can be measured."""
 
 # An expert of Mixtral sees about 24 of them, which is 344,000 values for a table; one of 128 small ones sees 6.
@@ -84,7 +90,8 @@ class Spec:
 
     @property
     def published_layers(self) -> int:
-        return MODELS[self.name].layers
+        """Layers without experts count too: DeepSeek-V2-Lite's one is as wide as what a token uses of another."""
+        return MODELS[self.name].decoder_layers
 
     def config(self) -> Any:
         """transformers' configuration."""
@@ -103,10 +110,22 @@ class Spec:
             "head_dim": sizes.head_dim,
             "num_local_experts": sizes.experts,
             "num_experts": sizes.experts,
+            "n_routed_experts": sizes.experts,
             "num_experts_per_tok": sizes.top_k,
             "norm_topk_prob": True,
             "max_position_embeddings": sizes.window,
         }
+        if (latent := sizes.latent) is not None:
+            del fields["head_dim"]
+            fields |= {
+                "q_lora_rank": latent.queries or None,
+                "kv_lora_rank": latent.keys,
+                "qk_rope_head_dim": latent.rope,
+                "qk_nope_head_dim": sizes.head_dim - latent.rope,
+                "v_head_dim": latent.value,
+                "n_shared_experts": sizes.shared // sizes.intermediate,
+                "first_k_dense_replace": 0,
+            }
         return AutoConfig.for_model(sizes.model_type, **fields)
 
     def manifest(self) -> Manifest:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from floe_chat.engine.bench.peer import llama
+from floe_chat.engine.bench.peer import llama, recipes
 from floe_chat.engine.bench.synthetic import Spec
 
 from .stages import Context, SkippedError
@@ -54,8 +54,8 @@ def run(context: Context) -> None:
 def _made(context: Context) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise SkippedError("LLAMA_MODEL names no GGUF, and this Python has no gguf to make one")
-    sizes = llama.PeerSizes.of(Spec("mixtral-8x7b", _LAYERS).config())
-    recipe = llama.Recipe("Q4_0", sizes, _LAYERS)
+    sizes = recipes.PeerSizes.of(Spec("mixtral-8x7b", _LAYERS).config())
+    recipe = recipes.Recipe("Q4_0", sizes, _LAYERS)
     file = recipe.file(context.folder)
     if not file.exists():
         llama.make_file(sys.executable, recipe, file)

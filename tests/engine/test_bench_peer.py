@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.bench.peer import llama
-from floe_chat.engine.bench.peer.llama import KINDS, LAYERS, PeerSizes, Recipe
+from floe_chat.engine.bench.peer.recipes import LAYERS, PeerSizes, Recipe
+from floe_chat.engine.bench.synthetic import MODELS, Spec
 from floe_chat.models.errors import FloeError, UsageError
 
-MIXTRAL = PeerSizes(4096, 14336, 32, 8, 32000, 8, 2)
-SMALL = PeerSizes(256, 512, 4, 2, 96, 8, 2)
+
+def mixtral(*sizes: int) -> PeerSizes:
+    """Hidden size, neurons, heads, heads of keys, size of a head, vocabulary, experts, experts of a token."""
+    return PeerSizes("llama", *sizes, rope=sizes[4], value=sizes[4])
+
+
+MIXTRAL = mixtral(4096, 14336, 32, 8, 128, 32000, 8, 2)
+SMALL = mixtral(256, 512, 4, 2, 64, 96, 8, 2)
 FAKE_LLAMA = """
 import json
 __version__ = "9.9.9"
@@ -34,6 +41,7 @@ import json
 class GGMLQuantizationType:
     __class_getitem__ = classmethod(lambda cls, name: name)
 GGML_QUANT_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+GGML_QUANT_SIZES |= {"Q5_0": (32, 22), "Q5_1": (32, 24), "MXFP4": (32, 17)}
 class GGUFWriter:
     def __init__(self, path, arch): self.path, self.told, self.tensors = path, {"arch": arch}, {}
     def __getattr__(self, name):
@@ -85,8 +93,49 @@ def whole_file(kind: str, widths: PeerSizes, layers: int) -> float:
 def test_sizes_are_those_of_published_files() -> None:
     # TheBloke's Mixtral-8x7B Q4_0, bartowski's Mixtral-8x22B Q4_K_M.
     assert whole_file("Q4_0", MIXTRAL, 32) == pytest.approx(26.44e9, rel=1e-3)
-    assert whole_file("Q4_K_M", PeerSizes(6144, 16384, 48, 8, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
+    assert whole_file("Q4_K_M", mixtral(6144, 16384, 48, 8, 128, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
     assert llama.memory_bytes(MIXTRAL) == pytest.approx(7.4e9, rel=0.01)
+    # unsloth's Qwen3-30B-A3B Q4_K_M, ggml-org's gpt-oss-20b.
+    for name, kind, size in (("qwen3-30b-a3b", "Q4_K_M", 18.56e9), ("gpt-oss-20b", "MXFP4_MOE", 12.11e9)):
+        widths = PeerSizes.of(Spec(name, 3).config())
+        assert widths.kinds[-1] == kind
+        assert whole_file(kind, widths, MODELS[name].layers) == pytest.approx(size, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_recipes_of_other_families(name: str) -> None:
+    widths = PeerSizes.of(Spec(name, 3).config())
+    kinds = {name: kind for name, (_, kind) in Recipe(widths.kinds[-1], widths, 3).tensors().items()}
+    parts = ("attn_q", "attn_v", "ffn_gate_exps", "ffn_down_exps", "ffn_down_shexp", "attn_k_b", "attn_sinks")
+    found = [[kinds.get(f"blk.{layer}.{part}.weight") for part in parts] for layer in (0, 1)]
+    assert kinds["output.weight"] == ("Q8_0" if name == "gpt-oss-20b" else "Q6_K")
+    assert (
+        found
+        == {
+            "qwen3-30b-a3b": [
+                ["Q4_K", "Q4_K", "Q4_K", "Q4_K", None, None, None],
+                ["Q4_K", "Q6_K", "Q4_K", "Q6_K", None, None, None],
+            ],
+            "gpt-oss-20b": 2 * [["Q8_0", "Q8_0", "MXFP4", "MXFP4", None, None, "F32"]],
+            "deepseek-v2-lite": [  # 256 divides neither 1,408 nor 128
+                ["Q4_K", None, "Q4_K", "Q5_0", "Q4_K", "Q5_0", None],
+                ["Q4_K", None, "Q4_K", "Q8_0", "Q6_K", "Q5_0", None],
+            ],
+        }[name]
+    )
+    assert kinds.get("blk.1.ffn_up_exps.bias") == ("F32" if name == "gpt-oss-20b" else None)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_headers_hold_what_the_architecture_asks_for(name: str) -> None:
+    told = PeerSizes.of(Spec(name, 3).config()).told()
+    if name == "deepseek-v2-lite":
+        assert (told["head_count_kv"], told["key_length"], told["key_length_mla"]) == (1, 576, 192)
+        assert (told["value_length"], told["value_length_mla"], told["rope_dimension_count"]) == (512, 128, 64)
+        assert (told["expert_shared_count"], told["kv_lora_rank"]) == (2, 512)
+    else:
+        heads = {"qwen3-30b-a3b": (4, 128, 128), "gpt-oss-20b": (8, 64, 64)}[name]
+        assert (told["head_count_kv"], told["key_length"], told["value_length"]) == heads
 
 
 def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
@@ -99,7 +148,7 @@ def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
 def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
     told: list[str] = []
     with llama.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: told.append(what)) as peers:
-        assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in KINDS]
+        assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in SMALL.kinds]
         for one in peers:
             for layers in one.layers:
                 prompt, token = one.answer(32, 8, layers)
@@ -108,7 +157,7 @@ def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
         assert sum(one.cpu_seconds() for one in peers) > 0
     files = sorted(fakes.iterdir())
     assert len(files) == 4 and any("Making" in line and str(fakes) in line for line in told)
-    for kind in KINDS:
+    for kind in SMALL.kinds:
         for layers in LAYERS:
             recipe = Recipe(kind, SMALL, layers)
             made: dict[str, Any] = json.loads(recipe.file(fakes).read_text())
@@ -172,7 +221,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(fakes: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "changed", [{"model_type": "olmoe"}, {"num_local_experts": 4}, {"intermediate_size": 384}], ids=str
+    "changed", [{"model_type": "olmoe"}, {"hidden_size": 272}, {"intermediate_size": 400}], ids=str
 )
 def test_other_models_cannot_be_compared(changed: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 96}

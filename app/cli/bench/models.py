@@ -43,7 +43,7 @@ _SPEED: tuple[Option, ...] = (
         "--peer-files",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where llama.cpp's files are stored: 7.4 GB for mixtral-8x7b.  [default: the cache folder]",
+        help="Where llama.cpp's files are stored: 4 to 8 GB for a model.  [default: the cache folder]",
     ),
     *TIMING,
 )
@@ -150,6 +150,7 @@ def _measured(
 ) -> ResultTable:
     from ....engine.bench import speed, synthetic
     from ....engine.bench.peer import llama as peer
+    from ....engine.bench.peer.recipes import PeerSizes
     from ....engine.machine import conditions
 
     if python:
@@ -157,15 +158,15 @@ def _measured(
     compared = python or (sys.executable if find_spec("llama_cpp") and find_spec("gguf") else None)
     with ExitStack() as stack:
         if spec:
-            beside = peer.memory_bytes(peer.PeerSizes.of(spec.config())) if compared else 0
+            beside = peer.memory_bytes(PeerSizes.of(spec.config())) if compared else 0
             subject = synthetic.make(spec, device, lambda step: report(step, 0, 1), beside=beside)
         else:
             subject = _pack(model, device)
         peers: Sequence[Peer] = ()
-        if compared and (python or peer.PeerSizes.possible(subject.model.config)):
+        if compared and (python or PeerSizes.possible(subject.model.config)):
             a = subject.manifest.architecture
             threads = conditions.threads_for(plan.threads, a.hidden, a.intermediate)
-            widths, folder = peer.PeerSizes.of(subject.model.config), files or peer.default_folder()
+            widths, folder = PeerSizes.of(subject.model.config), files or peer.default_folder()
             peers = stack.enter_context(peer.running(compared, widths, folder, threads, plan.tokens, report))
         return speed.run(subject, plan, peers, report)
 

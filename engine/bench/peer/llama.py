@@ -1,4 +1,4 @@
-"""llama.cpp beside the engine: a Mixtral of the same widths, quantized as llama.cpp's own tool would, random weights.
+"""llama.cpp beside the engine: a model of the same widths, quantized as llama.cpp's own tool would, random weights.
 
 It runs in a process of its own (worker.py) by the interpreter of any environment that has llama-cpp-python, with
 as many threads. Files of one and of three layers are made once and stored.
@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,119 +21,11 @@ import psutil
 from ....models import private_file
 from ....models.errors import FloeError, UsageError
 from ..measure import MeasureReport
+from .recipes import LAYERS, PeerSizes, Recipe
 
 WORKER = Path(__file__).with_name("worker.py")
-LAYERS = (1, 3)  # the two extra layers stand for the two kinds of layers of Q4_K_M
-BLOCKS = {  # values and bytes of a block (ggml-common.h)
-    "F32": (1, 4),
-    "Q4_0": (32, 18),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
-KINDS = ("Q4_0", "Q4_K_M")
 _CAUSE_LINES = 3
 _ANSWER = 512  # tokens of context beside the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSizes:
-    """The sizes of a Mixtral, from transformers' configuration."""
-
-    hidden: int
-    neurons: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    experts: int
-    top_k: int
-
-    @staticmethod
-    def possible(config: Any) -> bool:
-        """Whether llama.cpp's recipes can be made for a model."""
-        sizes = (config.hidden_size, config.intermediate_size)
-        return config.model_type == "mixtral" and config.num_local_experts == 8 and not any(s % 256 for s in sizes)
-
-    @classmethod
-    def of(cls, config: Any) -> PeerSizes:
-        """Raises UsageError: they cannot."""
-        sizes = (config.hidden_size, config.intermediate_size)
-        if not cls.possible(config):
-            raise UsageError(
-                "There is no llama.cpp model to compare this one with",
-                "Its recipes need a Mixtral of 8 experts whose sizes are multiples of 256; this is "
-                f"{config.model_type} of hidden size {sizes[0]} and {sizes[1]} neurons per expert.",
-                "Leave out --peer, or measure --synthetic mixtral-8x7b.",
-            )
-        return cls(
-            *sizes,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.vocab_size,
-            config.num_local_experts,
-            config.num_experts_per_tok,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """One file: which tensor has which type, as `llama_tensor_get_type` (llama-quant.cpp) chooses for 8 experts."""
-
-    kind: str
-    widths: PeerSizes
-    layers: int
-
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> shape (outputs first) and type."""
-        w, base = self.widths, "Q4_0" if self.kind == "Q4_0" else "Q4_K"
-        found: dict[str, tuple[tuple[int, ...], str]] = {
-            "token_embd.weight": ((w.vocabulary, w.hidden), base),
-            "output_norm.weight": ((w.hidden,), "F32"),
-            "output.weight": ((w.vocabulary, w.hidden), "Q6_K"),
-        }
-        kv = w.hidden // w.heads * w.kv_heads
-        for layer in range(self.layers):
-            # Of Mixtral's 32 layers 16 have a Q6_K down (use_more_bits); here every second one.
-            down = "Q6_K" if base == "Q4_K" and layer % 2 else base
-            parts: dict[str, tuple[tuple[int, ...], str]] = {
-                "attn_norm": ((w.hidden,), "F32"),
-                "attn_q": ((w.hidden, w.hidden), base),
-                "attn_k": ((kv, w.hidden), "Q8_0"),
-                "attn_v": ((kv, w.hidden), "Q8_0"),
-                "attn_output": ((w.hidden, w.hidden), "Q5_K" if base == "Q4_K" else base),
-                "ffn_norm": ((w.hidden,), "F32"),
-                "ffn_gate_inp": ((w.experts, w.hidden), "F32"),
-                "ffn_gate_exps": ((w.experts, w.neurons, w.hidden), base),
-                "ffn_up_exps": ((w.experts, w.neurons, w.hidden), base),
-                "ffn_down_exps": ((w.experts, w.hidden, w.neurons), down),
-            }
-            found |= {f"blk.{layer}.{part}.weight": tensor for part, tensor in parts.items()}
-        return found
-
-    def nbytes(self) -> int:
-        """The file's size, but for a header of kilobytes."""
-        return sum(_nbytes(*tensor) for tensor in self.tensors().values())
-
-    def read_bytes(self, *, all_experts: bool) -> int:
-        """What a token reads: everything but the embedding, and of the experts those that it chose, unless all."""
-        share = 1.0 if all_experts else self.widths.top_k / self.widths.experts
-        sizes = {name: _nbytes(*tensor) for name, tensor in self.tensors().items() if name != "token_embd.weight"}
-        return int(sum(size * share if "_exps." in name else size for name, size in sizes.items()))
-
-    def file(self, folder: Path) -> Path:
-        """The file's path: its name contains everything that it depends on."""
-        w = self.widths
-        sizes = f"{w.hidden}-{w.neurons}-{w.heads}-{w.kv_heads}-{w.vocabulary}"
-        return folder / f"{self.kind}-{sizes}-{self.layers}.gguf"
-
-
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    values, size = BLOCKS[kind]
-    count = 1
-    for length in shape:
-        count *= length
-    return count // values * size
 
 
 class LlamaCpp:
@@ -158,7 +49,7 @@ class LlamaCpp:
 
     def cpu_seconds(self) -> float:
         """CPU time of the process, which all kinds share."""
-        return self._worker.cpu_seconds() if self._kind == KINDS[0] else 0.0
+        return self._worker.cpu_seconds() if self._kind == self._recipes[LAYERS[0]].widths.kinds[0] else 0.0
 
 
 class PeerProcess:
@@ -237,13 +128,16 @@ def running(
     worker = PeerProcess(python, [str(threads), str(prompt + _ANSWER), str(widths.vocabulary), *files])
     try:
         worker.ask({})
-        yield [LlamaCpp(worker, {layers: recipes[kind, layers] for layers in LAYERS}, kind, version) for kind in KINDS]
+        yield [
+            LlamaCpp(worker, {layers: recipes[kind, layers] for layers in LAYERS}, kind, version)
+            for kind in widths.kinds
+        ]
     finally:
         worker.close()
 
 
 def _recipes(widths: PeerSizes) -> dict[tuple[str, int], Recipe]:
-    return {(kind, layers): Recipe(kind, widths, layers) for kind in KINDS for layers in LAYERS}
+    return {(kind, layers): Recipe(kind, widths, layers) for kind in widths.kinds for layers in LAYERS}
 
 
 def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, report: MeasureReport) -> None:
@@ -272,17 +166,8 @@ def make_file(python: str, recipe: Recipe, file: Path) -> None:
         FloeError: it could not.
     """
     w = recipe.widths
-    wanted = {
-        "layers": recipe.layers,
-        "tensors": recipe.tensors(),
-        "hidden": w.hidden,
-        "neurons": w.neurons,
-        "heads": w.heads,
-        "kv_heads": w.kv_heads,
-        "vocabulary": w.vocabulary,
-        "experts": w.experts,
-        "top_k": w.top_k,
-    }
+    told = {**w.told(), "block_count": recipe.layers}
+    wanted = {"architecture": w.architecture, "told": told, "tensors": recipe.tensors()}
     with private_file.replacing(file, private_file.SHARED) as partial:
         command = [python, str(WORKER), "make", str(partial)]
         made = subprocess.run(command, input=json.dumps(wanted), capture_output=True, text=True, check=False)

@@ -17,11 +17,15 @@ from typing import Any
 
 WEIGHT = 0.02  # about the standard deviation of all weights
 REPEAT = 4096  # blocks of a tensor after which they repeat
+MXFP4_EXPONENT = 120  # of a block, biased by 127: its values, 2.9 by root mean square, become about WEIGHT
 # Where a block has its float16 scales, and how wide they make the weights: a byte of codes and, in K kinds, 6-bit or
 # 8-bit sub-scales stand between. Kinds with a minimum get one that centres them (ggml-common.h).
 SCALES = {
     "Q4_0": ((0, WEIGHT / 4.6),),
+    "Q5_0": ((0, WEIGHT / 9.2),),
+    "Q5_1": ((0, WEIGHT / 9.2), (2, -15.5 * WEIGHT / 9.2)),
     "Q8_0": ((0, WEIGHT / 74),),
+    "MXFP4": (),
     "Q4_K": ((0, WEIGHT / (31.5 * 4.6)), (2, 7.5 * WEIGHT / (31.5 * 4.6))),
     "Q5_K": ((0, WEIGHT / (31.5 * 9.2)), (2, 15.5 * WEIGHT / (31.5 * 9.2))),
     "Q6_K": ((208, WEIGHT / (74 * 18.5)),),
@@ -29,21 +33,11 @@ SCALES = {
 
 
 def make(path: str, wanted: dict[str, Any]) -> None:
-    """Write a Mixtral of these sizes; `tensors` holds name -> shape and type."""
+    """Write a model: `told` holds methods of the writer, `tensors` name -> shape and type."""
     np, gguf = importlib.import_module("numpy"), importlib.import_module("gguf")
-    writer: Any = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(wanted["layers"])
-    writer.add_context_length(32768)
-    writer.add_embedding_length(wanted["hidden"])
-    writer.add_feed_forward_length(wanted["neurons"])
-    writer.add_head_count(wanted["heads"])
-    writer.add_head_count_kv(wanted["kv_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e6)
-    writer.add_rope_dimension_count(wanted["hidden"] // wanted["heads"])
-    writer.add_expert_count(wanted["experts"])
-    writer.add_expert_used_count(wanted["top_k"])
-    writer.add_vocab_size(wanted["vocabulary"])
+    writer: Any = gguf.GGUFWriter(path, wanted["architecture"])
+    for what, value in wanted["told"].items():
+        getattr(writer, f"add_{what}")(value)
     writer.add_tokenizer_model("no_vocab")
     random: Any = np.random.default_rng(0)
     for name, (shape, kind) in wanted["tensors"].items():
@@ -57,6 +51,8 @@ def make(path: str, wanted: dict[str, Any]) -> None:
         pattern = random.integers(0, 256, size=(REPEAT, size), dtype=np.uint8)
         for start, scale in SCALES[kind]:
             pattern[:, start : start + 2] = np.frombuffer(np.float16(scale).tobytes(), dtype=np.uint8)
+        if kind == "MXFP4":
+            pattern[:, 0] = MXFP4_EXPONENT
         data = np.tile(pattern, (-(-blocks // REPEAT), 1))[:blocks]
         writer.add_tensor(name, data.reshape(*shape[:-1], shape[-1] // per_block * size), raw_dtype=stored)
     writer.write_header_to_file()
