@@ -67,6 +67,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     import_library()
     from transformers import AutoConfig
 
+    FAMILIES[str(fields["model_type"])].register()
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         values = {

@@ -21,6 +21,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "moe_num_shared_experts": (0, 1 << 8),  # 2
     "decoder_sparse_step": (1, 1 << 10),  # 2
     "first_k_dense_replace": (0, 1 << 10),  # 3
+    "moe_layer_freq": (1, 1 << 10),  # 1
     "num_nextn_predict_layers": (0, 1 << 10),  # 1
     "kv_lora_rank": (1, 1 << 14),  # 512
     "q_lora_rank": (1, 1 << 14),  # 1,536
@@ -45,6 +46,7 @@ FIGURES: dict[str, tuple[float, float]] = {
 _OPTIONAL = (
     *("head_dim", "sliding_window", "clip_qkv", "rope_theta", "num_key_value_heads", "max_position_embeddings"),
     *("moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace", "num_nextn_predict_layers"),
+    "moe_layer_freq",
     *("n_shared_experts", "moe_num_shared_experts", "q_lora_rank"),
 )
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720

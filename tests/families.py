@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from floe_chat.models.families import FAMILIES
 from torch import nn
 
 from .helpers import write_tokenizer
@@ -70,6 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
     "phimoe": {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE},
+    "deepseek": {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": YARN},
     "deepseek_v2 groups": {
         **_LATENT,
@@ -104,6 +106,7 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     """One of MODELS as transformers publishes it; correction biases stay at 32 bits, as in published checkpoints."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    FAMILIES[name.partition(" ")[0]].register()
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**_SIZES, "vocab_size": write_tokenizer(folder), **MODELS[name]}
     torch.manual_seed(seed)

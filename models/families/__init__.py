@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from .deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from .ernie import ERNIE4_5_MOE
 from .family import Family
 from .glm import GLM4_MOE
@@ -21,6 +21,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         QWEN2_MOE,
         PHIMOE,
+        DEEPSEEK,
         DEEPSEEK_V2,
         GPT_OSS,
         GLM4_MOE,

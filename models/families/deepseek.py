@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, and GLM-4.7-Flash, which is built like V3: attention through a latent vector, shared experts,
-and layers without experts at the beginning.
+"""DeepSeekMoE, DeepSeek-V2 and V3, and GLM-4.7-Flash, which is built like V3: shared experts, layers without experts at
+the beginning, and in all but the first attention through a latent vector.
 """
 
 from __future__ import annotations
@@ -7,8 +7,24 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Latent, Sizes
-from .family import LATENT, Family, Routing, SharedExpert
+from .family import LATENT, Family, GroupedQuery, Routing, SharedExpert
 
+_16B = Sizes(
+    model_type="deepseek",
+    layers=27,
+    hidden=2048,
+    intermediate=1408,
+    experts=64,
+    top_k=6,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    vocab=102400,
+    window=4096,
+    dense_layers=1,
+    dense_intermediate=10944,
+    shared=2 * 1408,
+)
 _V2_LITE = Sizes(
     model_type="deepseek_v2",
     layers=26,
@@ -51,6 +67,21 @@ def _first(config: Any) -> range:
     return range(min(config.first_k_dense_replace or 0, config.num_hidden_layers))
 
 
+def _dense(config: Any) -> set[int]:
+    """The first layers, and behind them all but every n-th."""
+    first, step = _first(config), config.moe_layer_freq or 1
+    return {layer for layer in range(config.num_hidden_layers) if layer in first or layer % step}
+
+
+def _register() -> None:
+    from ..transformers_import import import_model_code
+
+    import_model_code()
+    from .deepseek_moe import register
+
+    register()
+
+
 def further_layers(config: Any) -> tuple[str, ...]:
     """The layers behind the last, which guess a second token in training."""
     last, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
@@ -63,6 +94,29 @@ def _flash_dense(config: Any) -> list[int]:
 
 
 _LINEARS = (*LATENT, ".q_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj", "lm_head")
+
+DEEPSEEK = Family(
+    model_type="deepseek",
+    called="DeepSeekMoE",
+    width="moe_intermediate_size",
+    dense_layers=_dense,
+    shared=SharedExpert("shared_experts"),
+    routing=Routing(normalized=False, precise=True),
+    attention=GroupedQuery(biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias))),
+    register=_register,
+    defaults={"first_k_dense_replace": 0, "n_shared_experts": 2, "attention_bias": False},
+    published=(
+        CatalogEntry(
+            "deepseek-moe-16b-chat",
+            _16B,
+            "deepseek-ai/deepseek-moe-16b-chat",
+            licence="DeepSeek licence",
+            gated=False,
+            chat="User: and Assistant: turns, from its own chat template",
+            released="2024-01",
+        ),
+    ),
+)
 
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",

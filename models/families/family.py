@@ -108,6 +108,7 @@ class Family:
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
+        register: makes transformers know a family that it lacks; called before it reads a config.json.
         published: models to set up, in no order.
     """
 
@@ -134,6 +135,7 @@ class Family:
     attention: GroupedQuery | None = GroupedQuery()
     why: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    register: Callable[[], None] = lambda: None
     published: tuple[CatalogEntry, ...] = ()
 
     @property

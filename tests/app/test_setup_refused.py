@@ -74,7 +74,7 @@ def quantized(method: str) -> dict[str, Any]:
         (quantized("mxfp4"), "has MXFP4 weights"),
         (quantized("brand-new"), "has 'brand-new' weights"),
         ({"quantization_config": {"bits": 4}}, "has quantized weights"),
-        ({"model_type": "deepseek", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
+        ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
         ({"model_type": "brand_new_moe"}, "'brand_new_moe' is not supported yet"),
         ({"model_type": "dbrx"} | quantized("fp8"), "DBRX is not supported yet"),
         ({"model_type": "llama", "num_experts": None}, f"{REPO} is not a Mixture-of-Experts model"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.models.families import FAMILIES
 from torch import Tensor, nn
 
 from .driver import a_preset
@@ -73,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 12, "num_local_experts": 6, "attention_bias": True, "n_group": 2, "topk_group": 1},
     "glm4_moe-scaled": {"head_dim": 12, "num_local_experts": 6, "use_qk_norm": True, "routed_scaling_factor": 2.5},
     "ernie4_5_moe": {"head_dim": 12, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "use_bias": True},
+    "deepseek": {"n_routed_experts": 5, "first_k_dense_replace": 1},
+    "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
 }
 
@@ -82,6 +85,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = name.partition("-")[0]
+    FAMILIES[family].register()
     config: Any = AutoConfig.for_model(family, **{**SIZES, **MODELS.get(name, {}), **changes})
     torch.manual_seed(len(name))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")

@@ -124,6 +124,7 @@ class TestDescribed:
         fields = CONFIGS[name]
         entry = published(name) or described(fields)
         assert described(fields).sizes == entry.sizes
+        FAMILIES[fields["model_type"]].register()
         config = AutoConfig.for_model(**fields)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)

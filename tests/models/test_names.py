@@ -177,7 +177,6 @@ class TestReasons:
             ("MiniMaxAI/MiniMax-M2", "MiniMax is not supported yet"),
             ("deepseek-ai/DeepSeek-V3.1", "DeepSeek-V3.1 is published with 8-bit weights only"),
             ("deepseek r1", "deepseek r1 is published with 8-bit weights only"),
-            ("deepseek-ai/deepseek-moe-16b-chat", "DeepSeekMoE is not supported yet"),
             ("zai-org/GLM-4.5V", "GLM-4.5V is not supported yet"),
             ("ibm-granite/granite-4.0-h-tiny", "Granite 4 is not supported yet"),
             ("google/gemma-4-26B-A4B-it", "Gemma 4 MoE is not supported yet"),
@@ -249,7 +248,7 @@ class TestReasons:
             ({"quantization_config": {"quant_method": "a" * 500}}, "…"),
             ({"quantization_config": ["odd"]}, "has quantized weights"),
             ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "has FP8 weights"),
-            ({"model_type": "deepseek", "auto_map": {"AutoConfig": "a.B"}}, "needs code of its own"),
+            ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "a.B"}}, "needs code of its own"),
             ({"model_type": "hunyuan_v1_moe", "auto_map": {"AutoConfig": "a.B"}}, "Hunyuan MoE is not supported"),
             ({"model_type": "brand_new", "n_routed_experts": 64}, "'brand_new' is not supported yet"),
             (
