@@ -19,7 +19,7 @@ from . import config_limits, private_file, supported
 from . import typed_names as names
 from .catalog_entry import CatalogEntry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
-from .families import FAMILIES
+from .families import FAMILIES, language_fields
 from .families.sizes import NAMES, sizes_of, view
 from .paths import expanded
 from .published import PUBLISHED
@@ -322,6 +322,7 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
     """The architecture of a config.json; `what` names it in errors."""
     if (error := supported.refused_type(fields, what)) is not None:
         raise error
+    fields = language_fields(fields)
     kind = str(fields["model_type"])
 
     def number(*names: str) -> None:
@@ -339,9 +340,12 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
     if cause := config_limits.problem(config_limits.in_force(values, family.defaults)):
         raise _no_model(what, cause)
     try:
-        return sizes_of(family, config)
+        sizes = sizes_of(family, config)
     except (TypeError, ValueError, AttributeError) as error:  # fields of other types than numbers
         raise _no_model(what, f"{error}.") from error
+    if not sizes.layers:
+        raise _no_model(what, "None of its layers has experts.")
+    return sizes
 
 
 def _no_model(what: str, cause: str) -> CheckpointError:

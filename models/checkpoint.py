@@ -17,7 +17,7 @@ from torch import Tensor
 from . import config_limits, private_file
 from .checkpoint_files import INDEX, FolderShelf, Shelf, TensorPlace
 from .errors import CheckpointError, NoCheckpointError
-from .families import FAMILIES
+from .families import FAMILIES, language_fields
 from .families.sizes import NAMES
 from .families.storage import ExpertTensors, Storage
 from .supported import refused_type
@@ -37,7 +37,7 @@ _SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is 
 
 
 def read_config(folder: Path, called: str = "") -> PretrainedConfig:
-    """The transformers configuration in `folder`; the checkpoint's own code is never run.
+    """The transformers configuration of the language model in `folder`; the checkpoint's own code is never run.
 
     Args:
         called: what errors call the checkpoint; "": by its folder.
@@ -62,6 +62,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     if (refused := refused_type(fields, called or f"The checkpoint at {folder}")) is not None:
         raise refused
     # transformers makes lists of as many entries as there are layers, so sizes are checked before it sees them.
+    fields = language_fields(fields)
     defaults = FAMILIES[str(fields["model_type"])].defaults
     _check_values(path, config_limits.in_force(fields, defaults))
     import_library()
@@ -70,6 +71,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     FAMILIES[str(fields["model_type"])].register()
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = config if config.model_type in FAMILIES else config.text_config
         values = {
             name: getattr(config, name)
             for name in (*config_limits.SIZES, *config_limits.FIGURES, "use_sliding_window")
@@ -80,6 +82,8 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
         _check_values(path, config_limits.in_force(values, defaults))
         if config.hidden_act != family.activation:
             raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
+        if not family.expert_layers(config):
+            raise ValueError("none of its layers has experts")
     except CheckpointError:
         raise
     # transformers' configurations raise all kinds of errors, down to ZeroDivisionError.

@@ -23,6 +23,11 @@ SIZES: dict[str, tuple[int, int]] = {
     "first_k_dense_replace": (0, 1 << 10),  # 3
     "moe_layer_freq": (1, 1 << 10),  # 1
     "num_nextn_predict_layers": (0, 1 << 10),  # 1
+    "linear_conv_kernel_dim": (1, 1 << 10),  # 4
+    "linear_key_head_dim": (1, 1 << 10),  # 128
+    "linear_value_head_dim": (1, 1 << 10),  # 128
+    "linear_num_key_heads": (1, 1 << 10),  # 16
+    "linear_num_value_heads": (1, 1 << 10),  # 64
     "kv_lora_rank": (1, 1 << 14),  # 512
     "q_lora_rank": (1, 1 << 14),  # 1,536
     "qk_rope_head_dim": (2, 1 << 10),  # 64

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import config_limits
 from .errors import CheckpointError, FloeError, UsageError
-from .families import FAMILIES
+from .families import FAMILIES, language_fields
 
 SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the model_type of config.json
 *_FIRST, _LAST = SUPPORTED.values()
@@ -48,7 +48,7 @@ _PUBLISHED_SO = {"gpt_oss": "mxfp4"}  # families whose original weights are quan
 # all other signs). The first that matches counts.
 _FAMILIES = (
     ("qwen3_next", "Qwen3-Next", r"qwen-?3-(coder-)?next"),
-    ("qwen3_5_moe", "Qwen3.5 MoE", r"qwen-?3-[5-9]-.*a\d+b|qwen-?3-[5-9]-moe"),
+    ("qwen3_5_moe_text", "Qwen3.5 MoE", r"qwen-?3-[5-9]-.*a\d+b|qwen-?3-[5-9]-moe"),
     ("qwen3_vl_moe", "Qwen3-VL MoE", r"qwen-?3-vl-.*a\d+b"),
     ("qwen3_omni_moe", "Qwen3-Omni", r"qwen-?3-omni"),
     ("qwen3_moe", "Qwen3 MoE", r"qwen-?3(-.*(a\d+b|moe|30b|235b|480b).*|-coder.*|-max.*)?$"),
@@ -129,7 +129,7 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
 
     The reason is the family, code that comes with the model, or quantized weights.
     """
-    kind = fields.get("model_type")
+    kind = language_fields(fields).get("model_type")
     if isinstance(kind, str) and kind in SUPPORTED:
         return _refused_weights(fields, kind, what)
     called = next((called for known, called, _ in _FAMILIES if known == kind), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import FAMILIES, language_fields
 from torch import nn
 
 from .helpers import write_tokenizer
@@ -52,6 +52,29 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 64,
 }
+_GATED_DELTA: dict[str, Any] = {
+    "num_experts": 6,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 31,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+# What a model sees with, by the model_type of the configuration that holds the language model's.
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": {
+        "depth": 1,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 40,
+        "num_position_embeddings": 16,
+    },
+}
 # By a name that says what is special: model_type first.
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "sliding_window": None},
@@ -59,17 +82,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "head_dim": 10, "norm_topk_prob": True},
     "qwen3_moe layers without experts": {"num_experts": 6, "head_dim": 10, "mlp_only_layers": [1]},
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 31, "layer_types": ["full_attention"] * 3},
-    "qwen3_next": {
-        "num_experts": 6,
-        "head_dim": 16,
-        "shared_expert_intermediate_size": 31,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
+    "qwen3_next": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
+    "qwen3_5_moe_text": _GATED_DELTA,
     "phimoe": {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "rope_parameters": _LONG_ROPE},
     "deepseek": {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": YARN},
@@ -104,20 +119,29 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
     """One of MODELS as transformers publishes it; correction biases stay at 32 bits, as in published checkpoints."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    FAMILIES[name.partition(" ")[0]].register()
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**_SIZES, "vocab_size": write_tokenizer(folder), **MODELS[name]}
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.partition(" ")[0], **fields))
+    kind = name.partition(" ")[0]
+    model = _model(kind, fields)
     _unsettle(model)
     model.to(dtype)
     for part, tensor in model.state_dict(keep_vars=True).items():
         if part.endswith("correction_bias"):
             tensor.data = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
-    model.save_pretrained(folder, max_shard_size="100KB")
+    # transformers would write the experts of those that see apart, but they are published as it has them in memory.
+    model.save_pretrained(folder, max_shard_size="100KB", save_original_format=kind not in _VISION)
     return folder
+
+
+def _model(kind: str, fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    FAMILIES[str(language_fields({"model_type": kind})["model_type"])].register()
+    if kind not in _VISION:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    config = AutoConfig.for_model(kind, text_config=fields, vision_config=_VISION[kind])
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def _unsettle(model: nn.Module) -> None:

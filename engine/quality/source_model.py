@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...models.checkpoint import Checkpoint, read_config
 from ...models.errors import CheckpointError, UsageError
+from ...models.families.family import EMBEDDING
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
@@ -58,7 +59,7 @@ class SourceModel:
                 config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
             )
         if config.tie_word_embeddings:
-            self._published.setdefault("lm_head.weight", self._published.get("model.embed_tokens.weight", ""))
+            self._published.setdefault("lm_head.weight", self._published.get(EMBEDDING, ""))
         family = checkpoint.family
         for index, block in enumerate(family.blocks(model)):
             if experts is None and family.biased:

@@ -210,9 +210,7 @@ def _bad_dense(packed: PackedModel) -> str | None:
     family = FAMILIES[manifest.architecture.model_type]
     for block in family.blocks(model):
         block.experts = nn.Identity()
-    weights = dict(dense)
-    if config.tie_word_embeddings:
-        weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
+    weights = library_model.with_head(config, family, dense)
     bits = manifest.widths.dense
     library_model.furnish(
         model, "", family, weights, bits, lambda _weights, _bias: nn.Identity(), torch.bfloat16, "meta"
@@ -273,14 +271,15 @@ def _compare_dense(packed: PackedModel, source: Checkpoint, layers: Sequence[int
         if len(layers) < len(source.layers)
         else range(source.config.num_hidden_layers)
     )
+    family = source.family
     mine = (*(f"model.layers.{layer}." for layer in decoders), "lm_head", "model.embed_tokens", "model.norm")
     for layer, name in quantized_linears.stored_layers(source, bits).items():
-        if layer.startswith(mine):
+        if family.module_name(layer).startswith(mine):
             width, matrix = quantized_linears.width_of(layer, bits), source.tensor(name)
             stored = quantized_linears.load(dense, layer, matrix.shape[0], matrix.shape[1], width)
             yield Compared(layer, width, _relative(stored.dense(torch.float32), matrix), LIMITS[width])
     for name in source.dense_names():
-        if name in dense and name.startswith(mine):
+        if name in dense and family.module_name(name).startswith(mine):
             yield Compared(name, 16, _relative(dense[name], source.tensor(name)), LIMITS[16])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from .deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from .ernie import ERNIE4_5_MOE
 from .family import Family
@@ -11,7 +14,7 @@ from .granite import GRANITEMOE
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
 from .phimoe import PHIMOE
-from .qwen import QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT
+from .qwen import QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -30,6 +33,16 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOE,
         ERNIE4_5_MOE,
         QWEN3_NEXT,
+        QWEN3_5_MOE,
     )
 }
 """By the model_type of config.json."""
+
+
+def language_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config.json that describe the language model: nested ones where the model also sees or hears."""
+    kind, nested = fields.get("model_type"), fields.get("text_config")
+    for family in FAMILIES.values():
+        if kind and kind == family.within:
+            return {**(nested if isinstance(nested, Mapping) else {}), "model_type": family.model_type}
+    return fields

@@ -16,6 +16,7 @@ _ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj")  # of shared experts, and of layers without experts
 LATENT = (".q_a_proj", ".q_b_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")  # of attention through a latent vector (MLA)
 
+EMBEDDING = "model.embed_tokens.weight"  # in transformers' module
 LINEARS = (*_ATTENTION, *_MLP, "lm_head")
 
 
@@ -91,6 +92,8 @@ class Family:
 
     Attributes:
         model_type: in config.json. called: what people call it.
+        within: the model_type of a config.json that holds this family's in its `text_config`, beside what the model
+            sees or hears with; "" where there is none.
         stored: how published checkpoints store experts; one of these. renames: published fragment -> fragment of the
             module's name.
         unused: configuration -> beginnings of published names that the language model does not use, such as those of
@@ -104,7 +107,8 @@ class Family:
             projections by which neurons may be skipped.
         scaled: the field by which the model multiplies its embedding; "" where none does.
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it.
-        gated_heads: whether a gate scales each head's output, and heads are normalized one by one.
+        gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
+            where `attention` does not say it.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
@@ -114,6 +118,7 @@ class Family:
 
     model_type: str
     called: str
+    within: str = ""
     stored: tuple[Storage, ...] = (Apart(),)
     renames: tuple[tuple[str, str], ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = lambda _config: ()
@@ -132,6 +137,7 @@ class Family:
     scaled: str = ""
     biases: Callable[[Any], int] = lambda _config: 0
     gated_heads: bool = False
+    normed_heads: bool = False
     attention: GroupedQuery | None = GroupedQuery()
     why: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -179,6 +185,10 @@ class Family:
         for old, new in self.renames:
             published = published.replace(old, new)
         return published
+
+    def is_embedding(self, published: str) -> bool:
+        """Whether this is the published name of the embedding's weight."""
+        return self.module_name(published) == EMBEDDING
 
     def is_linear(self, layer: str) -> bool:
         """Whether a layer's name, on disk or in memory, is one of those that may have few bits."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import LINEARS, Family, GroupedQuery, SharedExpert
+from .family import LINEARS, Family, GroupedQuery, Routing, SharedExpert
+from .storage import Apart, Stacked
 
 
 def _dense_layers(config: Any) -> set[int]:
@@ -83,6 +84,7 @@ def _entry(name: str, sizes: Sizes, repo: str, released: str, *, thinks: bool = 
     return CatalogEntry(name, sizes, f"Qwen/{repo}", gated=False, thinks=thinks, **given)
 
 
+_SHARED_EXPERT = SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size")
 _SHARED_FIELDS = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -103,7 +105,7 @@ QWEN2_MOE = Family(
     called="Qwen2 MoE",
     width="moe_intermediate_size",
     dense_layers=_dense_layers,
-    shared=SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size"),
+    shared=_SHARED_EXPERT,
     defaults={
         **_SHARED_FIELDS,
         "intermediate_size": 5632,
@@ -120,7 +122,16 @@ QWEN2_MOE = Family(
     ),
 )
 
-# Not listed: how long its recurrent layers take has not been measured.
+_RECURRENT_FIELDS = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+# Neither of the next two is listed: how long their recurrent layers take has not been measured.
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     called="Qwen3-Next",
@@ -129,12 +140,14 @@ QWEN3_NEXT = Family(
     precise=(".A_log", ".dt_bias"),
     width="moe_intermediate_size",
     dense_layers=_dense_layers,
-    shared=SharedExpert("shared_expert", gate="shared_expert_gate", width="shared_expert_intermediate_size"),
+    shared=_SHARED_EXPERT,
     gated_heads=True,
+    normed_heads=True,
     attention=None,
     why="three of its four layers keep a state instead of keys and values",
     defaults={
         **_SHARED_FIELDS,
+        **_RECURRENT_FIELDS,
         "num_hidden_layers": 48,
         "num_key_value_heads": 2,
         "num_experts_per_tok": 10,
@@ -142,12 +155,46 @@ QWEN3_NEXT = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_local_experts": 512,
-        "head_dim": 256,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
+    },
+)
+
+_NESTED = "model.language_model."  # what published checkpoints have for "model.": they see, too
+_EXPERTS = "layers.{layer}.mlp.experts."
+
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    within="qwen3_5_moe",
+    called="Qwen3.5 MoE",
+    stored=(
+        Stacked(f"{_NESTED}{_EXPERTS}{{part}}", "gate_up_proj", "down_proj"),
+        Stacked(f"model.{_EXPERTS}{{part}}", "gate_up_proj", "down_proj"),
+        Apart(f"{_NESTED}{_EXPERTS}{{expert}}.{{part}}.weight"),
+        Apart(),
+    ),
+    renames=((_NESTED, "model."),),
+    unused=lambda _config: ("model.visual.", "mtp."),
+    linears=(*LINEARS, ".in_proj_qkv", ".in_proj_z", ".out_proj"),
+    precise=QWEN3_NEXT.precise,
+    width="moe_intermediate_size",
+    shared=_SHARED_EXPERT,
+    routing=Routing(normalized=True),
+    gated_heads=True,
+    normed_heads=True,
+    attention=None,
+    why=QWEN3_NEXT.why,
+    defaults={
+        **_RECURRENT_FIELDS,
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_local_experts": 256,
+        "tie_word_embeddings": False,
     },
 )
 

@@ -38,9 +38,9 @@ def sizes_of(family: Family, config: Any) -> Sizes:
     head_dim = config.qk_nope_head_dim + latent.rope if latent else _head_dim(config)
     queries, keys = heads * head_dim, kv_heads * head_dim
     shared, attention = family.shared, family.attention
-    normalized = attention.normalized(config) if attention else family.gated_heads
+    normalized = attention.normalized(config) if attention else family.normed_heads
     biased = attention.biased(config) if attention else (False, False)
-    per_head = attention.per_head if attention else family.gated_heads
+    per_head = attention.per_head if attention else family.normed_heads
     return Sizes(
         model_type=family.model_type,
         layers=with_experts,

@@ -51,10 +51,7 @@ def build(
     model = empty(config, dtype, make)
     for index, block in enumerate(family.blocks(model)):
         block.experts = experts(index)
-    weights = dict(dense)
-    if config.tie_word_embeddings:
-        weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
-    furnish(model, "", family, weights, bits, linear, dtype, device)
+    furnish(model, "", family, with_head(config, family, dense), bits, linear, dtype, device)
     # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device)
@@ -63,6 +60,15 @@ def build(
             "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
         )
     return model.eval()
+
+
+def with_head(config: Any, family: Family, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Dense tensors by published names, with the output head where it is the embedding."""
+    weights = dict(dense)
+    if config.tie_word_embeddings:
+        embedding = next((tensor for name, tensor in dense.items() if family.is_embedding(name)), torch.empty(0))
+        weights.setdefault("lm_head.weight", embedding)
+    return weights
 
 
 def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:

@@ -46,8 +46,9 @@ def stored_layers(source: Checkpoint, bits: int) -> dict[str, str]:
     names = [name for name in source.dense_names() if name.endswith(".weight")]
     found = {name.removesuffix(".weight"): name for name in names}
     found = {layer: name for layer, name in found.items() if source.family.is_linear(layer)}
-    if source.config.tie_word_embeddings and "model.embed_tokens.weight" in names:
-        found.setdefault("lm_head", "model.embed_tokens.weight")
+    embedding = next(filter(source.family.is_embedding, names), None)
+    if source.config.tie_word_embeddings and embedding is not None:
+        found.setdefault("lm_head", embedding)
     for layer, name in found.items():
         place = source.places[name][1]
         if len(place.shape) != 2 or not min(place.shape):

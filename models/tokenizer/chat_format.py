@@ -352,6 +352,8 @@ def _stop_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
             fields = _object(folder / name)
         except (OSError, ValueError, RecursionError):
             continue
-        value = fields.get("eos_token_id")
-        ids |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
+        nested: Any = fields.get("text_config")  # of a model that also sees or hears
+        for part in (fields, nested if isinstance(nested, dict) else {}):
+            value = part.get("eos_token_id")
+            ids |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
     return tuple(sorted(item for item in ids if 0 <= item < 1 << 31))

@@ -13,7 +13,7 @@ import torch
 from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.published import PUBLISHED
@@ -105,6 +105,8 @@ def test_assets_are_there() -> None:
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
 )
+# Their layers that are no attention have not been measured.
+UNLISTED = {"qwen3-next-80b-a3b", "qwen3.5-35b-a3b"}
 
 
 class TestDescribed:
@@ -124,8 +126,10 @@ class TestDescribed:
         fields = CONFIGS[name]
         entry = published(name) or described(fields)
         assert described(fields).sizes == entry.sizes
-        FAMILIES[fields["model_type"]].register()
+        kind = str(language_fields(fields)["model_type"])
+        FAMILIES[kind].register()
         config = AutoConfig.for_model(**fields)
+        config = config if config.model_type == kind else config.text_config
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
         precise = "e_score_correction_bias"  # of 32 bits; a buffer of most families, and a parameter of one
@@ -156,11 +160,12 @@ class TestDescribed:
             "mixtral-8x22b-instruct",
             "mixtral-8x7b",
         ]
-        assert set(CONFIGS) == {entry.name for entry in PUBLISHED} | {"qwen3-next-80b-a3b"}
+        assert set(CONFIGS) == {entry.name for entry in PUBLISHED} | UNLISTED
 
     def test_every_family_has_a_listed_model(self) -> None:
-        """Except one, whose published models have 8-bit weights or no tokenizer.json."""
-        assert FAMILIES.keys() - {entry.sizes.model_type for entry in PUBLISHED} == {"deepseek_v3", "qwen3_next"}
+        """Except one, whose published models have 8-bit weights or no tokenizer.json, and those of UNLISTED."""
+        without = {str(language_fields(CONFIGS[name])["model_type"]) for name in UNLISTED} | {"deepseek_v3"}
+        assert FAMILIES.keys() - {entry.sizes.model_type for entry in PUBLISHED} == without
 
     @pytest.mark.parametrize("name", ["mixtral-8x7b", "MIXTRAL-8X7B", "mistralai/Mixtral-8x7B-v0.1"])
     def test_a_name_or_hub_id_in_any_case(self, name: str) -> None:

@@ -46,6 +46,10 @@ OTHERS: dict[str, tuple[str, ...]] = {  # families with the fields that Mixtral 
     "qwen2_moe": ("shared_expert_intermediate_size", "moe_intermediate_size", "decoder_sparse_step"),
     "ernie4_5_moe": ("moe_num_shared_experts",),
     "deepseek": ("moe_layer_freq",),
+    "qwen3_5_moe_text": (
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    ),
     "deepseek_v3": (
         *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_shared_experts"),
         *("num_nextn_predict_layers", "first_k_dense_replace", "routed_scaling_factor"),

@@ -171,7 +171,6 @@ class TestReasons:
         ("text", "reason"),
         [
             ("Qwen/Qwen3-VL-30B-A3B-Instruct", "Qwen3-VL MoE is not supported yet"),
-            ("Qwen3.5-35B-A3B", "Qwen3.5 MoE is not supported yet"),
             ("Llama-4-Scout", "Llama 4 is not supported yet"),
             ("hunyuan:a13b", "Hunyuan MoE is not supported yet"),
             ("MiniMaxAI/MiniMax-M2", "MiniMax is not supported yet"),
