@@ -52,6 +52,27 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Layers of short gated convolutions (LFM2), which keep their last inputs and no keys and values.
+
+    Attributes:
+        layers: how many. taps: of a convolution. biased: whether it and its projections have biases.
+    """
+
+    layers: int
+    taps: int
+    biased: bool = False
+
+    def projections(self, hidden: int) -> list[Matrix]:
+        """One layer's."""
+        return [(3 * hidden, hidden), (hidden, hidden)]
+
+    def small(self, hidden: int) -> int:
+        """One layer's other weights, which every pack stores as they are."""
+        return hidden * (self.taps + (5 if self.biased else 0))
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
@@ -86,7 +107,7 @@ class Sizes:
     shared_gate: bool = False
     router_bias: bool = False
     latent: Latent | None = None
-    recurrent: Recurrent | None = None
+    recurrent: Recurrent | Convolutions | None = None
     gated_heads: bool = False
 
     @property

@@ -80,8 +80,8 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
         family = FAMILIES[config.model_type]
         values |= _rope_of(config) | {"num_local_experts": family.experts(config)}
         _check_values(path, config_limits.in_force(values, defaults))
-        if config.hidden_act != family.activation:
-            raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
+        if (used := getattr(config, "hidden_act", family.activation)) != family.activation:
+            raise ValueError(f"its experts use {used!r}; floe-chat computes {family.activation}")
         if not family.expert_layers(config):
             raise ValueError("none of its layers has experts")
     except CheckpointError:

@@ -23,6 +23,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "first_k_dense_replace": (0, 1 << 10),  # 3
     "moe_layer_freq": (1, 1 << 10),  # 1
     "num_nextn_predict_layers": (0, 1 << 10),  # 1
+    "num_dense_layers": (0, 1 << 10),  # 2
+    "conv_L_cache": (1, 1 << 10),  # 3
     "linear_conv_kernel_dim": (1, 1 << 10),  # 4
     "linear_key_head_dim": (1, 1 << 10),  # 128
     "linear_value_head_dim": (1, 1 << 10),  # 128
@@ -44,6 +46,7 @@ SIZES: dict[str, tuple[int, int]] = {
 }
 FIGURES: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),
+    "norm_eps": (0.0, 1.0),
     "clip_qkv": (1e-6, 1e6),
     "routed_scaling_factor": (1e-6, 1e6),
     "rope_theta": (1.0, 1e15),

@@ -113,6 +113,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "attention_multiplier": 0.3,
     },
+    "lfm2_moe": {
+        "num_experts": 6,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "routed_scaling_factor": 1.3,
+    },
+    "lfm2_moe biases": {
+        "num_experts": 6,
+        "num_dense_layers": 0,
+        "layer_types": ["full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+    },
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "tie_word_embeddings": True},
 }
 
@@ -127,7 +143,7 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     _unsettle(model)
     model.to(dtype)
     for part, tensor in model.state_dict(keep_vars=True).items():
-        if part.endswith("correction_bias"):
+        if part.endswith(("correction_bias", "expert_bias")):
             tensor.data = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
     # transformers would write the experts of those that see apart, but they are published as it has them in memory.
     model.save_pretrained(folder, max_shard_size="100KB", save_original_format=kind not in _VISION)

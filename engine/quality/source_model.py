@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...models.checkpoint import Checkpoint, read_config
 from ...models.errors import CheckpointError, UsageError
 from ...models.families.family import EMBEDDING
+from ...models.modules.library_model import rename
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
@@ -61,6 +62,7 @@ class SourceModel:
         if config.tie_word_embeddings:
             self._published.setdefault("lm_head.weight", self._published.get(EMBEDDING, ""))
         family = checkpoint.family
+        rename(model.model, family)
         for index, block in enumerate(family.blocks(model)):
             if experts is None and family.biased:
                 block.experts = _Loop(checkpoint, index)

@@ -11,6 +11,7 @@ from .family import Family
 from .glm import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITEMOE
+from .lfm2 import LFM2_MOE
 from .mixtral import MIXTRAL
 from .olmoe import OLMOE
 from .phimoe import PHIMOE
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         ERNIE4_5_MOE,
         QWEN3_NEXT,
         QWEN3_5_MOE,
+        LFM2_MOE,
     )
 }
 """By the model_type of config.json."""

@@ -96,6 +96,7 @@ class Family:
             sees or hears with; "" where there is none.
         stored: how published checkpoints store experts; one of these. renames: published fragment -> fragment of the
             module's name.
+        modules: transformers' name of a part of the decoder -> what most families call it, and so do we.
         unused: configuration -> beginnings of published names that the language model does not use, such as those of
             layers that only training needs.
         linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
@@ -121,6 +122,7 @@ class Family:
     within: str = ""
     stored: tuple[Storage, ...] = (Apart(),)
     renames: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = lambda _config: ()
     linears: tuple[str, ...] = LINEARS
     precise: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ..catalog_entry import Latent, Recurrent, Sizes
+from ..catalog_entry import Convolutions, Latent, Recurrent, Sizes
 from .family import Family
 
 # A field of ours, and what families call it in config.json.
@@ -67,8 +67,10 @@ def sizes_of(family: Family, config: Any) -> Sizes:
     )
 
 
-def _recurrent(config: Any) -> Recurrent | None:
-    kinds = getattr(config, "layer_types", None)
+def _recurrent(config: Any) -> Recurrent | Convolutions | None:
+    kinds: Any = getattr(config, "layer_types", None)
+    if taps := getattr(config, "conv_L_cache", None):
+        return Convolutions(kinds.count("conv"), taps, bool(config.conv_bias))
     heads = getattr(config, "linear_num_value_heads", None)
     if not heads:
         return None

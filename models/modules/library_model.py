@@ -8,6 +8,7 @@ record in families/ and nothing more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from ...kernels.weights import LinearWeights
 from ..errors import PackError
-from ..families import Family
+from ..families import FAMILIES, Family
 from ..pack import quantized_linears
 
 Experts = Callable[[int], nn.Module]
@@ -69,6 +70,19 @@ def with_head(config: Any, family: Family, dense: Mapping[str, Tensor]) -> dict[
         embedding = next((tensor for name, tensor in dense.items() if family.is_embedding(name)), torch.empty(0))
         weights.setdefault("lm_head.weight", embedding)
     return weights
+
+
+def rename(decoder: Any, family: Family) -> None:
+    """Give the parts of transformers' decoder the names that most families have; its own code still finds them."""
+    if not family.modules:
+        return
+    for theirs, usual in family.modules:
+        part = getattr(decoder, theirs)
+        delattr(decoder, theirs)
+        decoder.add_module(usual, part)
+    kind = type(decoder)
+    aliases = {theirs: property(attrgetter(usual)) for theirs, usual in family.modules}
+    decoder.__class__ = type(kind.__name__, (kind,), aliases)
 
 
 def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:
@@ -139,4 +153,6 @@ def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> 
 def _library(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rename(model.model, FAMILIES[config.model_type])
+    return model

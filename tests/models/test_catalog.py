@@ -106,7 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
 )
 # Their layers that are no attention have not been measured.
-UNLISTED = {"qwen3-next-80b-a3b", "qwen3.5-35b-a3b"}
+UNLISTED = {"qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "lfm2-8b-a1b"}
 
 
 class TestDescribed:
@@ -132,7 +132,7 @@ class TestDescribed:
         config = config if config.model_type == kind else config.text_config
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
-        precise = "e_score_correction_bias"  # of 32 bits; a buffer of most families, and a parameter of one
+        precise = "e_score_correction_bias", "expert_bias"  # of 32 bits; a buffer of most, and a parameter of one
         weights = sum(tensor.numel() for name, tensor in module.named_parameters() if not name.endswith(precise))
         biases = sum(tensor.numel() for name, tensor in module.state_dict().items() if name.endswith(precise))
         assert entry.sizes.parameters == weights + 2 * biases

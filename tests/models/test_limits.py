@@ -46,6 +46,7 @@ OTHERS: dict[str, tuple[str, ...]] = {  # families with the fields that Mixtral 
     "qwen2_moe": ("shared_expert_intermediate_size", "moe_intermediate_size", "decoder_sparse_step"),
     "ernie4_5_moe": ("moe_num_shared_experts",),
     "deepseek": ("moe_layer_freq",),
+    "lfm2_moe": ("num_dense_layers", "conv_L_cache", "norm_eps"),
     "qwen3_5_moe_text": (
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),

@@ -1,0 +1,40 @@
+"""LFM2 (Liquid AI): most layers are short convolutions, the others attention; the first have no experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import Family, Routing
+from .storage import Apart
+
+
+def _dense_layers(config: Any) -> range:
+    return range(min(config.num_dense_layers or 0, config.num_hidden_layers))
+
+
+# Not listed: how long a layer takes in transformers' modules has not been measured.
+LFM2_MOE = Family(
+    model_type="lfm2_moe",
+    called="LFM2 MoE",
+    stored=(Apart("model.layers.{layer}.feed_forward.experts.{expert}.{part}.weight", "w1", "w3", "w2"),),
+    renames=(("model.embedding_norm.", "model.norm."),),
+    modules=(("embedding_norm", "norm"), ("pos_emb", "rotary_emb")),
+    linears=(".q_proj", ".k_proj", ".v_proj", ".in_proj", ".out_proj", ".w1", ".w2", ".w3", "lm_head"),
+    precise=(".expert_bias",),
+    block="feed_forward",
+    norm="ffn_norm",
+    width="moe_intermediate_size",
+    dense_layers=_dense_layers,
+    routing=Routing(kind="sigmoid", correction="expert_bias"),
+    normed_heads=True,
+    attention=None,
+    why="most of its layers are short convolutions, which keep a state instead of keys and values",
+    defaults={
+        "num_dense_layers": 2,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+    },
+)
