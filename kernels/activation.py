@@ -4,7 +4,8 @@ One of the two projections is the *signal*: it is computed for every neuron, its
 is compared with the threshold. The other one is computed where |v| reaches it; h is the product of both.
 
 "silu" is SwiGLU (arXiv 2002.05202): a(g) = g sigmoid(g), b(u) = u. "clamped" is gpt-oss's: a(g) = g' sigmoid(1.702 g')
-with g' = min(g, 7), b(u) = clamp(u, -7, 7) + 1 (`GptOssExperts` of transformers).
+with g' = min(g, 7), b(u) = clamp(u, -7, 7) + 1 (`GptOssExperts` of transformers). "gelu" is Gemma's GeGLU: a(g) =
+g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2, b(u) = u.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Projection = Literal["up", "gate"]
-Activation = Literal["silu", "clamped"]
-Function = Literal["plain", "silu", "clamped_gate", "clamped_up"]
+Activation = Literal["silu", "clamped", "gelu"]
+Function = Literal["plain", "silu", "clamped_gate", "clamped_up", "gelu"]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)  # kernels know them by their places: FLOE_PLAIN ... in floe.h
 LIMIT, STEEPNESS = 7.0, 1.702  # of "clamped"
 
@@ -26,6 +27,8 @@ _OF: dict[tuple[str, str], Function] = {
     ("silu", "up"): "plain",
     ("clamped", "gate"): "clamped_gate",
     ("clamped", "up"): "clamped_up",
+    ("gelu", "gate"): "gelu",
+    ("gelu", "up"): "plain",
 }
 
 
@@ -37,7 +40,7 @@ def function_of(projection: Projection, activation: Activation) -> Function:
     """
     function = _OF.get((activation, projection))
     if function is None:
-        raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in silu or clamped")
+        raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in silu, clamped or gelu")
     return function
 
 
@@ -50,6 +53,8 @@ def applied(function: Function, z: Tensor) -> Tensor:
     """The function of every number of z."""
     if function == "silu":
         return F.silu(z)
+    if function == "gelu":
+        return F.gelu(z, approximate="tanh")
     if function == "clamped_gate":
         z = z.clamp(max=LIMIT)
         return z * torch.sigmoid(STEEPNESS * z)

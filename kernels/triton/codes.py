@@ -197,6 +197,8 @@ def applied(z, FUNCTION: tl.constexpr):
         return z / (1.0 + tl.exp(-1.702 * z))
     if FUNCTION == 3:
         return tl.where(z > 7.0, 7.0, tl.where(z < -7.0, -7.0, z)) + 1.0
+    if FUNCTION == 4:
+        return z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
     return z
 
 

@@ -28,7 +28,14 @@ class Form:
         return f"{self.signal}-{self.activation}" + ("-biased" if self.biased else "")
 
 
-FORMS = [Form(), Form("gate"), Form("gate", "clamped", biased=True), Form("up", "clamped", biased=True)]
+FORMS = [
+    Form(),
+    Form("gate"),
+    Form("gate", "clamped", biased=True),
+    Form("up", "clamped", biased=True),
+    Form("up", "gelu"),
+    Form("gate", "gelu"),
+]
 # (signal, other, down)
 WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
 # float32 differs from float64 by summation order alone; bfloat16 rounds every product's result to 8 bits.
@@ -61,6 +68,8 @@ class Layer:
     def _of(self, gate: bool, z: Tensor) -> Tensor:
         if self.form.activation == "clamped":
             return z.clamp(max=7) * (1 / (1 + torch.exp(-1.702 * z.clamp(max=7)))) if gate else z.clamp(-7, 7) + 1
+        if self.form.activation == "gelu":
+            return z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2 if gate else z
         return silu(z) if gate else z
 
 

@@ -160,7 +160,8 @@ def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
     assert abs(active - int((v.abs() >= threshold).sum())) <= (unsure if dtype == torch.bfloat16 else 0)
     # A neuron at the threshold is worth at most a threshold's part of y: only exact sets are compared closely.
     if not unsure or dtype == torch.float32:
-        assert relative_rms(y, truth) <= 2 * TOLERANCE[dtype]
+        cancelled = 4 if form.activation == "clamped" else 1  # up + 1, where up is near -1
+        assert relative_rms(y, truth) <= 2 * cancelled * TOLERANCE[dtype]
 
 
 @covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS, "keep": [0.5, 1.0], "form": FORMS})
@@ -251,7 +252,15 @@ def test_an_expert_is_down_of_silu_of_gate_times_up(form: Form) -> None:
     check_whole(layer, x, (F.silu(x.double() @ gate[1].T) * (x.double() @ up[1].T)) @ layer.down[1])
 
 
-@pytest.mark.parametrize("form", FORMS[2:], ids=str)
+@pytest.mark.parametrize("form", FORMS[4:], ids=str)
+def test_a_gelu_expert_is_gemma(form: Form) -> None:
+    layer, x = make_layer((2, 37, 96, 32), (16, 16, 16), form), make_x(TOKENS, 96, torch.float32)
+    gate, up = (layer.signal, layer.other) if form.signal == "gate" else (layer.other, layer.signal)
+    act = F.gelu(x.double() @ gate[1].T, approximate="tanh")
+    check_whole(layer, x, (act * (x.double() @ up[1].T)) @ layer.down[1])
+
+
+@pytest.mark.parametrize("form", FORMS[2:4], ids=str)
 def test_a_clamped_expert_is_gpt_oss(form: Form) -> None:
     layer, x = make_layer((2, 37, 96, 32), (16, 16, 16), form), make_x(TOKENS, 96, torch.float32)
     both = [

@@ -52,7 +52,13 @@ inline Stored stored(const floe_vector &v, const uint8_t *at) {
 
 inline float silu(float z) { return z / (1.0f + std::exp(-z)); }
 
-inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_CLAMPED_UP; }
+// z (1 + tanh(u)) / 2, by exp, which costs less.
+inline float gelu(float z) {
+    constexpr float steepness = 1.5957691216057308f, cubic = 0.044715f; // twice the square root of 2 / pi
+    return z / (1.0f + std::exp(-steepness * (z + cubic * z * z * z)));
+}
+
+inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_GELU; }
 
 // A projection's function, of one number; NaN stays NaN, hence no std::min.
 inline float applied(int32_t function, float z) {
@@ -61,13 +67,15 @@ inline float applied(int32_t function, float z) {
     case FLOE_SILU: return silu(z);
     case FLOE_CLAMPED_GATE: z = z > limit ? limit : z; return z / (1.0f + std::exp(-steepness * z));
     case FLOE_CLAMPED_UP: return (z > limit ? limit : z < -limit ? -limit : z) + 1.0f;
+    case FLOE_GELU: return gelu(z);
     default: return z;
     }
 }
 
 // Whether rows are made for this signal: one has the gate's function, the other up's of the same activation.
 inline bool complete(const floe_signal &signal, const floe_rows &rows) {
-    return is_function(signal.function) && is_function(rows.function) && (signal.function ^ rows.function) == 1;
+    const int32_t both = signal.function ^ rows.function; // silu and gelu both go with plain
+    return is_function(signal.function) && is_function(rows.function) && (both == 1 || both == FLOE_GELU);
 }
 
 // Parts of a row: the other projection's values, a bias at a whole word, and the down column (layouts.RowLayout).

@@ -104,7 +104,8 @@ def call_operations(case: str) -> None:
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
     own, other, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
     signal = "gate" if "gate" in options else "up"
-    activation, biased = ("clamped", True) if "clamped" in options else ("silu", False)
+    biased = "clamped" in options
+    activation = "clamped" if biased else "gelu" if "gelu" in options else "silu"
     layout = RowLayout(other, down, float16, signal, activation, biased)
     signal_layout = SignalLayout(own, float16, signal, activation)
     scales = [torch.empty(EXPERTS, F, own.groups, dtype=torch.float16) for _ in range(2)]

@@ -59,6 +59,7 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("2/4/3-bfloat16-group16", "86", id="groups of 16"),
         pytest.param("3/4/4-bfloat16-gate", "86", id="gate as the signal"),
         pytest.param("3/4/4-bfloat16-gate-clamped", "80", id="clamped, with biases"),
+        pytest.param("3/4/4-bfloat16-gate-gelu", "89", id="gelu"),
         pytest.param("2/4/3-bfloat16-general", "86", id="general path"),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths"),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention"),
