@@ -1,4 +1,6 @@
-"""Qwen's Mixture-of-Experts models: Qwen1.5-MoE and Qwen2 with a gated shared expert, Qwen3 with normalized heads."""
+"""Qwen's Mixture-of-Experts models: Qwen1.5-MoE and Qwen2 with a gated shared expert, Qwen3 with normalized heads, and
+Qwen3-Next and Qwen3.5 with recurrent layers.
+"""
 
 from __future__ import annotations
 
