@@ -140,6 +140,20 @@ def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+def split_codes(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit codes (N, n) as two of 4 bits, the upper and the lower half of each: both (N, packed_bytes(n, 4))."""
+    count, n = packed.shape
+    whole = n // CHUNK * CHUNK
+    first, second = packed[:, :whole].reshape(count, -1, 2, CHUNK // 2).unbind(2)  # which share a byte
+    upper = [((first >> 4) | (second & 0xF0)).flatten(1)]
+    lower = [((first & 15) | (second << 4)).flatten(1)]
+    if whole < n:
+        rest = packed[:, whole:]
+        upper.append(pack_codes(rest >> 4, 4))
+        lower.append(pack_codes(rest & 15, 4))
+    return torch.cat(upper, 1), torch.cat(lower, 1)
+
+
 def group_size(n: int, wanted: int = 64) -> int:
     """The largest group of at most `wanted` consecutive values that divides a vector of `n`."""
     return next(size for size in range(min(wanted, n), 0, -1) if n % size == 0)

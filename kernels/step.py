@@ -19,7 +19,7 @@ from torch import Tensor
 from .entries import entry_of, stored, values
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, LinearWeights, SignalWeights
+from .weights import ExpertRows, LinearWeights, Planes, SignalWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class Projection:
     """y = x · Wᵀ + bias.
 
     Attributes:
-        weight: (rows, columns) floating point, or codes. bias: (rows,).
+        weight: (rows, columns) floating point, or codes; of the head, these may be in two planes. bias: (rows,).
     """
 
-    weight: Tensor | LinearWeights
+    weight: Tensor | LinearWeights | Planes
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

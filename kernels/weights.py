@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import SCALES, described, require
-from .codes import dequantize, packed_bytes
+from .codes import dequantize, packed_bytes, split_codes, unpack_codes
 from .layouts import RowLayout, SignalLayout, VectorLayout
 
 
@@ -70,9 +70,71 @@ class LinearWeights:
         if not self.whole or not (self.q.is_cpu or self.q.device == device):
             require_all(device, {"weights.q": self.q, "weights.scale": self.scale, "weights.zero": self.zero})
 
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scale.nbytes + self.zero.nbytes
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The (N, K) matrix."""
         return dequantize(self.q, self.scale, self.zero, self.vector.n, self.vector.bits, dtype)
+
+
+_LOW_BITS, _MIDDLE = 4, 7.5  # of a code: its low bits, and what they are on average
+_SAMPLED = 16  # step between the rows whose low bits are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """A `LinearWeights` of 8 bits as two of 4, whose products add up to its own.
+
+    The low bits' own zero is their average, so that the high plane alone tells about what the product will be.
+
+    Attributes:
+        spread: (groups,) float32, the mean square of the low plane's weights, of no row much more.
+    """
+
+    high: LinearWeights
+    low: LinearWeights
+    spread: Tensor
+
+    @classmethod
+    def of(cls, weights: LinearWeights) -> Planes | None:
+        """None where a scale of the high plane would be no float16.
+
+        Raises:
+            ValueError: weights of another width.
+        """
+        if weights.vector.bits != 2 * _LOW_BITS:
+            raise ValueError(f"only codes of 8 bits have two planes, not those of {weights.vector.bits}")
+        vector, scale, zero = replace(weights.vector, bits=_LOW_BITS), weights.scale.float(), weights.zero.float()
+        wide = (scale * (1 << _LOW_BITS)).half()
+        if not wide.isfinite().all():
+            return None
+        above = ((zero - _MIDDLE) / (1 << _LOW_BITS)).half().float()
+        below = (zero - above * (1 << _LOW_BITS)).half().float()
+        # A zero so small that float16 cannot tell it from none beside 7.5, as groups of one value have it.
+        small = above * (1 << _LOW_BITS) + below != zero
+        above, below = torch.where(small, zero / (1 << _LOW_BITS), above), below.masked_fill(small, 0)
+        high, low = split_codes(weights.q)
+        sample = unpack_codes(low[::_SAMPLED], vector.n, _LOW_BITS).float().view(-1, vector.groups, vector.group)
+        squares = (sample - below[::_SAMPLED, :, None]).square().mean(-1)
+        widest = scale.masked_fill(small, 0).square().amax(0)
+        spread = torch.maximum(squares.amax(0) * widest, (squares * scale[::_SAMPLED].square()).amax(0))
+        above, below = above.half(), below.half()
+        return cls(LinearWeights(vector, high, wide, above), LinearWeights(vector, low, weights.scale, below), spread)
+
+    @property
+    def vector(self) -> VectorLayout:
+        """One row of each plane."""
+        return self.high.vector
+
+    @property
+    def nbytes(self) -> int:
+        return self.high.nbytes + self.low.nbytes
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The (N, K) matrix."""
+        return (self.high.dense(torch.float32) + self.low.dense(torch.float32)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.packing.calibration import read_tokens
 from ..decoder.decoders import Decoder, choose
-from ..decoder.quantized_linear import PackedLinear
+from ..decoder.quantized_linear import PackedLinear, PlanedLinear
 from ..events import Sampling
 from ..experts.moe_layer import Control, MoELayer
 from ..generate import KVCache, generate
@@ -103,6 +103,8 @@ class Subject:
         weights.
         """
         later = {module for layer in self.model.model.layers[layers:] for module in layer.modules()}
+        if isinstance(self.model.lm_head, PlanedLinear):
+            later.add(self.model.lm_head.low)  # of which a few rows are read
         return sum(_weights(module, experts) for module in self.model.modules() if module not in later)
 
     def answer(self, prompt: Sequence[int], tokens: int) -> AnswerTimes:
@@ -113,9 +115,7 @@ class Subject:
             self.decoder,
             kv,
             prompt,
-            # Random tokens rather than the likeliest: a random model's likeliest tokens soon repeat, and so would their
-            # experts.
-            Sampling(temperature=1.0, min_p=0.0, seed=0),
+            Sampling(seed=0),  # as in a chat: how tokens are drawn decides how much of the head is read
             max_new_tokens=tokens + 1,
             stop_ids=(),
             window=self.window,
@@ -171,8 +171,7 @@ def _weights(module: nn.Module, experts: float) -> int:
     """Bytes that the module itself holds and multiplies by; a lookup table is not read whole."""
     match module:
         case PackedLinear():
-            stored = module.weights
-            return stored.q.nbytes + stored.scale.nbytes + stored.zero.nbytes
+            return module.weights.nbytes
         case MoELayer():
             return int(experts * (module.packed.signal.nbytes + module.packed.rows.data.nbytes))
         case nn.Embedding():

@@ -56,6 +56,7 @@ _SAMPLED = 16  # step between sampled neurons' gates: dequantizing all would tak
 # DualSparse-MoE table 1: of the experts that Mixtral-8x7B (fine-tuned) chooses, two for each token, 20.3 % have a share
 # of the weight below 0.30. The surer a router, the more there are.
 _LOW_SHARE, _LOW = 0.203, 0.30
+_LOGITS = 2.7  # the standard deviation of a token's logits, in both of our trained models on text they have not seen
 _WEIGHT = 0.02  # the standard deviation of all weights, as transformers initializes them
 
 
@@ -219,8 +220,8 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
 
 
 def calibrate(subject: Subject) -> None:
-    """Make every router as confident as a published one, and set the quantile tables of every expert from the tokens
-    that reach it, layer after layer.
+    """Make every router as confident as a published one and the head as a trained one, and set the quantile tables of
+    every expert from the tokens that reach it, layer after layer.
 
     Raises:
         FloeError: the kernels compute NaN or infinity.
@@ -232,7 +233,8 @@ def calibrate(subject: Subject) -> None:
     subject.control.preset = NO_SPARSITY
     ids = torch.tensor([subject.prompt(CALIBRATION_TOKENS)], device=subject.device)
     with torch.inference_mode():
-        subject.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        logits = subject.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        subject.model.model.norm.weight.mul_(_LOGITS / logits.std())
     for handle in handles:
         handle.remove()
     if not all(

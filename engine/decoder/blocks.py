@@ -13,7 +13,7 @@ from ...kernels.step import Projection, Router, Swiglu
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
-from .quantized_linear import PackedLinear, join
+from .quantized_linear import PackedLinear, PlanedLinear, join
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
@@ -28,6 +28,8 @@ def projection(module: nn.Module) -> Projection:
     """
     if isinstance(module, PackedLinear):
         return Projection(module.weights, module.bias)
+    if isinstance(module, PlanedLinear):
+        return Projection(module.planes, module.bias)
     if type(module) is nn.Linear:
         return Projection(module.weight, module.bias)
     raise Unsupported(f"a projection is a {type(module).__name__}")

@@ -33,7 +33,7 @@ from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
 from .layers import DecoderLayer, Rope, Unsupported, check_family, kept_dtype, norm, projection, read_layers
-from .quantized_linear import PackedLinear
+from .quantized_linear import PackedLinear, PlanedLinear, in_planes
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
@@ -54,7 +54,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any, window: int, kv: KvForm | None = None) -> None:
         family = check_family(model.config)
-        self._config, self._window, self._kv = model.config, window, kv or KvForm()
+        self._model, self._config, self._window, self._kv = model, model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
         attention: Any = family.attention
@@ -104,8 +104,9 @@ class FusedDecoder:
         if self._embedding.dtype != torch.float32:
             raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
         try:
-            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head))
-            return [NativeStep(layer.dense()) for layer in self._layers], NativeEnds(ends)
+            steps = [NativeStep(layer.dense()) for layer in self._layers]
+            self._model.lm_head = self._head = in_planes(self._head)
+            return steps, NativeEnds(ModelEnds(self._embedding, self._norm, self._eps, projection(self._head)))
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
@@ -219,7 +220,10 @@ class FusedDecoder:
         """(N, H) after the last layer -> (N, V)."""
         if self.ends is None or len(last) > 1:
             return self._head(norm(last, self._norm, self._eps))
-        return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
+        head = self._head
+        return self.ends.logits(
+            last, head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
+        )
 
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
-from ...kernels.weights import LinearWeights
+from ...kernels.weights import LinearWeights, Planes
 from ..experts.moe_layer import Control
 
 
@@ -43,6 +43,28 @@ class PackedLinear(nn.Module):
         else:
             y = self._linear(x.flatten(0, -2), weights, x_bits).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
+
+
+class PlanedLinear(nn.Module):
+    """A `PackedLinear` whose weights are in two planes, for who needs the second one of a few rows alone."""
+
+    def __init__(self, planes: Planes, bias: nn.Parameter | None, control: Control) -> None:
+        super().__init__()
+        self.planes, self.bias, self.control = planes, bias, control
+        self.high, self.low = (PackedLinear(part, None, control) for part in (planes.high, planes.low))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `PackedLinear.forward`."""
+        y = self.high(x) + self.low(x)
+        return y if self.bias is None else y + self.bias
+
+
+def in_planes(layer: nn.Module) -> nn.Module:
+    """The layer with its weights in two planes, if there can be two."""
+    if not isinstance(layer, PackedLinear) or layer.weights.vector.bits != 8:
+        return layer
+    planes = Planes.of(layer.weights)
+    return layer if planes is None else PlanedLinear(planes, layer.bias, layer.control)
 
 
 class Reordered(nn.Module):

@@ -261,16 +261,20 @@ FLOE_API int floe_token_step(const floe_layers *layers, float *x, void *const *k
                              const floe_pace *pace, const floe_trace *trace);
 
 // What lies before the first layer and behind the last: embedding (vocabulary, H), weights of the norm (H), and head,
-// which gives the logits.
+// which gives the logits. In two planes (planes.py), head is the first and `rest` the second; spread (groups): the mean
+// square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
     float eps;
     const float *embedding, *norm;
     floe_matrix head;
+    FLOE_OPTIONAL const floe_matrix *rest;
+    FLOE_OPTIONAL const float *spread;
 } floe_ends;
 
-// logits (vocabulary) of x (H), the residual stream after the last layer.
-FLOE_API int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits);
+// logits (vocabulary) of x (H), the residual stream after the last layer. In two planes those are exact that are at
+// most `reach` below the largest, all with INFINITY; others are lower than that, and about right.
+FLOE_API int floe_head(const floe_ends *ends, const float *x, float reach, int digits, int threads, float *logits);
 
 // How a token is drawn (sampling.Filters); temperature 0 takes the likeliest.
 typedef struct {

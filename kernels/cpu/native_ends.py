@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from ..checks import BYTES, described
 from ..sampling import Filters, check_draw
-from ..step import ModelEnds
+from ..step import ModelEnds, Projection
+from ..weights import Planes
 from .binding import check, library, records
 from .weights import digits, optional, projection_record, required
 
@@ -43,24 +45,34 @@ class NativeEnds:
         if ends.embedding.ndim != 2 or not ends.embedding.numel():
             raise ValueError(f"embedding must be float32 of shape (V, H), not {described(ends.embedding)}")
         self.vocabulary, self.hidden = ends.embedding.shape
+        weight, shape = ends.head.weight, (self.vocabulary, self.hidden)
+        planes = weight if isinstance(weight, Planes) else None
+        head = ends.head if planes is None else Projection(planes.high, ends.head.bias)
+        rest = None if planes is None else projection_record("head.low", Projection(planes.low), *shape)
         self.record: Any = records.ends(
             hidden=self.hidden,
             vocabulary=self.vocabulary,
             eps=ends.eps,
-            embedding=required("embedding", ends.embedding, (self.vocabulary, self.hidden)),
+            embedding=required("embedding", ends.embedding, shape),
             norm=required("norm", ends.norm, (self.hidden,)),
-            head=projection_record("head", ends.head, self.vocabulary, self.hidden),
+            head=projection_record("head", head, *shape),
+            rest=rest,
+            spread=planes and required("head.spread", planes.spread, (planes.low.vector.groups,)),
         )
 
-    def logits(self, x: Tensor, x_bits: int = 22) -> Tensor:
-        """As `step.Ends.logits`; x_bits as for the other operations.
+    def logits(self, x: Tensor, x_bits: int = 22, reach: float = math.inf) -> Tensor:
+        """As `step.ModelEnds.logits`; x_bits as for the other operations.
+
+        Args:
+            reach: with a head in two planes, those logits are exact that are no further below the largest; others may
+                be a little off, but are further below.
 
         Raises:
             ValueError: x of another shape, not float32, not contiguous or not on the CPU.
         """
         out = torch.empty(1, self.vocabulary)
         required("x", x, (1, self.hidden))
-        check(self._head(self.record, x, digits(x_bits), torch.get_num_threads(), out))
+        check(self._head(self.record, x, reach, digits(x_bits), torch.get_num_threads(), out))
         return out
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..checks import Shape, index, require
 from ..entries import CODES
 from ..step import DenseLayer, Heads, Router, Stepped, Swiglu
-from ..weights import LinearWeights
 from .binding import check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
@@ -154,7 +153,7 @@ def swiglu_record(swiglu: Swiglu, hidden: int) -> Any:
         ValueError: tensors of another shape or type.
     """
     weight = swiglu.down.weight
-    neurons = weight.vector.n if isinstance(weight, LinearWeights) else weight.shape[-1]
+    neurons = weight.shape[-1] if isinstance(weight, Tensor) else weight.vector.n
     return records.swiglu(
         neurons=neurons,
         both=projection_record("gate and up", swiglu.both, 2 * neurons, hidden),

@@ -87,6 +87,8 @@ def projection_record(name: str, projection: Projection, rows: int, columns: int
         if (weight.q.shape[0], weight.vector.n) != (rows, columns):
             raise ValueError(f"{name} must be of shape {(rows, columns)}, not {(weight.q.shape[0], weight.vector.n)}")
         return linear_record(weight, bias)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"{name} must be one matrix, not two planes")
     row = records.vector(n=columns, group=columns, bits=32, bfloat16=0)
     given = required(name, weight, (rows, columns))
     return records.matrix(row=row, rows=rows, q=given, scale=None, zero=None, bias=bias)

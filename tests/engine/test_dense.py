@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder.quantized_linear import PackedLinear
+from floe_chat.engine.decoder.quantized_linear import PackedLinear, PlanedLinear
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Control
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.kernels.codes import pack_codes
@@ -94,15 +94,17 @@ def test_logits_of_decode_steps_are_too(pair: Pair) -> None:
 
 
 def test_no_dense_layer_is_kept_wide(pair: Pair) -> None:
-    layers = {name for name, module in pair.ours.model.named_modules() if isinstance(module, PackedLinear)}
-    assert layers == pair.layers and len(layers) == 4 * 2 + 1
+    modules = dict(pair.ours.model.named_modules())
+    layers = {name for name, module in modules.items() if isinstance(module, PackedLinear)}
+    assert isinstance(modules["lm_head"], PlanedLinear)
+    assert layers - {"lm_head.low"} == pair.layers - {"lm_head"} | {"lm_head.high"} and len(layers) == 4 * 2 + 2
     assert not any(isinstance(module, nn.Linear) for module in pair.ours.model.modules())
     assert pair.ours.model.model.embed_tokens.weight.dtype == torch.float32
 
 
 def test_the_comparison_would_notice_one_code(pair: Pair) -> None:
     pair.ours.control.preset = EVERYTHING
-    head, ids = pair.ours.model.lm_head, torch.tensor([[5, 6, 7]])
+    head, ids = pair.ours.model.lm_head.low, torch.tensor([[5, 6, 7]])
     kept = head.weights
     other = kept.q.clone()
     other[9, 0] ^= 1

@@ -18,7 +18,7 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, ModelEnds, Projection, Router, dense_step
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights
+from floe_chat.kernels.weights import LinearWeights, Planes
 from torch import Tensor
 
 from . import _operands as made
@@ -108,11 +108,14 @@ def step(rng: Random) -> Case:
 
 
 def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
+    head = _weight(rng, vocabulary, hidden)
+    if isinstance(head, LinearWeights) and head.vector.bits == 8:
+        head = Planes.of(head) or head
     given: dict[str, Any] = {
         "embedding": made.uniform(rng, vocabulary, hidden),
         "norm": made.uniform(rng, hidden),
         "norm_eps": 1e-5,
-        "head": _weight(rng, vocabulary, hidden),
+        "head": head,
     }
     if rng.random() < 0.3:
         given["head_bias"] = made.uniform(rng, vocabulary)

@@ -55,6 +55,14 @@ int64_t largest(const double *scores, int64_t count) {
     return best;
 }
 
+// How far below the largest logit a token may be and still be drawn; INFINITY where all of them matter.
+float reach_of(const floe_sampling &s, const uint8_t *seen) {
+    if (seen != nullptr) return INFINITY; // a penalty may lower the largest
+    if (s.temperature == 0) return 0;
+    if (s.top_p != 1 || !(s.min_p > 0)) return INFINITY;
+    return (float)(s.temperature * (1e-3 - std::log(s.min_p))); // a little more than draws look at
+}
+
 } // namespace
 } // namespace floe
 
@@ -110,6 +118,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
     const int64_t chosen = layers->count * layers->top_k, turn = 2 * layers->dense[0]->dim;
     const auto began = std::chrono::steady_clock::now();
+    const float reach = reach_of(*sampling, d.seen);
     int64_t token = d.token;
     for (int64_t n = 0; n < d.most;) {
         if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
@@ -119,7 +128,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
                                    trace->counts + 4 * n * chosen};
         int code = floe_token_step(layers, x, kv, &here, pace, &filled);
         if (code == FLOE_STOPPED && n > 0) return n;
-        if (code == FLOE_OK) code = floe_head(ends, x, pace->expert_digits, pace->threads, logits);
+        if (code == FLOE_OK) code = floe_head(ends, x, reach, pace->expert_digits, pace->threads, logits);
         if (code != FLOE_OK) return code;
         token = floe_draw(sampling, logits, vocabulary, d.seen, d.uniforms[n]);
         if (token < 0) return token;

@@ -1,4 +1,4 @@
-// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router. And the logits.
+// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router.
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
 // tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
@@ -17,7 +17,6 @@ namespace floe {
 namespace {
 
 constexpr int64_t kItemRows = 64;
-constexpr int64_t kSmall = 128 * 1024; // bytes that one thread reads before another one would have woken up
 
 const DenseOps &dense_ops() {
     const DenseOps *const all[] = {dense_avx512(), dense_avx2()};
@@ -29,10 +28,6 @@ const DenseOps &dense_ops() {
 int64_t row_bytes(const floe_matrix &m) {
     if (m.row.bits == 32) return m.row.n > 0 ? 4 * m.row.n : (int64_t)FLOE_BAD_SHAPE;
     return m.row.bits == 16 ? (int64_t)FLOE_BAD_SHAPE : code_bytes(m.row);
-}
-
-bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
-    return m.rows == rows && m.row.n == columns && row_bytes(m) > 0;
 }
 
 bool fits(const floe_router &r) {
@@ -68,23 +63,6 @@ void multiply_floats(const float *w, const float *x, int64_t rows, int64_t n, in
         dense_ops().multiply(f.w + first * f.n, f.x, count, f.n, f.y + first);
     };
     parallel_for(4 * rows * n < kSmall ? 1 : threads, (rows + kItemRows - 1) / kItemRows, work, &floats);
-}
-
-int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y) {
-    if (m.row.bits == 32) {
-        multiply_floats((const float *)m.q, x, m.rows, m.row.n, threads, y);
-        for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
-        return FLOE_OK;
-    }
-    return floe_linear(x, 1, &m, digits, m.rows * row_bytes(m) < kSmall ? 1 : threads, y);
-}
-
-// y = x / rms(x) · weight; y may be x.
-void normalize(const float *x, const float *weight, int64_t n, float eps, float *y) {
-    float squares;
-    dense_ops().multiply(x, x, 1, n, &squares);
-    const float factor = 1.0f / std::sqrt(squares / (float)n + eps);
-    for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
 }
 
 // Norms and limit of the joined queries, keys and values, as some families have them.
@@ -237,6 +215,27 @@ int add_beside(const floe_swiglu &s, const float *x, int digits, int threads, fl
 }
 
 } // namespace
+
+bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
+    return m.rows == rows && m.row.n == columns && row_bytes(m) > 0;
+}
+
+int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y) {
+    if (m.row.bits == 32) {
+        multiply_floats((const float *)m.q, x, m.rows, m.row.n, threads, y);
+        for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
+        return FLOE_OK;
+    }
+    return floe_linear(x, 1, &m, digits, m.rows * row_bytes(m) < kSmall ? 1 : threads, y);
+}
+
+void normalize(const float *x, const float *weight, int64_t n, float eps, float *y) {
+    float squares;
+    dense_ops().multiply(x, x, 1, n, &squares);
+    const float factor = 1.0f / std::sqrt(squares / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+}
+
 } // namespace floe
 
 using namespace floe;
@@ -296,15 +295,4 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
         }
     }
     return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, digits, threads, stream);
-}
-
-int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits) {
-    thread_local Buffer buffer;
-    const floe_ends &e = *ends;
-    if (e.hidden < 1 || !is_shape(e.head, e.vocabulary, e.hidden)) return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(aligned(4 * e.hidden));
-    if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *normed = carve<float>(memory, e.hidden);
-    normalize(x, e.norm, e.hidden, e.eps, normed);
-    return multiply(e.head, normed, digits, threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads, logits);
 }

@@ -93,4 +93,15 @@ inline float bias_of(const floe_rows &rows, int64_t at, const uint8_t *row) {
     return bias;
 }
 
+constexpr int64_t kSmall = 128 * 1024; // bytes that one thread reads before another one would have woken up
+
+// Whether a matrix of floats or codes is of this size.
+bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns);
+
+// y = W · x + bias.
+int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y);
+
+// y = x / rms(x) · weight; y may be x.
+void normalize(const float *x, const float *weight, int64_t n, float eps, float *y);
+
 } // namespace floe
