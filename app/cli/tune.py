@@ -31,8 +31,8 @@ _HEAD = (
     f"{'KL':>10}{'same top':>9}{'bytes':>9}{'bits':>6}{'absent':>7}"
 )
 _LEGEND = (
-    "widths       bits per weight of up/gate/down; rank: of a compensator for the quantization of up",
-    "sparse       share of neurons left out by |up · x|",
+    "widths       bits per weight of signal/other/down; rank: of a compensator for the signal",
+    "sparse       share of neurons left out by the signal: in each layer up or gate, as it was packed",
     "             in an expert of mean score; more in experts with lower scores (except in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
     "drop, major  router score over the chosen experts' mean below which an expert, or half, is skipped",

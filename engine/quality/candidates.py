@@ -1,9 +1,10 @@
 """Many settings of one model side by side, computed from its 16-bit source in one streamed pass.
 
 The batch holds the same windows once for every candidate. Attention, norms and routers are the source's own for all;
-in each layer's experts every candidate's tokens meet its own widths, thresholds and router rules. So a source larger
-than memory is read once for dozens of settings. Calibration passages, computed unrounded, travel in front of the batch,
-and each layer's quantile tables come from them when its turn comes, much as in packing (`models/packing/pack.py`).
+in each layer's experts every candidate's tokens meet its own widths, thresholds and router rules, and the projection by
+which the pack skips neurons there. So a source larger than memory is read once for dozens of settings. Calibration
+passages, computed unrounded, travel in front of the batch, and each layer's quantile tables come from them when its
+turn comes, much as in packing (`models/packing/pack.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
+from ...kernels.activation import Function, Projection, applied, beside, function_of
 from ...kernels.codes import group_size
 from ...kernels.layouts import VectorLayout
 from ...kernels.rule import Rule
@@ -38,7 +40,8 @@ class Candidate:
     """How experts are stored and what a token may skip. The defaults are the source itself.
 
     Attributes:
-        up, gate, down: bits per weight. rank: of the low-rank compensator of the up projection, 0 for none.
+        up, gate, down: bits per weight; as in a pack, `up` are those of a layer's signal and `gate` those of the other
+            projection. rank: of the low-rank compensator of the signal, 0 for none.
         rule: what a token may skip; `late` has no effect here, since all rows are there.
     """
 
@@ -51,7 +54,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Taken:
-    """Expert work per token: expert halves examined, neurons whose gate was read, and neurons whose down was read."""
+    """Expert work per token: expert halves examined, neurons whose row was read, and neurons whose down was read."""
 
     halves: float = 0.0
     active: float = 0.0
@@ -107,12 +110,13 @@ def compute(
     windows: Tensor,
     keep: int,
     report: Callable[[str], None],
+    signals: Sequence[Projection] = (),
 ) -> list[Outcome]:
     """Run every setting over the same windows.
 
     Args:
         passages: (C, T) int64, to calibrate thresholds on. windows: (N, T). keep: positions to give logits of, from
-            each window's end.
+            each window's end. signals: of each layer with experts; empty: up in all of them.
 
     Raises:
         CheckpointError: a tensor cannot be read or is missing.
@@ -122,7 +126,8 @@ def compute(
     layers: list[_Experts] = []
 
     def experts(layer: int, router: nn.Module) -> nn.Module:
-        layers.append(_Experts(checkpoint, layer, router, settings, lead, size))
+        signal = signals[layer] if signals else "up"
+        layers.append(_Experts(checkpoint, layer, router, settings, lead, size, signal))
         return layers[-1]
 
     if checkpoint.family.experts_by != "silu":
@@ -157,9 +162,11 @@ class _Experts(nn.Module):
         settings: Sequence[Candidate],
         lead: int,
         size: int,
+        signal: Projection,
     ) -> None:
         super().__init__()
         self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
+        self._signal: Projection = signal
         self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
         self._probabilities, self._normalized = torch.empty(0), checkpoint.family.normalizes(router)
@@ -180,7 +187,7 @@ class _Experts(nn.Module):
         for number in range(self._checkpoint.experts):
             chosen = (top_k_index[:lead] == number).any(-1)
             seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
-            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen)
+            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen, self._signal)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
             y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
@@ -229,9 +236,12 @@ class _Route:
 class _Expert:
     """One expert at any width, with thresholds from its calibration tokens."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor) -> None:
-        self._gate, self._up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
-        measures = calibration.importance(F.silu(F.linear(seen, self._gate)), F.linear(seen, self._up))
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor, signal: Projection) -> None:
+        gate, up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
+        self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
+        self._by: Function = function_of(signal, "silu")
+        self._beside: Function = function_of(beside(signal), "silu")
+        measures = calibration.importance(F.silu(F.linear(seen, gate)), F.linear(seen, up))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._minor = torch.ones(len(order), dtype=torch.bool).index_fill_(0, order[: -(-len(order) // 2)], False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
@@ -243,38 +253,39 @@ class _Expert:
         ease: (T,) what multiplies both thresholds of each token, see `Rule.weighed`.
         """
         s, rule, each = setting, setting.rule, ease[:, None]
-        v = F.linear(x, self._up_at(s))
+        v = self._v(s, x)
         active = ~(v.abs() < self._v_limit(s) * each) if rule.sparsity else torch.ones_like(v, dtype=torch.bool)
         if part == MAJOR:
             active &= ~self._minor
-        h = F.silu(F.linear(x, self._gate_at(s))) * v
+        h = self._h(s, x, v)
         kept = active
         if rule.product:
             kept = active & ~(h.abs() < self._h_limit(s) * each)
         return h.masked_fill(~kept, 0) @ self._down_at(s), active.sum(-1), kept.sum(-1)
 
-    def _up_at(self, s: Candidate) -> Tensor:
-        return self._once(("up", s.up, s.rank, 0), lambda: self._compensated(_rounded(self._up, s.up), s.rank))
+    def _v(self, s: Candidate, x: Tensor) -> Tensor:
+        matrix = self._once(
+            ("signal", s.up, s.rank, 0), lambda: self._compensated(_rounded(self._signal, s.up), s.rank)
+        )
+        return applied(self._by, F.linear(x, matrix))
 
-    def _gate_at(self, s: Candidate) -> Tensor:
-        return self._once(("gate", s.gate, 0, 0), lambda: _rounded(self._gate, s.gate))
+    def _h(self, s: Candidate, x: Tensor, v: Tensor) -> Tensor:
+        matrix = self._once(("other", s.gate, 0, 0), lambda: _rounded(self._other, s.gate))
+        return applied(self._beside, F.linear(x, matrix)) * v
 
     def _down_at(self, s: Candidate) -> Tensor:
         """(F, H): the columns, as neurons have them."""
         return self._once(("down", s.down, 0, 0), lambda: _rounded(self._down.T.contiguous(), s.down))
 
     def _v_limit(self, s: Candidate) -> Tensor:
-        table = self._once(
-            ("v", s.up, s.rank, 0), lambda: calibration.quantile_table(F.linear(self._seen, self._up_at(s)))
-        )
+        table = self._once(("v", s.up, s.rank, 0), lambda: calibration.quantile_table(self._v(s, self._seen)))
         return calibration.threshold_at(table[None], s.rule.sparsity)[0]
 
     def _h_limit(self, s: Candidate) -> Tensor:
-        def measured() -> Tensor:
-            h = F.silu(F.linear(self._seen, self._gate_at(s))) * F.linear(self._seen, self._up_at(s))
-            return calibration.quantile_table(h)
-
-        table = self._once(("h", s.up, s.rank, s.gate), measured)
+        table = self._once(
+            ("h", s.up, s.rank, s.gate),
+            lambda: calibration.quantile_table(self._h(s, self._seen, self._v(s, self._seen))),
+        )
         return calibration.threshold_at(table[None], s.rule.product)[0]
 
     def _once(self, key: tuple[str, int, int, int], make: Callable[[], Tensor]) -> Tensor:
@@ -293,7 +304,7 @@ class _Expert:
         weight = self._seen.pow(2).mean(0).sqrt().clamp_min(1e-6)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the factors start from a random subspace; the same command gives the same figures
-            left, values, right = torch.svd_lowrank((self._up - rounded) * weight, q=rank, niter=4)
+            left, values, right = torch.svd_lowrank((self._signal - rounded) * weight, q=rank, niter=4)
         return rounded + (left * values) @ (right.T / weight)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from ...kernels.activation import Projection
 from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
 from . import candidates
@@ -22,7 +23,7 @@ from .candidates import WEIGHED, Candidate, Outcome, Taken
 from .divergence import Divergence, score, summarize
 
 WIDTHS = (2, 3, 4, 8)
-SKIPS = (  # sparsity by |up · x|, then of what enters down
+SKIPS = (  # sparsity by the signal, then of what enters down
     *((0.0, share) for share in (0.5, 0.7, 0.8)),
     *((0.3, share) for share in (0.0, 0.5)),
     *((0.4, share) for share in (0.0, 0.6, 0.7)),
@@ -38,7 +39,7 @@ DROPS = (  # both thresholds alike (1T-drop), then apart (2T-drop)
 )
 ALPHAS = (0.2, 0.5, 0.8)
 SLOPES = (-0.4, -0.2, 0.2, 0.4)  # by how much more than the mean the last layer skips, and less the first
-PROBES = {  # always measured, to compare with
+PROBES = {  # always measured, to compare with; as all settings, by the pack's signals
     Candidate(up=2, rule=Rule(0.8)): "FloE 80 %",
     Candidate(up=2, rule=Rule(0.9)): "FloE 90 %",
     Candidate(2, 4, 4, rule=Rule(0.6)): "4-bit rows, 60 %",
@@ -113,6 +114,7 @@ def search(
     report: Callable[[str], None],
     *,
     widths: bool = True,
+    signals: Sequence[Projection] = (),
 ) -> Frontier:
     """Measure dials alone, then the most promising combinations.
 
@@ -120,10 +122,11 @@ def search(
 
     Args:
         own: the widths of the pack. passages: (C, T) for thresholds. windows: (N, T), the last `keep` tokens of each
-            predicted. widths: whether other widths than the pack's are tried.
+            predicted. widths: whether other widths than the pack's are tried. signals: of the pack's layers, see
+            `candidates.compute`.
     """
     even = checkpoint.neurons % 2 == 0
-    measure = _Measure(checkpoint, passages, windows, keep, report)
+    measure = _Measure(checkpoint, passages, windows, keep, report, signals)
     alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
@@ -132,7 +135,7 @@ def search(
         chosen += [*PROBES, *guess.best(every, even=even)]
     together = measure([s for s in dict.fromkeys(chosen) if s not in {p.setting for p in alone}], "combinations")
     found = Frontier(own, (*alone, *together))
-    sloping = _sloping(found, checkpoint.config.num_hidden_layers)
+    sloping = _sloping(found, len(checkpoint.layers))
     return Frontier(own, (*found.points, *measure(sloping, "shares by layer")))
 
 
@@ -148,12 +151,13 @@ def _sloping(found: Frontier, layers: int) -> list[Candidate]:
 def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Candidate]:
     rules = [WEIGHED, *(replace(WEIGHED, sparsity=s, product=p) for s, p in SKIPS)]
     rules += [replace(WEIGHED, drop=low, major=high) for low, high in _drops(even=even)]
-    rules += [replace(WEIGHED, alpha=alpha) for alpha in ALPHAS]
+    if checkpoint.family.routing.kind == "softmax":  # other routers' experts are not replaced
+        rules += [replace(WEIGHED, alpha=alpha) for alpha in ALPHAS]
     found = [Candidate(rule=rule) for rule in rules]
     if widths:
         found += [replace(Candidate(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
         hidden, neurons = checkpoint.config.hidden_size, checkpoint.neurons
-        # Ranks whose factors take about 5 and 15 % of the bytes of a 2-bit up projection.
+        # Ranks whose factors take about 5 and 15 % of the bytes of a 2-bit signal.
         stored = hidden * neurons * 2.5 / 8 / (hidden + neurons)
         found += [Candidate(up=2, rank=max(1, round(share * stored))) for share in (0.05, 0.15)]
     return list(dict.fromkeys(found))
@@ -168,13 +172,19 @@ class _Measure:
     """Runs settings in as many passes over the source as memory requires."""
 
     def __init__(
-        self, checkpoint: Checkpoint, passages: Tensor, windows: Tensor, keep: int, report: Callable[[str], None]
+        self,
+        checkpoint: Checkpoint,
+        passages: Tensor,
+        windows: Tensor,
+        keep: int,
+        report: Callable[[str], None],
+        signals: Sequence[Projection] = (),
     ) -> None:
         self._checkpoint, self._passages, self._windows, self._keep = checkpoint, passages, windows, keep
-        self._report = report
+        self._report, self._signals = report, signals
         config = checkpoint.config
         self.shape = (config.hidden_size, checkpoint.neurons)
-        self._weights = config.num_hidden_layers * config.num_experts_per_tok * 3 * self.shape[0] * self.shape[1]
+        self._weights = len(checkpoint.layers) * config.num_experts_per_tok * 3 * self.shape[0] * self.shape[1]
 
     def __call__(self, settings: Sequence[Candidate], what: str) -> list[Point]:
         room = _MEMORY_SHARE * psutil.virtual_memory().available
@@ -190,7 +200,13 @@ class _Measure:
     def _pass(self, settings: Sequence[Candidate], report: Callable[[str], None]) -> list[Point]:
         # The source itself is in every pass: all are compared with it as computed beside them.
         source, *rest = candidates.compute(
-            self._checkpoint, [Candidate(), *settings], self._passages, self._windows[:, :-1], self._keep, report
+            self._checkpoint,
+            [Candidate(), *settings],
+            self._passages,
+            self._windows[:, :-1],
+            self._keep,
+            report,
+            self._signals,
         )
         expected = source.logits()
         return [self._point(outcome, expected) for outcome in rest]
@@ -215,7 +231,7 @@ class _Guess:
         self._whole, self._shape = self._known[Candidate()].taken, measure.shape
 
     def ups(self) -> list[tuple[int, int]]:
-        """Width and rank of up projections that were measured."""
+        """Width and rank of signals that were measured."""
         return [(s.up, s.rank) for s in self._known if s == Candidate(up=s.up, rank=s.rank) and s.up < 16]
 
     def best(self, widths: Sequence[Candidate], *, even: bool) -> list[Candidate]:

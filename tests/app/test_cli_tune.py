@@ -13,6 +13,7 @@ import pytest
 from floe_chat.app.cli.printing.scatter_plot import scatter
 from floe_chat.engine import quality_presets
 from floe_chat.engine.quality import evaluate, frontier, text_windows, tune
+from floe_chat.kernels.activation import Projection
 from floe_chat.models.pack.manifest import FRONTIER, Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
@@ -71,8 +72,11 @@ def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_che
     assert run_cli("ask", "--model", str(own_pack), "--max-tokens", "3", "hello").code == 0
 
 
-def test_the_pack_measures_about_what_the_frontier_said(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    make_pack(tiny_checkpoint, tmp_path / "pack", PackSpec(up=2, dense=16))
+@pytest.mark.parametrize("signal", ["up", "gate"])
+def test_the_pack_measures_about_what_the_frontier_said(
+    tiny_checkpoint: Path, text: Path, tmp_path: Path, signal: Projection
+) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "pack", PackSpec(up=2, dense=16, signal=signal))
     ran = run_tune(tmp_path / "pack", tiny_checkpoint, "--text", str(text), "--json", "--no-widths")
     fields = json.loads(ran.out)
     own = next(entry for entry in fields["points"] if entry["setting"] == {"up": 2, "gate": 4, "down": 4})

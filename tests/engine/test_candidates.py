@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Outcome, Taken, compute
+from floe_chat.kernels.activation import Projection
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -26,9 +28,9 @@ def skipping(**fields: float) -> Candidate:
     return Candidate(rule=replace(WEIGHED, **fields))
 
 
-def run(source: Path, *settings: Candidate) -> list[Outcome]:
+def run(source: Path, *settings: Candidate, signals: tuple[Projection, ...] = ()) -> list[Outcome]:
     with torch.inference_mode():
-        return compute(Checkpoint(source), settings, PASSAGES, WINDOWS, KEEP, lambda _step: None)
+        return compute(Checkpoint(source), settings, PASSAGES, WINDOWS, KEEP, lambda _step: None, signals)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
@@ -44,13 +46,16 @@ def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path
     assert plain.taken == other.taken == WHOLE
 
 
+@pytest.mark.parametrize("signal", ["up", "gate"])
 @pytest.mark.parametrize("widths", [(2, 4, 4), (3, 8, 2), (16, 3, 16)])
-def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, widths: tuple[int, int, int]) -> None:
+def test_widths_are_those_of_a_pack(
+    tiny_checkpoint: Path, tmp_path: Path, widths: tuple[int, int, int], signal: Projection
+) -> None:
     up, gate, down = widths
-    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up, gate, down, dense=16))
+    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up, gate, down, dense=16, signal=signal))
     loaded = open_model(tmp_path / "p")
     loaded.control.preset = a_preset("", 0.0, lossless=True)
-    (found,) = run(tiny_checkpoint, Candidate(up, gate, down))
+    (found,) = run(tiny_checkpoint, Candidate(up, gate, down), signals=(signal,) * LAYERS)
     with torch.inference_mode():
         expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
     assert relative_rms(found.logits(), expected) <= 1e-4
@@ -76,6 +81,18 @@ def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:
     # Half as much is saved where only a half is left out.
     assert WHOLE.halves - halved.halves == pytest.approx((WHOLE.halves - dropped.halves) / 2, rel=0.1)
     assert nothing == Taken()
+
+
+def test_each_layer_skips_by_its_own_signal(tiny_checkpoint: Path) -> None:
+    settings = Candidate(), skipping(sparsity=0.6)
+    by_up, by_gate, mixed = (
+        run(tiny_checkpoint, *settings, signals=signals) for signals in ((), ("gate", "gate"), ("gate", "up"))
+    )
+    for plain, sparse in (by_gate, mixed):
+        assert relative_rms(plain.logits(), by_up[0].logits()) <= 1e-5
+        assert sparse.taken.active == pytest.approx(0.4 * WHOLE.active, rel=0.15)
+    found = [pair[1].logits() for pair in (by_up, by_gate, mixed)]
+    assert min(relative_rms(a, b) for a, b in itertools.combinations(found, 2)) > 1e-2
 
 
 def test_the_major_half_matters_more(tiny_checkpoint: Path) -> None:

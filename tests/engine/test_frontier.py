@@ -13,6 +13,7 @@ from floe_chat.engine.quality.divergence import Divergence
 from floe_chat.engine.quality.frontier import Frontier, Point, described, search
 from floe_chat.models.checkpoint import Checkpoint
 
+from .. import families
 from ..helpers import make_checkpoint
 
 OWN = Candidate(4, 4, 4)
@@ -92,6 +93,30 @@ def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate:
     assert list(presets) == ["High", "Balanced", "Fast"]
     assert presets["High"].read >= presets["Balanced"].read >= presets["Fast"].read
     assert any("combinations" in step for step in steps) and any("layer 1 of 2" in step for step in steps)
+
+
+def test_bits_and_slopes_count_the_layers_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "_TOGETHER", 2)
+    monkeypatch.setattr(frontier, "SKIPS", ((0.5, 0.0),))
+    source = Checkpoint(families.make("glm4_moe", tmp_path / "source"))
+    windows = torch.randint(3, 200, (2, 17), generator=torch.Generator().manual_seed(7))
+    with torch.inference_mode():
+        found = search(
+            source,
+            Candidate(3, 4, 4),
+            windows[:, :-1],
+            windows,
+            8,
+            lambda _step: None,
+            widths=False,
+            signals=("gate",) * len(source.layers),
+        )
+    assert len(source.layers) < source.config.num_hidden_layers
+    whole = next(p for p in found.points if p.setting == Candidate())
+    assert whole.bits == pytest.approx(16)
+    slopes = {len(p.setting.rule.layers) for p in found.points if p.setting.rule.layers}
+    assert slopes == {len(source.layers)}
+    assert not any(p.setting.rule.alpha for p in found.points), "its router's experts are never replaced"
 
 
 def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(
