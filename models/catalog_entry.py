@@ -73,6 +73,26 @@ class Convolutions:
 
 
 @dataclass(frozen=True, slots=True)
+class Wide:
+    """Layers whose attention sees all tokens, with other heads than the layers that see a window (Gemma 4).
+
+    Attributes:
+        layers: how many. keys_alone: whether values are made of what keys are made of, without a projection of their
+            own.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    keys_alone: bool
+
+    def projections(self, heads: int, hidden: int) -> list[Matrix]:
+        """One layer's."""
+        queries, keys = heads * self.head_dim, self.kv_heads * self.head_dim
+        return [(queries + (1 if self.keys_alone else 2) * keys, hidden), (hidden, queries)]
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
@@ -84,7 +104,7 @@ class Sizes:
         shared: neurons of a layer's shared expert. shared_gate: whether a gate scales it. router_bias: whether a bias
             corrects its router's choice.
         latent: None where all heads of keys and values are cached. recurrent: None where all layers are attention.
-        gated_heads: whether the queries' projection also gives a gate of each output.
+        gated_heads: whether the queries' projection also gives a gate of each output. wide: layers of other heads.
     """
 
     model_type: str
@@ -109,6 +129,7 @@ class Sizes:
     latent: Latent | None = None
     recurrent: Recurrent | Convolutions | None = None
     gated_heads: bool = False
+    wide: Wide | None = None
 
     @property
     def decoder_layers(self) -> int:
@@ -121,9 +142,20 @@ class Sizes:
         return self.decoder_layers - (self.recurrent.layers if self.recurrent else 0)
 
     @property
+    def caching(self) -> list[tuple[int, int, int]]:
+        """Layers, the heads of keys that each of them caches of a token, and their size; of values as many."""
+        wide = self.wide
+        usual = self.attending - (wide.layers if wide else 0), self.kv_heads, self.head_dim
+        return [usual, (wide.layers, wide.kv_heads, wide.head_dim)] if wide else [usual]
+
+    @property
     def cached(self) -> int:
-        """Numbers that a layer caches of a token."""
-        return self.latent.keys + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
+        """Numbers that all layers cache of a token. Layers that see a window keep all tokens too: whatever a next
+        prompt has in common with the last one is not computed again.
+        """
+        if self.latent is not None:
+            return self.attending * (self.latent.keys + self.latent.rope)
+        return sum(layers * 2 * heads * size for layers, heads, size in self.caching)
 
     def projections(self) -> list[Matrix]:
         """One layer's attention."""
@@ -140,7 +172,9 @@ class Sizes:
 
     def beside(self) -> list[Matrix]:
         """All that a token reads besides experts and the head, of all layers."""
-        found = self.attending * self.projections()
+        found = self.caching[0][0] * self.projections()
+        if self.wide is not None:
+            found += self.wide.layers * self.wide.projections(self.heads, self.hidden)
         if self.recurrent is not None:
             found += self.recurrent.layers * self.recurrent.projections(self.hidden)
         found += self.layers * self._swiglu(self.shared)
@@ -167,6 +201,7 @@ class Sizes:
         )
         latent = self.latent.queries + self.latent.keys if self.latent else 0
         norms = self.attending * (self.head_norms + latent) + self.decoder_layers * 2 * self.hidden + self.hidden
+        norms += self.wide.layers * (2 * self.wide.head_dim - self.head_norms) if self.wide else 0
         state = self.recurrent.layers * self.recurrent.small(self.hidden) if self.recurrent else 0
         return self.layers * router + norms + self.biases + state
 

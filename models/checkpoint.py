@@ -33,6 +33,7 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
 }
 CODES = "U8"  # bytes that are no numbers by themselves
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
+_HEADS = {"head_dim", "num_key_value_heads"}  # in which layers of one model may differ
 _SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is no commit
 
 
@@ -72,16 +73,15 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config = config if config.model_type in FAMILIES else config.text_config
-        values = {
-            name: getattr(config, name)
-            for name in (*config_limits.SIZES, *config_limits.FIGURES, "use_sliding_window")
-            if hasattr(config, name)
-        }
         family = FAMILIES[config.model_type]
-        values |= _rope_of(config) | {"num_local_experts": family.experts(config)}
-        _check_values(path, config_limits.in_force(values, defaults))
+        for values in _values_of(config):
+            values |= {"num_local_experts": family.experts(config)}
+            _check_values(path, config_limits.in_force(values, defaults))
         if (used := getattr(config, "hidden_act", family.activation)) != family.activation:
             raise ValueError(f"its experts use {used!r}; floe-chat computes {family.activation}")
+        if cause := config_limits.out_of_range(family.width, getattr(config, family.width)):
+            raise ValueError(cause)
+        family.parts(config)  # which a family may refuse
         if not family.expert_layers(config):
             raise ValueError("none of its layers has experts")
     except CheckpointError:
@@ -100,11 +100,22 @@ def _check_values(path: Path, values: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} does not describe a model", cause, "Download it again.")
 
 
-def _rope_of(config: Any) -> dict[str, Any]:
-    """Rope's values; of models with several kinds of layers those of the first."""
+def _values_of(config: Any) -> list[dict[str, Any]]:
+    """What limits are for, once for each kind of layers, and with rope's values.
+
+    Raises:
+        ValueError: layers differ in more than their heads.
+    """
+    kinds, differ = [config], config.per_layer_attributes or set()
+    if config.is_heterogeneous:
+        kinds = [config.per_layer_config[kind] for kind in sorted({*config.layer_types})]
+        if more := sorted(differ - _HEADS) + ["skip" for kind in kinds if kind.skip]:
+            raise ValueError(f"its layers differ in {more[0]}")
     rope: dict[str, Any] = config.rope_parameters or {}
-    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
-    return nested[0] if nested else rope
+    ropes = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value] or [rope]
+    names = (*config_limits.SIZES, *config_limits.FIGURES, "use_sliding_window")
+    found = [{name: getattr(kind, name) for name in names if hasattr(kind, name)} for kind in kinds]
+    return [values | rope for values in found for rope in ropes]
 
 
 class Checkpoint:

@@ -42,6 +42,8 @@ SIZES: dict[str, tuple[int, int]] = {
     "num_experts_per_tok": (1, 1 << 8),  # 22
     "max_position_embeddings": (2, 1 << 24),  # 10,485,760
     "head_dim": (2, 1 << 10),  # 256
+    "global_head_dim": (2, 1 << 10),  # 512
+    "num_global_key_value_heads": (1, 1 << 10),  # 2
     "sliding_window": (1, 1 << 30),  # anything; beyond the window it changes nothing
 }
 FIGURES: dict[str, tuple[float, float]] = {
@@ -54,7 +56,7 @@ FIGURES: dict[str, tuple[float, float]] = {
 _OPTIONAL = (
     *("head_dim", "sliding_window", "clip_qkv", "rope_theta", "num_key_value_heads", "max_position_embeddings"),
     *("moe_intermediate_size", "decoder_sparse_step", "first_k_dense_replace", "num_nextn_predict_layers"),
-    "moe_layer_freq",
+    *("moe_layer_freq", "num_global_key_value_heads"),
     *("n_shared_experts", "moe_num_shared_experts", "q_lora_rank"),
 )
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720

@@ -62,7 +62,7 @@ _FAMILIES = (
     ("glm4_moe_lite", "GLM-4.7-Flash", r"glm-?4-7-flash"),
     ("glm4v_moe", "GLM-4.5V", r"glm-?4-[5-9]v(?!-9b)"),
     ("glm4_moe", "GLM-4.5", r"glm-?4-[5-9]"),
-    ("gemma4", "Gemma 4 MoE", r"gemma-?4-.*a\d+b"),
+    ("gemma4_text", "Gemma 4 MoE", r"gemma-?4-.*a\d+b"),
     ("lfm2_moe", "LFM2 MoE", r"lfm2-.*(a\d+b|moe)"),
     ("granitemoehybrid", "Granite 4", r"granite-?4"),
     ("granitemoe", "Granite MoE", r"granite(-.*(moe|a\d+[bm])|$)"),
@@ -129,8 +129,11 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
 
     The reason is the family, code that comes with the model, or quantized weights.
     """
-    kind = language_fields(fields).get("model_type")
+    language = language_fields(fields)
+    kind = language.get("model_type")
     if isinstance(kind, str) and kind in SUPPORTED:
+        if cause := FAMILIES[kind].refused(language):
+            return CheckpointError(f"{what} is not a model that floe-chat supports", cause, _HINT)
         return _refused_weights(fields, kind, what)
     called = next((called for known, called, _ in _FAMILIES if known == kind), None)
     experts = any(type(count := _field(fields, name)) is int and count > 1 for name in _COUNTS)

@@ -9,7 +9,7 @@ import torch
 from floe_chat.models.families import FAMILIES, language_fields
 from torch import nn
 
-from .helpers import write_tokenizer
+from .helpers import edit_json, write_tokenizer
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 40,
@@ -74,6 +74,26 @@ _VISION: dict[str, dict[str, Any]] = {
         "out_hidden_size": 40,
         "num_position_embeddings": 16,
     },
+    "gemma4": {
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    },
+}
+_TWO_KINDS_OF_HEADS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "num_experts": 6,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "head_dim": 10,
+    "global_head_dim": 14,
 }
 # By a name that says what is special: model_type first.
 MODELS: dict[str, dict[str, Any]] = {
@@ -129,6 +149,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "tie_word_embeddings": False,
     },
+    "gemma4": {
+        **_TWO_KINDS_OF_HEADS,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+    },
+    "gemma4_text": {**_TWO_KINDS_OF_HEADS, "tie_word_embeddings": False},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "tie_word_embeddings": True},
 }
 
@@ -147,7 +175,15 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int
             tensor.data = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
     # transformers would write the experts of those that see apart, but they are published as it has them in memory.
     model.save_pretrained(folder, max_shard_size="100KB", save_original_format=kind not in _VISION)
+    if kind == "gemma4":
+        edit_json(folder / "config.json", lambda given: _heads_by_kind(given["text_config"], fields))
     return folder
+
+
+def _heads_by_kind(text: dict[str, Any], fields: dict[str, Any]) -> None:
+    """As published: transformers writes what differs between layers one by one, and the library reads both."""
+    del text["per_layer_config"]
+    text.update({name: fields[name] for name in ("global_head_dim", "num_global_key_value_heads")})
 
 
 def _model(kind: str, fields: dict[str, Any]) -> Any:
@@ -161,9 +197,14 @@ def _model(kind: str, fields: dict[str, Any]) -> Any:
 
 
 def _unsettle(model: nn.Module) -> None:
-    """Norms that are not one, biases that are not zero, and routers that prefer some experts."""
+    """Norms and factors that are not one, biases that are not zero, and routers that prefer some experts."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
         elif name.endswith((".gate.weight", ".router.weight")):
             nn.init.normal_(parameter, std=0.3)
+        elif name.endswith(".router.proj.weight"):  # of inputs that are as small as a hidden size is large
+            nn.init.normal_(parameter, std=2.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith(".layer_scalar"):
+            buffer.fill_(0.9)

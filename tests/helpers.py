@@ -122,6 +122,11 @@ def reference_model(checkpoint: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, experts_implementation="eager", local_files_only=True
     )
+    if hasattr(model.model, "language_model"):  # it also sees; here it only reads
+        weights = {name.replace(".language_model.", "."): tensor for name, tensor in model.state_dict().items()}
+        text = model.config.text_config
+        model = AutoModelForCausalLM.from_config(text, dtype=torch.float32, experts_implementation="eager")
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
     return model.eval()
 
 

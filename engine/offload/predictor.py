@@ -127,7 +127,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
     family = FAMILIES[model.config.model_type]
-    routers = [family.router(block).weight for block in family.blocks(model)]
+    routers = [family.scores_by(model.model.layers[index]) for index in family.expert_layers(model.config)]
     if name == "partial" and ahead is not None:
         return PartialPredictor(routers, ahead)
     if name == "partial":

@@ -105,8 +105,8 @@ def sizes_of(manifest: Manifest, config: Any) -> Sizes:
 def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
     """Bytes of a token's keys and values in all layers. element: of a number, where they are no codes of 8 bits."""
     if bits == 8 and sizes.latent is None:
-        return sizes.attending * math.prod(entry_of(2 * sizes.kv_heads, sizes.head_dim, CODES))
-    return sizes.attending * sizes.cached * element
+        return sum(layers * math.prod(entry_of(2 * heads, size, CODES)) for layers, heads, size in sizes.caching)
+    return sizes.cached * element
 
 
 def kv_element(dense: int) -> int:

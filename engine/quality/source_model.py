@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...models.checkpoint import Checkpoint, read_config
 from ...models.errors import CheckpointError, UsageError
 from ...models.families.family import EMBEDDING
-from ...models.modules.library_model import rename
+from ...models.modules.library_model import rename, renew
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
@@ -78,8 +78,7 @@ class SourceModel:
         self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
         self._stream(model.model.norm, "model.norm", "Source: last norm")
         self._stream(model.lm_head, "lm_head", "Source: output head")
-        # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        renew(model.model, config, "cpu")
         self._model = model.eval()
 
     def logits(self, ids: Tensor, keep: int) -> Tensor:

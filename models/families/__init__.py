@@ -8,6 +8,7 @@ from typing import Any
 from .deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from .ernie import ERNIE4_5_MOE
 from .family import Family
+from .gemma import GEMMA4
 from .glm import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITEMOE
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5_MOE,
         LFM2_MOE,
+        GEMMA4,
     )
 }
 """By the model_type of config.json."""

@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..catalog_entry import CatalogEntry
+from ..catalog_entry import CatalogEntry, Wide
 from .storage import Apart, Storage
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from torch import Tensor
+
     from ...kernels.activation import Activation, Projection
 
 _ATTENTION = (".q_proj", ".k_proj", ".v_proj", ".o_proj")
@@ -51,17 +53,20 @@ class Routing:
     Attributes:
         module: its name in the block.
         kind: "softmax": the top-k by their probabilities, which weigh them. Others are computed by transformers'
-            router: "sigmoid", or probabilities whose choice a bias corrects, and "sparsemixer".
+            router: "sigmoid", or probabilities whose choice a bias corrects, "sparsemixer", and "scaled", whose
+            weights are probabilities times a factor of each expert.
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
         precise: whether logits are computed in float32 whatever the rest is.
         correction: name in the block of the bias that is added to scores for the choice alone; "" where there is none.
+        scores_by: router and weights (H,) of the experts' norm -> (E, H), by which the experts' input gives its scores.
     """
 
     module: str = "gate"
-    kind: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    kind: Literal["softmax", "sigmoid", "sparsemixer", "scaled"] = "softmax"
     normalized: bool | None = None
     precise: bool = False
     correction: str = ""
+    scores_by: Callable[[Any, Tensor], Tensor] = lambda router, _norm: router.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +106,21 @@ class Family:
             layers that only training needs.
         linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
         precise: name endings of tensors that are never rounded: a choice hangs on their last digits.
-        block: a decoder layer's module with its experts. norm: the one before it.
+        block: a decoder layer's module with its experts; "" where that is the layer itself. norm: the one before them.
         width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
         dense_layers: configuration -> the decoder layers that have no experts. shared: the expert of all tokens.
         experts_by: the functions between an expert's matrices. biased: whether these have biases. signals: the
             projections by which neurons may be skipped.
         scaled: the field by which the model multiplies its embedding; "" where none does.
-        biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it.
+        biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it, with
+            what else they have beside matrices and what most families have.
         gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
             where `attention` does not say it.
+        parts: configuration -> that of most layers, and what those are that attend otherwise.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
+        refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
         register: makes transformers know a family that it lacks; called before it reads a config.json.
         published: models to set up, in no order.
     """
@@ -140,9 +148,11 @@ class Family:
     biases: Callable[[Any], int] = lambda _config: 0
     gated_heads: bool = False
     normed_heads: bool = False
+    parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | None = GroupedQuery()
     why: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    refused: Callable[[Mapping[str, Any]], str] = lambda _fields: ""
     register: Callable[[], None] = lambda: None
     published: tuple[CatalogEntry, ...] = ()
 
@@ -168,7 +178,15 @@ class Family:
     def blocks(self, model: Any) -> list[Any]:
         """A model's modules with experts, in order."""
         layers = model.model.layers
-        return [getattr(layers[index], self.block) for index in self.expert_layers(model.config) if index < len(layers)]
+        return [self.block_of(layers[index]) for index in self.expert_layers(model.config) if index < len(layers)]
+
+    def block_of(self, layer: Any) -> Any:
+        """The module with experts of a decoder layer that has some."""
+        return getattr(layer, self.block) if self.block else layer
+
+    def scores_by(self, layer: Any) -> Tensor:
+        """(E, H) by which the input of a decoder layer's experts gives their scores."""
+        return self.routing.scores_by(self.router(self.block_of(layer)), getattr(layer, self.norm).weight)
 
     def router(self, block: Any) -> Any:
         """The router of a module with experts."""

@@ -12,7 +12,7 @@ from .family import Family
 # A field of ours, and what families call it in config.json.
 NAMES: dict[str, tuple[str, ...]] = {
     "num_local_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_k"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k", "top_k_experts"),
 }
 
 
@@ -31,6 +31,7 @@ class _View(SimpleNamespace):
 
 def sizes_of(family: Family, config: Any) -> Sizes:
     """`config`: transformers' configuration, ours, or a `view`."""
+    config, wide = family.parts(config)
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     with_experts = len(family.expert_layers(config))
@@ -64,6 +65,7 @@ def sizes_of(family: Family, config: Any) -> Sizes:
         latent=latent,
         recurrent=_recurrent(config),
         gated_heads=family.gated_heads,
+        wide=wide,
     )
 
 

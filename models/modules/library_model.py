@@ -53,9 +53,7 @@ def build(
     for index, block in enumerate(family.blocks(model)):
         block.experts = experts(index)
     furnish(model, "", family, with_head(config, family, dense), bits, linear, dtype, device)
-    # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config).to(device)
+    renew(model.model, config, device)
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise PackError(
             "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
@@ -83,6 +81,15 @@ def rename(decoder: Any, family: Family) -> None:
     kind = type(decoder)
     aliases = {theirs: property(attrgetter(usual)) for theirs, usual in family.modules}
     decoder.__class__ = type(kind.__name__, (kind,), aliases)
+
+
+def renew(decoder: Any, config: Any, device: str) -> None:
+    """Make again what is computed, not stored, and so is empty on the meta device: rope's tables, and the factor by
+    which an embedding multiplies.
+    """
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
+    if (factor := getattr(decoder.embed_tokens, "scalar_embed_scale", None)) is not None:
+        decoder.embed_tokens.embed_scale = torch.tensor(factor, device=device)
 
 
 def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:

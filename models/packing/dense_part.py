@@ -124,7 +124,7 @@ class DensePart:
             shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
         try:
             for name, own in library_model.empty(config, torch.float32).state_dict(keep_vars=True).items():
-                if f".{self._source.family.block}.experts." not in name and shapes.get(name) != tuple(own.shape):
+                if ".experts." not in name and shapes.get(name) != tuple(own.shape):
                     raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
         except PackError as error:
             raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error

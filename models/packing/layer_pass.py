@@ -29,10 +29,10 @@ class LayerPass:
         self._config = self._model.config
         self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
         self._scaled = family.scaled
-        self._scale = float(getattr(config, self._scaled)) if self._scaled else 1.0
+        own = getattr(self._model.embed_tokens, "scalar_embed_scale", 1.0)  # an embedding may multiply by itself
+        self._scale = float(getattr(config, self._scaled) if self._scaled else own)
         self._model.norm = nn.Identity()  # what counts here is what leaves a layer
-        # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
-        self._model.rotary_emb = type(self._model.rotary_emb)(config=config)
+        library_model.renew(self._model, config, "cpu")
 
     def embed(self, dense: DensePart, file: TensorFile, tokens: Tensor) -> Tensor:
         """tokens (N, T) int64 -> what enters the first layer, (N, T, H) float32."""
@@ -45,7 +45,7 @@ class LayerPass:
         if self._kinds:
             self._config.layer_types = [self._kinds[index]]  # the library looks its only layer's mask up there
         if experts is not None:
-            getattr(layer, self._family.block).experts = experts
+            self._family.block_of(layer).experts = experts
         weights = dense.stored(file, index + 1)
         prefix = f"model.layers.{index}"
         library_model.furnish(layer, prefix, self._family, weights, self._bits, _dequantized, torch.float32, "cpu")

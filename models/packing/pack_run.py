@@ -141,7 +141,7 @@ class Packing:
 
         def given(x: Tensor, chosen: Tensor) -> None:
             known = len(self._training.learned)
-            self._training.reach(layer, x, chosen, router.weight, norm)
+            self._training.reach(layer, x, chosen, scores_by, norm)
             for index, found in enumerate(self._training.learned[known:], known):
                 self._journal.keep(ahead_name(index), learned_predictor.to_tensors(found))
             self._clock.say(step)
@@ -157,7 +157,7 @@ class Packing:
         )
         family, decoder = self._source.family, self._source.layers[layer]
         module = passing.layer(decoder, self._dense, file, experts)
-        router, norm = family.router(getattr(module, family.block)), getattr(module, family.norm).weight
+        scores_by, norm = family.scores_by(module), getattr(module, family.norm).weight
         hidden = passing.run(module, hidden)
         state = {"layers": torch.tensor([decoder + 1]), "hidden": hidden}
         if self._training.before is not None:

@@ -199,6 +199,16 @@ LFM2 = (
     "{{- content + '<|im_end|>\\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
+GEMMA4 = (  # it thinks only if it is asked to, by a switch that is off; else its thinking is closed before it begins
+    "{{- bos_token -}}{%- if (enable_thinking is defined and enable_thinking) or messages[0]['role'] == 'system' -%}"
+    "{{- '<|turn>system\\n' -}}{%- if enable_thinking is defined and enable_thinking -%}{{- '<|think|>\\n' -}}"
+    "{%- endif -%}{%- if messages[0]['role'] == 'system' -%}{{- messages[0]['content'] | trim -}}{%- endif -%}"
+    "{{- '<turn|>\\n' -}}{%- endif -%}{%- for message in messages -%}{%- if message['role'] != 'system' -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{- '<|turn>' + role + '\\n' + message['content'] | trim + '<turn|>\\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|turn>model\\n' -}}{%- if not enable_thinking | default(false) -%}"
+    "{{- '<|channel>thought\\n<channel|>' -}}{%- endif -%}{%- endif -%}"
+)
 MIXTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ ' [INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
@@ -308,6 +318,14 @@ FAMILIES = {
         frozenset({"<|im_end|>"}),
         "<|startoftext|>",
         thinking="always",
+    ),
+    "gemma4": ChatFamily(
+        GEMMA4,
+        ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"),
+        (),
+        "<turn|>",
+        frozenset({"<turn|>"}),
+        "<bos>",
     ),
     "mixtral": ChatFamily(
         MIXTRAL, ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), (), "</s>", frozenset({"</s>"}), "<s>"

@@ -46,6 +46,7 @@ OTHERS: dict[str, tuple[str, ...]] = {  # families with the fields that Mixtral 
     "qwen2_moe": ("shared_expert_intermediate_size", "moe_intermediate_size", "decoder_sparse_step"),
     "ernie4_5_moe": ("moe_num_shared_experts",),
     "deepseek": ("moe_layer_freq",),
+    "gemma4_text": ("global_head_dim", "num_global_key_value_heads"),
     "lfm2_moe": ("num_dense_layers", "conv_L_cache", "norm_eps"),
     "qwen3_5_moe_text": (
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
@@ -61,7 +62,8 @@ OTHERS: dict[str, tuple[str, ...]] = {  # families with the fields that Mixtral 
 def write(folder: Path, **fields: Any) -> Path:
     """A configuration of a family that has the fields."""
     kind = next((kind for kind, names in OTHERS.items() if fields.keys() & set(names)), "mixtral")
-    sizes = {} if kind == "mixtral" else {"moe_intermediate_size": 64, "num_key_value_heads": 32}
+    sizes: dict[str, Any] = {} if kind == "mixtral" else {"moe_intermediate_size": 64, "num_key_value_heads": 32}
+    sizes |= {"enable_moe_block": True, "hidden_size_per_layer_input": 0} if kind == "gemma4_text" else {}
     (folder / "config.json").write_text(json.dumps(SOUND | {"model_type": kind} | sizes | fields))
     return folder
 

@@ -178,7 +178,7 @@ class TestReasons:
             ("deepseek r1", "deepseek r1 is published with 8-bit weights only"),
             ("zai-org/GLM-4.5V", "GLM-4.5V is not supported yet"),
             ("ibm-granite/granite-4.0-h-tiny", "Granite 4 is not supported yet"),
-            ("google/gemma-4-26B-A4B-it", "Gemma 4 MoE is not supported yet"),
+            ("google/gemma-4-31B-it", "is not a Mixture-of-Experts model"),
             ("model.gguf", "GGUF cannot be read yet"),
             ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "GGUF cannot be read yet"),
             ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF cannot be read yet"),
