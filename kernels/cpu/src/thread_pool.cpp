@@ -20,20 +20,45 @@
 
 namespace floe {
 
+// Each worker has a run of neighbouring items for itself, and then helps the others with theirs: memory is read fastest
+// in order, and what lies behind an item has often been fetched with it.
 struct Job {
     Work work;
     void *context;
     int64_t items;
-    int limit;
-    std::atomic<int64_t> next{0};
+    int limit;                              // workers, and runs
+    std::atomic<int64_t> next[kMaxThreads]; // of each run
     std::atomic<int> helpers{0}; // that still look at this job. Changed under the pool's mutex, as is:
     uint64_t lanes = 1;          // worker numbers in use, as bits; the caller is 0
     Job *other = nullptr;        // the next of the pool's jobs
 
     Job(int threads, int64_t items, Work work, void *context)
-        : work(work), context(context), items(items), limit(threads) {}
+        : work(work), context(context), items(items), limit(threads) {
+        for (int run = 0; run < limit; run++) next[run].store(first(run), std::memory_order_relaxed);
+    }
 
-    bool takes_more() const { return helpers + 1 < limit && next.load(std::memory_order_relaxed) < items; }
+    // One run ends where the next one begins.
+    int64_t first(int run) const { return items * run / limit; }
+
+    bool is_left(int run) const { return next[run].load(std::memory_order_relaxed) < first(run + 1); }
+
+    // The worker's next item, or -1 if none is left.
+    int64_t take(int worker) {
+        for (int i = 0; i < limit; i++) {
+            const int run = (worker + i) % limit;
+            if (!is_left(run)) continue;
+            const int64_t item = next[run].fetch_add(1, std::memory_order_relaxed);
+            if (item < first(run + 1)) return item;
+        }
+        return -1;
+    }
+
+    bool takes_more() const {
+        if (helpers + 1 >= limit) return false;
+        for (int run = 0; run < limit; run++)
+            if (is_left(run)) return true;
+        return false;
+    }
 };
 
 namespace {
@@ -47,8 +72,8 @@ static_assert(kMaxThreads <= 64, "a lane is a bit of Job::lanes");
 // Until there are no more items, or until `leave`.
 template <class Leave> void take_items(Job &job, int worker, Leave leave) {
     do {
-        const int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
-        if (item >= job.items) return;
+        const int64_t item = job.take(worker);
+        if (item < 0) return;
         job.work(job.context, item, worker);
     } while (!leave());
 }
