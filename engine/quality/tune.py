@@ -83,7 +83,7 @@ def run(
     loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
     identity = identify(checkpoint, loaded.packed)
     manifest = loaded.packed.manifest
-    w = manifest.widths
+    w, signals = manifest.widths, manifest.signals
     own = Candidate(w.up, w.gate, w.down)
     passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
     # Before the long search: report a source or pack with non-finite values, and where.
@@ -91,9 +91,7 @@ def run(
     prompts = cut_prompts(ids, checkpoint.config)
     unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():
-        found = frontier.search(
-            checkpoint, own, passages, windows, keep, told.step, widths=widths, signals=manifest.signals
-        )
+        found = frontier.search(checkpoint, own, passages, windows, keep, told.step, widths=widths, signals=signals)
     presets: list[TunedPreset] = []
     for name, point in found.presets().items():
         preset = quality_presets.ruled(name, point.setting.rule)
