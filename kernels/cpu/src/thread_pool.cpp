@@ -28,9 +28,9 @@ struct Job {
     int64_t items;
     int limit;                              // workers, and runs
     std::atomic<int64_t> next[kMaxThreads]; // of each run
-    std::atomic<int> helpers{0}; // that still look at this job. Changed under the pool's mutex, as is:
-    uint64_t lanes = 1;          // worker numbers in use, as bits; the caller is 0
-    Job *other = nullptr;        // the next of the pool's jobs
+    std::atomic<int> helpers{0};            // that still look at this job. Changed under the pool's mutex, as is:
+    uint64_t lanes = 1;                     // worker numbers in use, as bits; the caller is 0
+    Job *other = nullptr;                   // the next of the pool's jobs
 
     Job(int threads, int64_t items, Work work, void *context)
         : work(work), context(context), items(items), limit(threads) {

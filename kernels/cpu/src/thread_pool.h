@@ -1,9 +1,9 @@
 // A small pool of threads for work of a millisecond.
 //
 // Items of one job are handed out one by one, so a thread that the system delays takes fewer of them, but neighbouring
-// ones to one thread as long as there are some. Between jobs a thread spins for some microseconds, then sleeps: it never
-// holds a core while others want it. Threads are detached and the pool is never destroyed, so nothing waits for them at
-// exit; after fork the child starts a pool of its own.
+// ones to one thread as long as there are some. Between jobs a thread spins for some microseconds, then sleeps: it
+// never holds a core while others want it. Threads are detached and the pool is never destroyed, so nothing waits for
+// them at exit; after fork the child starts a pool of its own.
 #pragma once
 
 #include <stdint.h>
