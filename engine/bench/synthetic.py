@@ -35,7 +35,7 @@ from ...models.transformers_import import import_model_code
 from .. import context
 from ..decoder.quantized_linear import PackedLinear
 from ..experts.moe_layer import Control, MoELayer
-from ..machine.random_weights import filled
+from ..machine.random_weights import files_in_hugepages, filled
 from ..quality.evaluate import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
@@ -293,7 +293,8 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
     a, signal = manifest.architecture, manifest.signal_of(0)
     up, rows = manifest.signal_layout(signal), manifest.row_layout(signal)
     shape = (a.experts, a.intermediate)
-    data = filled(*shape, rows.nbytes)
+    hugepages = files_in_hugepages()  # as the pages of a pack are, and of the peer's file
+    data = filled(*shape, rows.nbytes, hugepages=hugepages)
     for start, vector in ((0, rows.other), (rows.down_at, rows.down)):
         part = data[:, :, start : start + vector.nbytes]
         if vector.bits == 16:
@@ -304,7 +305,7 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
     if up.vector.bits == 16:
         q = _normal(*shape, up.vector.n).to(up.float16).view(torch.uint8)
     else:
-        q = filled(*shape, up.row_bytes)
+        q = filled(*shape, up.row_bytes, hugepages=hugepages)
     # Codes repeat every MiB; different scales tell neurons with the same codes apart.
     scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
     bias, down_bias = None, None

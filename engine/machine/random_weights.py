@@ -76,6 +76,15 @@ def needed(nbytes: int, cache: int) -> int:
     return max(2, 2 * ceil(_ROTATION * cache / nbytes / 2))
 
 
+def files_in_hugepages(meminfo: Path = Path("/proc/meminfo")) -> bool:
+    """Whether the system keeps files, as packs are, in huge pages: of the files that it has read, some are."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        return int(lines["FileHugePages"].split()[0]) > 0
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def filled(*shape: int, hugepages: bool = False) -> Tensor:
     """Random bytes (they repeat every MiB); with `hugepages`, asked for before they are first touched."""
     data = torch.empty(shape, dtype=torch.uint8)

@@ -123,3 +123,12 @@ def test_what_other_programs_use_is_the_machines_time_without_our_own(machine: f
 
 def test_this_machines_counters_can_be_read() -> None:
     assert machine_seconds() >= 0 and own_seconds() > 0 and Others().cores() >= 0
+
+
+@pytest.mark.parametrize(
+    ("line", "huge"), [("FileHugePages:   2048 kB", True), ("FileHugePages: 0 kB", False), ("", False)]
+)
+def test_huge_pages_of_files_are_seen(tmp_path: Path, line: str, huge: bool) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 24 kB\n{line}\n")
+    assert random_weights.files_in_hugepages(tmp_path / "meminfo") is huge
+    assert not random_weights.files_in_hugepages(tmp_path / "nothing")

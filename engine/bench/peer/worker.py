@@ -37,7 +37,7 @@ def make(path: str, wanted: dict[str, Any]) -> None:
     np, gguf = importlib.import_module("numpy"), importlib.import_module("gguf")
     writer: Any = gguf.GGUFWriter(path, wanted["architecture"])
     for what, value in wanted["told"].items():
-        getattr(writer, f"add_{what}")(value)
+        getattr(writer, f"add_{what}")(gguf.ExpertGatingFuncType(value) if what == "expert_gating_func" else value)
     writer.add_tokenizer_model("no_vocab")
     random: Any = np.random.default_rng(0)
     for name, (shape, kind) in wanted["tensors"].items():
