@@ -4,14 +4,15 @@ The traces are a preset's active neurons and the router's scores, token by token
 demo's manual, read as if they were written, and greedy answers to held-out questions. The constants of "score" were
 tuned on the first; the other two were not looked at. Beside the policies stands the bound that knows the future
 (Belady: the row needed last goes first; rows that are missing are always brought). "chosen" is "score" where only the
-experts that the router chose are heard, as in a prompt. The pool is the engine's, and so are its calls. The first
-tokens fill the pool and are not counted. Then the three texts as layers of one model: a step
-needs a smaller part of its pool, as in a large model. Then the first tokens of the last text, by what had filled the
-pool before: the experts' popularity, as for a model that was never used, or chance (Fiddler, appendix C). Last, what
-the bookkeeping of one layer costs at Mixtral's sizes.
+experts that the router chose are heard, as in a prompt; "shares" where scores are heard divided by their sum, which
+changes nothing for routers of probabilities. The pool is the engine's, and so are its calls. The first tokens fill the
+pool and are not counted. Then the three texts as layers of one model: a step needs a smaller part of its pool, as in a
+large model. Then the first tokens of the last text, by what had filled the pool before: the experts' popularity, as for
+a model that was never used, or chance (Fiddler, appendix C). Last, what the bookkeeping of one layer costs at Mixtral's
+sizes.
 
-Run: .venv/bin/python tests/bench/eviction.py [PACK] [--preset Balanced] [--tokens 500]. The last line is one JSON
-object.
+Run: .venv/bin/python tests/bench/eviction.py [PACK] [--preset Balanced] [--tokens 500], of any family that knows the
+demo's texts; --hits leaves out what depends on the machine. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -40,6 +42,7 @@ from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.catalog import asset
 from floe_chat.models.demo.facts import read_heldout
+from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.usage_file import Heat, from_popularity
 from floe_chat.models.tokenizer.chat_format import ChatFormat
@@ -47,11 +50,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether the scores of all experts are heard
-    "fifo": ("fifo", True),
-    "lru": ("lru", True),
-    "chosen": ("score", False),
-    "score": ("score", True),
+Heard = Literal["all", "chosen", "shares"]  # the experts whose scores are heard; shares: of the sum of all scores
+POLICIES: dict[str, tuple[Policy, Heard]] = {
+    "fifo": ("fifo", "all"),
+    "lru": ("lru", "all"),
+    "chosen": ("score", "chosen"),
+    "score": ("score", "all"),
+    "shares": ("score", "shares"),
 }
 LINK = Lanes(cpu_start=0.0, cpu_row=np.inf, copy_start=0.0, copy_row=1.0)  # all absent rows are copied
 SHARES = (0.05, 0.1, 0.25, 0.5)
@@ -60,9 +65,10 @@ FILL_TOKENS, CONTEXT, ANSWER, FIRST = 80, 400, 120, 20
 
 @dataclass
 class Trace:
-    """Step by step, layer after layer: the router's scores (E,), the active neurons' keys (N,)."""
+    """Step by step, layer after layer: the router's scores (E,) and choice (K,), the active neurons' keys (N,)."""
 
     scores: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    chosen: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
     keys: list[Keys] = field(default_factory=list[Keys])
 
 
@@ -71,11 +77,15 @@ class Recorder:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.trace, self._inner, self._until = Trace(), kernels.moe_step, ExitStack()
-        self._routers = [layer.mlp.gate for layer in loaded.model.model.layers]
+        family = FAMILIES[loaded.model.config.model_type]
+        self._blocks = family.blocks(loaded.model)
+        self._routers = [family.router(block) for block in self._blocks]
+        self._score = torch.sigmoid if family.routing.kind == "sigmoid" else partial(torch.softmax, dim=-1)
 
     def __enter__(self) -> Recorder:
-        for router in self._routers:
+        for router, block in zip(self._routers, self._blocks, strict=True):
             self._until.callback(router.register_forward_hook(self._heard).remove)
+            self._until.callback(block.experts.register_forward_pre_hook(self._chosen).remove)
         self._until.enter_context(mock.patch.object(kernels, "moe_step", self._asked))
         return self
 
@@ -83,14 +93,19 @@ class Recorder:
         self._until.close()
 
     def _heard(self, _module: object, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
-        self.trace.scores.append(outputs[0].float().softmax(-1)[-1].numpy())
+        self.trace.scores.append(self._score(outputs[0].float())[-1].numpy())
 
-    def _asked(self, x: Tensor, up: Any, rows: Any, calls: Calls, thresholds: Tensor, *rest: Any, **named: Any) -> Any:
-        active = kernels.signal_gemv(x, up, calls, thresholds)
+    def _chosen(self, _module: object, inputs: tuple[Tensor, ...]) -> None:
+        self.trace.chosen.append(inputs[1][-1].numpy())
+
+    def _asked(
+        self, x: Tensor, signal: Any, rows: Any, calls: Calls, thresholds: Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        active = kernels.signal_gemv(x, signal, calls, thresholds)
         # Halves of experts are numbered so that their keys are those of whole ones.
-        keys = calls.experts.repeat_interleave(active.offsets.diff()) * up.q.shape[1] + active.neurons
+        keys = calls.experts.repeat_interleave(active.offsets.diff()) * signal.q.shape[1] + active.neurons
         self.trace.keys.append(keys.numpy())
-        return self._inner(x, up, rows, calls, thresholds, *rest, **named)
+        return self._inner(x, signal, rows, calls, thresholds, *rest, **named)
 
 
 def read_as_written(loaded: LoadedModel, ids: list[int]) -> Trace:
@@ -124,35 +139,38 @@ def answers(loaded: LoadedModel, chat: ChatFormat, tokens: int) -> Trace:
                 if step.token is None:
                     recorder.trace = Trace()
         trace.scores += recorder.trace.scores
+        trace.chosen += recorder.trace.chosen
         trace.keys += recorder.trace.keys
-        if len(trace.keys) >= tokens * len(loaded.model.model.layers):
+        if len(trace.keys) >= tokens * loaded.packed.manifest.architecture.layers:
             break
     return trace
 
 
 @dataclass(frozen=True)
 class Shape:
-    """L layers of E experts of F neurons, of which a token gets K."""
+    """L layers of E experts of F neurons."""
 
     layers: int
     experts: int
     neurons: int
-    top_k: int
 
     @property
     def rows(self) -> int:
         return self.layers * self.experts * self.neurons
 
 
-def step_of(shape: Shape, layer: int, keys: Keys, scores: NDArray[np.float32]) -> Found:
-    """A step with these active neurons, as the engine describes it. keys: ascending. scores: (E,) of the router."""
+def step_of(shape: Shape, layer: int, keys: Keys, scores: NDArray[np.float32], chosen: NDArray[np.int64]) -> Found:
+    """A step with these active neurons, as the engine describes it.
+
+    keys: ascending. scores: (E,) of the router. chosen: (K,) by it.
+    """
     experts, offsets = np.unique(keys // shape.neurons, return_index=True)
     ends = torch.from_numpy(np.append(offsets, keys.size))
     active = Active(ends, torch.from_numpy((keys % shape.neurons).astype(np.int32)), torch.zeros(0))
     calls = torch.from_numpy(experts), torch.ones(experts.size)
-    most, chosen = torch.from_numpy(scores).topk(shape.top_k)
-    heard = torch.from_numpy(scores)[None]
-    return Found(layer, shape.neurons, active, *calls, chosen[None], (most / most.sum())[None], None, heard)
+    heard, index = torch.from_numpy(scores)[None], torch.from_numpy(chosen)[None]
+    weights = heard.gather(1, index)
+    return Found(layer, shape.neurons, active, *calls, index, weights / weights.sum(), None, heard)
 
 
 def one(pool: RowPool, found: Found) -> int:
@@ -170,16 +188,17 @@ def one(pool: RowPool, found: Found) -> int:
 
 
 def hit_rate(
-    trace: Trace, shape: Shape, pool: RowPool, first: int, last: int | None = None, *, all_scores: bool = True
+    trace: Trace, shape: Shape, pool: RowPool, first: int, last: int | None = None, *, hears: Heard = "all"
 ) -> float:
     """Share of the active neurons of tokens first..last - 1 that were in the pool."""
     hits = total = 0
-    for step, (scores, keys) in enumerate(zip(trace.scores, trace.keys, strict=True)):
+    for step, (scores, chosen, keys) in enumerate(zip(trace.scores, trace.chosen, trace.keys, strict=True)):
         token, layer = divmod(step, shape.layers)
         if token == last:
             break
-        found = step_of(shape, layer, np.sort(keys), scores)
-        ready = one(pool, found if all_scores else replace(found, heard=None))
+        scores = scores / scores.sum() if hears == "shares" else scores
+        found = step_of(shape, layer, np.sort(keys), scores, chosen)
+        ready = one(pool, replace(found, heard=None) if hears == "chosen" else found)
         if token >= first:
             hits, total = hits + ready, total + keys.size
     return hits / total
@@ -226,7 +245,7 @@ def bound(trace: Trace, shape: Shape, capacity: int) -> float:
 
 def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
     """Seconds of single layers: 14,000 neurons at most, of which 5,600 are brought."""
-    shape, rng = Shape(32, 8, 14336, 2), np.random.default_rng(0)
+    shape, rng = Shape(32, 8, 14336), np.random.default_rng(0)
     pool = RowPool(shape.layers, shape.experts, shape.neurons, 500_000, policy)
     for layer in range(shape.layers):
         keys = rng.permutation(shape.experts * shape.neurons)[: pool.capacity // shape.layers]
@@ -239,7 +258,7 @@ def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
             rng.permutation(np.flatnonzero((pool.slots[layer].reshape(-1) < 0) == gone)) for gone in (0, 1)
         )
         keys = np.concatenate([there[:8400], absent[:5600]])
-        found = step_of(shape, layer, np.sort(keys), np.full(8, 0.125, np.float32))
+        found = step_of(shape, layer, np.sort(keys), np.full(8, 0.125, np.float32), np.arange(2))
         begun = time.perf_counter()
         one(pool, found)
         seconds.append(time.perf_counter() - begun)
@@ -253,6 +272,7 @@ def stacked(traces: list[Trace], layers: int) -> Trace:
         for trace in traces:
             part = slice(token * layers, (token + 1) * layers)
             whole.scores += trace.scores[part]
+            whole.chosen += trace.chosen[part]
             whole.keys += trace.keys[part]
     return whole
 
@@ -265,9 +285,9 @@ def table(name: str, trace: Trace, shape: Shape) -> dict[str, list[float]]:
     rates = {name: list[float]() for name in (*POLICIES, "bound")}
     for share in SHARES:
         capacity = int(shape.rows * share)
-        for name, (policy, all_scores) in POLICIES.items():
+        for name, (policy, hears) in POLICIES.items():
             pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
-            rates[name].append(round(hit_rate(trace, shape, pool, FILL_TOKENS, all_scores=all_scores), 4))
+            rates[name].append(round(hit_rate(trace, shape, pool, FILL_TOKENS, hears=hears), 4))
         rates["bound"].append(round(bound(trace, shape, capacity), 4))
         print(f"  {share:6.0%}" + "".join(f"{found[-1]:8.1%}" for found in rates.values()), flush=True)
     return rates
@@ -279,10 +299,11 @@ def main() -> None:
     parser.add_argument("pack", type=Path, nargs="?", default=asset("demo", "packed"))
     parser.add_argument("--preset", default="Balanced")
     parser.add_argument("--tokens", type=int, default=500, help="of each text")
+    parser.add_argument("--hits", action="store_true", help="do not measure the bookkeeping's time")
     options = parser.parse_args()
     loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)
     architecture = loaded.packed.manifest.architecture
-    shape = Shape(architecture.layers, architecture.experts, architecture.intermediate, architecture.top_k)
+    shape = Shape(architecture.layers, architecture.experts, architecture.intermediate)
     ids = (
         Tokenizer.from_file(str(options.pack / "tokenizer.json"))
         .encode(asset("demo", "manual.md").read_text(encoding="utf-8"), add_special_tokens=False)
@@ -308,7 +329,7 @@ def main() -> None:
     for name, found in begun.items():
         print(f"the first {FIRST} tokens, filled by {name}: {' / '.join(f'{rate:.1%}' for rate in found)}")
     cost: dict[str, float] = {}
-    for policy in ("fifo", "lru", "score"):
+    for policy in () if options.hits else ("fifo", "lru", "score"):
         seconds = bookkeeping(policy)
         cost[policy] = round(statistics.median(seconds) * 1e3, 3)
         print(

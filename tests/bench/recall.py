@@ -2,12 +2,15 @@
 
 cosine: between the MoE inputs of neighbouring layers (FloE figure 4). Experts, the share of the K chosen ones that is
 named by: the next router on this layer's input, as it is ("raw") or carried over the norms ("gate"); the learned
-predictor, naming K ("learned") or K + 1 ("+1"); the next layer's attention and router on what this layer has without
-its experts ("alone"), or with those that are resident, the more popular half ("partial", importance-driven scheduling
-section 5.2). Neurons, recall/precision: of the experts that are truly chosen, by this layer's input ("true"); of those
-that a predictor names, by the input that it goes by.
+predictor, naming K ("learned") or K + 1 ("+1"), or with the correction that some routers add for the choice ("bias"),
+which "raw" has and the engine's own predictions leave out; the next layer's attention and router on what this layer
+has without its experts ("alone"), or with those that are resident, the more popular half ("partial", importance-driven
+scheduling section 5.2). A shared expert, which needs no choice, is part of what "alone" has. Neurons,
+recall/precision: of the experts that are truly chosen, by this layer's input ("true"); of those that a predictor
+names, by the input that it goes by.
 
-Run: .venv/bin/python tests/bench/recall.py [PACK] [--text FILE] [--preset Balanced]. The last line is one JSON object.
+Run: .venv/bin/python tests/bench/recall.py [PACK] [--text FILE] [--preset Balanced], of any family without layers that
+have no experts between those that have. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from floe_chat.engine import quality_presets
+from floe_chat.engine.decoder.blocks import read_beside, read_router
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload import predictor
 from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.step import Router
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import SignalWeights
 from floe_chat.models.catalog import asset
+from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.calibration import threshold_at
 from numpy.typing import NDArray
@@ -36,7 +42,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 WINDOW = 256
-COLUMNS = ("cosine", "raw", "gate", "learned", "+1", "alone", "partial")
+COLUMNS = ("cosine", "raw", "gate", "learned", "+1", "bias", "alone", "partial")
 NEURONS = tuple(f"n.{name}" for name in ("true", "gate", "learned", "alone", "partial"))
 
 
@@ -56,12 +62,55 @@ class Seen:
     weights: Tensor
 
 
-def watch(model: Any, ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer with experts: its modules, and its router as the engine's own pass has it."""
+
+    module: Any
+    block: Any
+    router: Router
+    shared: Any
+
+    def ranked(self, hidden: Tensor) -> Tensor:
+        """hidden (B, H) -> (B, E), by which experts are chosen; of groups all."""
+        return ranked(self.router, F.linear(hidden, self.router.weight))
+
+    def without_experts(self, seen: Seen) -> Tensor:
+        """What the layer adds to the stream, and the stream, before its experts are known: (N, T, H)."""
+        if self.shared is None:
+            return seen.residual
+        return seen.residual + self.shared(seen.hidden.view_as(seen.residual))
+
+
+def ranked(router: Router, logits: Tensor) -> Tensor:
+    """Logits (B, E) with the router's correction, where it has one."""
+    return logits if router.correction is None else logits.float().sigmoid() + router.correction
+
+
+def layers_of(model: Any) -> list[Layer]:
+    """Those with experts, in order; next to each other, as attention is looked ahead through one layer."""
+    family = FAMILIES[model.config.model_type]
+    places = family.expert_layers(model.config)
+    if places != list(range(places[0], places[-1] + 1)):
+        raise SystemExit(f"{family.called} has layers without experts in between")
+    return [
+        Layer(
+            model.model.layers[place],
+            block,
+            read_router(family, block),
+            None if family.shared is None else read_beside(family, block, has_experts=True),
+        )
+        for place, block in zip(places, family.blocks(model), strict=True)
+    ]
+
+
+def watch(model: Any, layers: list[Layer], ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
     """What every layer sees of ids (N, T), and the rope tables."""
-    seen: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
+    norm_name = FAMILIES[model.config.model_type].norm
+    seen: list[dict[str, Tensor]] = [{} for _ in layers]
     rope: list[tuple[Tensor, Tensor]] = []
     hooks: list[Any] = []
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(layers):
 
         def enter(_own: Any, given: Any, named: Any, index: int = index) -> None:
             seen[index]["stream"] = given[0]
@@ -73,9 +122,9 @@ def watch(model: Any, ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
         def experts(_own: Any, given: Any, index: int = index) -> None:
             seen[index].update(zip(("hidden", "chosen", "weights"), given, strict=True))
 
-        hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(norm))
-        hooks.append(layer.mlp.experts.register_forward_pre_hook(experts))
+        hooks.append(layer.module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(getattr(layer.module, norm_name).register_forward_pre_hook(norm))
+        hooks.append(layer.block.experts.register_forward_pre_hook(experts))
     model.model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -135,13 +184,13 @@ def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: T
 
 
 def neurons_of(
-    guess: Tensor, up: SignalWeights, experts: Tensor, thresholds: Tensor, *, x_bits: int = 8
+    guess: Tensor, signal: SignalWeights, experts: Tensor, thresholds: Tensor, *, x_bits: int = 8
 ) -> tuple[Calls, Active]:
-    """The neurons that the next layer's experts will find active, by its own up projection.
+    """The neurons that the next layer's experts will find active, by its own signal.
 
     Args:
         guess: (B, H) of what its MoE block will be given: this layer's times `carries`, or PartialPredictor's.
-        up: of the next layer, whole or in halves. experts: (B, P) that are likely there.
+        signal: of the next layer, whole or in halves. experts: (B, P) that are likely there.
         thresholds: (E,) of the next layer, as it will use them itself.
 
     Returns:
@@ -150,7 +199,7 @@ def neurons_of(
     tokens = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
     flat = experts.flatten()
     calls = Calls(tokens, flat, torch.ones(len(flat), device=guess.device))
-    return calls, kernels.signal_gemv(guess, up, calls, thresholds[flat], x_bits=x_bits)
+    return calls, kernels.signal_gemv(guess, signal, calls, thresholds[flat], x_bits=x_bits)
 
 
 def keys(calls: Calls, active: Active, neurons: int) -> NDArray[np.int64]:
@@ -209,28 +258,29 @@ def main() -> None:
     ids = Tokenizer.from_file(str(options.pack / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     count = min(options.windows, len(ids) // WINDOW)
     tokens = torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
-    top_k, layers = packed.manifest.architecture.top_k, model.model.layers
+    top_k, layers = packed.manifest.architecture.top_k, layers_of(model)
     gate, learned = (predictor.make(name, model, packed) for name in ("gate", "learned"))
     print("next ", *(f"{name:>7}" for name in COLUMNS), "|", *(f"{name:>11}" for name in NEURONS))
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        seen, rope = watch(model, tokens)
+        seen, rope = watch(model, layers, tokens)
         for layer, (now, then) in enumerate(itertools.pairwise(seen)):
-            following = layers[layer + 1]
-            router, chosen = following.mlp.gate.weight, then.chosen
+            following, known = layers[layer + 1], layers[layer].without_experts(now)
+            chosen = then.chosen
             carried = gate.guess(layer, now.hidden, None)
             by_gate = gate.experts(layer, now.hidden, now.chosen, carried)
             by_learning = learned.experts(layer, now.hidden, now.chosen, carried)
-            alone = through_attention(following, then.stream, now.residual, rope)
+            alone = through_attention(following.module, then.stream, known, rope)
             output = resident_output(packed, layer, now, sparsity, 0.5)
-            partial = through_attention(following, then.stream, now.residual + output, rope)
-            by_alone, by_partial = F.linear(alone, router), F.linear(partial, router)
+            partial = through_attention(following.module, then.stream, known + output, rope)
+            by_alone, by_partial = following.ranked(alone), following.ranked(partial)
             found = (
                 float(F.cosine_similarity(now.hidden, then.hidden).mean()),
-                recall(F.linear(now.hidden, router), chosen, top_k),
+                recall(following.ranked(now.hidden), chosen, top_k),
                 recall(by_gate, chosen, top_k),
                 recall(by_learning, chosen, top_k),
                 recall(by_learning, chosen, top_k + 1),
+                recall(ranked(following.router, by_learning), chosen, top_k),
                 recall(by_alone, chosen, top_k),
                 recall(by_partial, chosen, top_k),
             )
