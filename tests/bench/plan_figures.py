@@ -2,11 +2,11 @@
 benchmarks that measure them, and the table of them in BENCHMARKS.md.
 
 Active neurons and dropped experts are read from the demo pack's frontier.json, which `floe-chat tune` wrote. The rest
-is measured by the named parts: "widths" tunes a copy of the pack and packs the demo twice more, both on the manual that
-it was trained on, since on a text that it does not know this small model loses far more than large ones do on theirs;
-"hits" runs the bench of eviction, "lenient" `floe-chat eval`, "kernels" `kernel_shares.py` by both instruction sets.
-Parts that are not named keep their figures. Figures that other sections of BENCHMARKS.md have (packing, prompts, the
-host's own time) are written into the file by hand, with the command that they came from.
+is measured by the named parts: "widths" packs the demo by up and tunes that, and packs it twice more, all on the manual
+that it was trained on, since on a text that it does not know this small model loses far more than large ones do on
+theirs; "hits" runs the bench of eviction, "lenient" `floe-chat eval`, "kernels" `kernel_shares.py` by both instruction
+sets. Parts that are not named keep their figures. Figures that other sections of BENCHMARKS.md have (packing, prompts,
+the host's own time) are written into the file by hand, with the command that they came from.
 
 Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient kernels] [--machine B]
 """
@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,9 +72,10 @@ def widths() -> dict[str, dict[str, float]]:
     found: dict[str, float] = {}
     source = asset("demo", "checkpoint")
     with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copytree(asset("demo", "packed"), Path(folder) / "copy")
-        _floe("tune", str(copy), "--source", str(source), "--text", str(asset("demo", "manual.md")))
-        points = json.loads((copy / "frontier.json").read_text(encoding="utf-8"))["points"]
+        by_up = Path(folder) / "up"
+        _floe("pack", str(source), str(by_up), "--signal", "up")
+        _floe("tune", str(by_up), "--source", str(source), "--text", str(asset("demo", "manual.md")))
+        points = json.loads((by_up / "frontier.json").read_text(encoding="utf-8"))["points"]
         for bits in (4, 8):
             pack = str(Path(folder) / str(bits))
             _floe("pack", str(source), pack, "--up", "16", "--rows", "16", "--dense", str(bits))
