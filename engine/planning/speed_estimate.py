@@ -257,7 +257,9 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen:
     sizes, spec = takes.sizes, takes.spec
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
-    dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + seen / speeds.read
+    # Our own pass reads little more of a coded head than its first plane.
+    planes = 2 if spec.dense < 16 and not by_library(sizes.model_type) else 1
+    dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense)) + seen / speeds.read
     disk, hit = disk_reads(takes, work, held.ram)
     return Token(
         dense=dense,
