@@ -104,9 +104,9 @@ def layers_of(model: Any) -> list[Layer]:
     ]
 
 
-def watch(model: Any, layers: list[Layer], ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
+def watch(model: Any, ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
     """What every layer sees of ids (N, T), and the rope tables."""
-    norm_name = FAMILIES[model.config.model_type].norm
+    layers, norm_name = layers_of(model), FAMILIES[model.config.model_type].norm
     seen: list[dict[str, Tensor]] = [{} for _ in layers]
     rope: list[tuple[Tensor, Tensor]] = []
     hooks: list[Any] = []
@@ -263,7 +263,7 @@ def main() -> None:
     print("next ", *(f"{name:>7}" for name in COLUMNS), "|", *(f"{name:>11}" for name in NEURONS))
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        seen, rope = watch(model, layers, tokens)
+        seen, rope = watch(model, tokens)
         for layer, (now, then) in enumerate(itertools.pairwise(seen)):
             following, known = layers[layer + 1], layers[layer].without_experts(now)
             chosen = then.chosen
