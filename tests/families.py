@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import CheckpointError
 from floe_chat.models.families import FAMILIES, language_fields
-from torch import nn
+from floe_chat.models.packing.dense_part import DensePart
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from .helpers import edit_json, write_tokenizer
 
@@ -208,3 +214,17 @@ def _unsettle(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(".layer_scalar"):
             buffer.fill_(0.9)
+
+
+def refused(source: Path, change: Callable[[dict[str, Tensor]], object]) -> CheckpointError:
+    """What is said of a checkpoint's dense part after a change of its weights, which are then in one shard."""
+    weights: dict[str, Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        weights |= load_file(shard)
+        shard.unlink()
+    (source / "model.safetensors.index.json").unlink()
+    change(weights)
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        DensePart(Checkpoint(source), 4)
+    return caught.value
