@@ -212,13 +212,15 @@ class ModelEnds:
     """The parts before the first layer and after the last.
 
     Attributes:
-        embedding: (V, H). norm: (H,) of the RMS norm after the layers. eps: of that. head: to V logits.
+        embedding: (V, H). norm: (H,) of the RMS norm after the layers. eps: of that. head: to V logits. scale: of the
+            embedding.
     """
 
     embedding: Tensor
     norm: Tensor
     eps: float
     head: Projection
+    scale: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, H), the residual stream behind the last layer -> (T, V)."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.native import NativeUnavailableError
@@ -32,7 +31,18 @@ from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
-from .layers import DecoderLayer, Rope, Unsupported, check_family, kept_dtype, norm, projection, read_layers
+from .layers import (
+    DecoderLayer,
+    Rope,
+    Unsupported,
+    check_family,
+    embedded,
+    kept_dtype,
+    norm,
+    projection,
+    read_layers,
+    read_stream,
+)
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
 
 _log = logging.getLogger("floe_chat.engine")
@@ -64,8 +74,8 @@ class FusedDecoder:
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype
-        self._eps: float = model.config.rms_norm_eps
-        self._norm: Tensor = model.model.norm.weight
+        stream = read_stream(model, family)
+        self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
         self.room: Room | None = None
@@ -86,7 +96,7 @@ class FusedDecoder:
 
     def _on_card(self) -> str:
         rope = self._rope.tables(0, self._window)
-        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head)
+        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         try:
             self._card = CardToken(self._layers, ends)
         except Unsupported as declined:
@@ -106,7 +116,8 @@ class FusedDecoder:
         try:
             steps = [NativeStep(layer.dense()) for layer in self._layers]
             self._model.lm_head = self._head = in_planes(self._head)
-            return steps, NativeEnds(ModelEnds(self._embedding, self._norm, self._eps, projection(self._head)))
+            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale)
+            return steps, NativeEnds(ends)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
@@ -132,7 +143,8 @@ class FusedDecoder:
         return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
-        return F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        given = torch.tensor(list(ids), dtype=torch.long, device=self.device)
+        return embedded(given, self._embedding, self._scale)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:

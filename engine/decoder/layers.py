@@ -18,6 +18,35 @@ from .kv_stores import BLOCK
 from .quantized_linear import PackedLinear, Reordered
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream as it runs here: divided by what a family multiplies all with that layers add to it.
+
+    Its norms then differ by their `eps` alone, and no layer has to multiply.
+
+    Attributes:
+        scale: of the embedding. eps: of all norms. norm: (H,) weights of the last one, which scale logits too.
+    """
+
+    scale: float
+    eps: float
+    norm: Tensor
+
+
+def read_stream(model: Any, family: Family) -> Stream:
+    """A model's."""
+    config = model.config
+    scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
+    weight: Tensor = model.model.norm.weight
+    return Stream(scaled / added, config.rms_norm_eps / added**2, weight if divided == 1 else weight / divided)
+
+
+def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
+    """tokens (T,) -> the stream before the first layer, (T, H)."""
+    x = F.embedding(tokens, embedding)
+    return x if scale == 1 else x * scale
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension."""
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -90,8 +119,9 @@ def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> l
         Unsupported: a family or a layer that the fused pass does not compute.
     """
     family = check_family(model.config)
-    kept = kept_dtype(model, kv_bits)
-    return [_read(layer, index, family, model.config, kept, order) for index, layer in enumerate(model.model.layers)]
+    kept, eps = kept_dtype(model, kv_bits), read_stream(model, family).eps
+    layers = enumerate(model.model.layers)
+    return [_read(layer, index, family, model.config, eps, kept, order) for index, layer in layers]
 
 
 def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
@@ -111,7 +141,9 @@ def _is_packed(module: nn.Module) -> bool:
     return isinstance(module.inner if isinstance(module, Reordered) else module, PackedLinear)
 
 
-def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None) -> DecoderLayer:
+def _read(
+    layer: Any, index: int, family: Family, config: Any, eps: float, kept: torch.dtype, order: Tensor | None
+) -> DecoderLayer:
     attention, kind = layer.self_attn, family.attention
     assert kind is not None
     heads = Heads(
@@ -133,7 +165,7 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
         heads,
         attention.o_proj,
         layer.post_attention_layernorm.weight,
-        config.rms_norm_eps,
+        eps,
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,
         read_beside(family, block, has_experts=has_experts),

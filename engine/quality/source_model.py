@@ -79,7 +79,7 @@ class SourceModel:
         self._stream(model.model.norm, "model.norm", "Source: last norm")
         self._stream(model.lm_head, "lm_head", "Source: output head")
         renew(model.model, config, "cpu")
-        self._model = model.eval()
+        self._model, self._divided = model.eval(), family.factor(config, family.divided)
 
     def logits(self, ids: Tensor, keep: int) -> Tensor:
         """ids (N, T) int64 -> logits of the last `keep` positions, (N, keep, V) float32.
@@ -109,7 +109,7 @@ class SourceModel:
     def head(self, states: Tensor) -> Tensor:
         """states (..., H) -> logits (..., V) float32."""
         with torch.inference_mode():
-            return self._model.lm_head(states)
+            return self._model.lm_head(states) / self._divided
 
     def _stream(self, module: nn.Module, prefix: str, step: str) -> None:
         places = [(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()]

@@ -260,12 +260,12 @@ typedef struct {
 FLOE_API int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const floe_place *place,
                              const floe_pace *pace, const floe_trace *trace);
 
-// What lies before the first layer and behind the last: embedding (vocabulary, H), weights of the norm (H), and head,
-// which gives the logits. In two planes (planes.py), head is the first and `rest` the second; spread (groups): the mean
+// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of the
+// norm (H), and head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second; spread (groups): the mean
 // square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
-    float eps;
+    float eps, scale;
     const float *embedding, *norm;
     floe_matrix head;
     FLOE_OPTIONAL const floe_matrix *rest;

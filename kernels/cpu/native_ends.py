@@ -53,6 +53,7 @@ class NativeEnds:
             hidden=self.hidden,
             vocabulary=self.vocabulary,
             eps=ends.eps,
+            scale=ends.scale,
             embedding=required("embedding", ends.embedding, shape),
             norm=required("norm", ends.norm, (self.hidden,)),
             head=projection_record("head", head, *shape),

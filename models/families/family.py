@@ -111,7 +111,8 @@ class Family:
         dense_layers: configuration -> the decoder layers that have no experts. shared: the expert of all tokens.
         experts_by: the functions between an expert's matrices. biased: whether these have biases. signals: the
             projections by which neurons may be skipped.
-        scaled: the field by which the model multiplies its embedding; "" where none does.
+        scaled, added, divided: the fields by which the model multiplies its embedding, and what layers add to the
+            residual stream, and by which it divides logits; "" where none does.
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it, with
             what else they have beside matrices and what most families have.
         gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
@@ -145,6 +146,8 @@ class Family:
     biased: bool = False
     signals: tuple[Projection, ...] = ("up", "gate")
     scaled: str = ""
+    added: str = ""
+    divided: str = ""
     biases: Callable[[Any], int] = lambda _config: 0
     gated_heads: bool = False
     normed_heads: bool = False
@@ -160,7 +163,7 @@ class Family:
     def plain(self) -> bool:
         """Whether a layer is grouped-query attention and experts chosen by probabilities, and nothing else."""
         usual = self.attention is not None and self.routing.kind == "softmax"
-        return usual and self.shared is None and not self.biased
+        return usual and self.shared is None and not self.biased and not self.added
 
     def experts(self, config: Any) -> int:
         """How many experts a layer has; ours and some of transformers' configurations share one name for it."""
@@ -205,6 +208,10 @@ class Family:
         for old, new in self.renames:
             published = published.replace(old, new)
         return published
+
+    def factor(self, config: Any, name: str) -> float:
+        """What one of the fields above says; 1 where none does."""
+        return float(getattr(config, name)) if name else 1.0
 
     def is_embedding(self, published: str) -> bool:
         """Whether this is the published name of the embedding's weight."""

@@ -32,8 +32,8 @@ GRANITEMOE = Family(
     block="block_sparse_moe",
     routing=Routing(module="router", normalized=True),
     scaled="embedding_multiplier",
-    attention=None,
-    why="multipliers scale its residual stream",
+    added="residual_multiplier",
+    divided="logits_scaling",
     published=tuple(
         CatalogEntry(
             name,

@@ -30,7 +30,7 @@ class LayerPass:
         self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
         self._scaled = family.scaled
         own = getattr(self._model.embed_tokens, "scalar_embed_scale", 1.0)  # an embedding may multiply by itself
-        self._scale = float(getattr(config, self._scaled) if self._scaled else own)
+        self._scale = family.factor(config, self._scaled) if self._scaled else own
         self._model.norm = nn.Identity()  # what counts here is what leaves a layer
         library_model.renew(self._model, config, "cpu")
 

@@ -74,6 +74,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 12, "num_local_experts": 6, "attention_bias": True, "n_group": 2, "topk_group": 1},
     "glm4_moe-scaled": {"head_dim": 12, "num_local_experts": 6, "use_qk_norm": True, "routed_scaling_factor": 2.5},
     "ernie4_5_moe": {"head_dim": 12, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1, "use_bias": True},
+    "granitemoe": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
     "deepseek": {"n_routed_experts": 5, "first_k_dense_replace": 1},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
@@ -97,9 +103,14 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
             nn.init.normal_(parameter, std=0.1)
         elif parameter.ndim == 1:
             nn.init.normal_(parameter, mean=0.0 if leaf.endswith("bias") else 1.0, std=0.3)
-        elif leaf.endswith("gate.weight"):
+        elif leaf.endswith(("gate.weight", "router.weight", "router.layer.weight")):
             nn.init.normal_(parameter, std=0.3)
     return model.to(dtype).eval()
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """Its modules with experts."""
+    return FAMILIES[model.config.model_type].blocks(model)
 
 
 def ids_of(length: int) -> list[int]:

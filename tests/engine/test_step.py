@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
 from .driver import open_model
-from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, feed, ids_of, lean_pass, make_model
+from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, lean_pass, make_model
 
 PIECES = {
     "token by token": [1] * 24,
@@ -212,7 +212,7 @@ def test_a_pass_that_breaks_off_leaves_what_was_there(model: Any, monkeypatch: p
         whole = feed(decoder, KVCache(), ids, [30, 1, 9])
         kv = KVCache()
         feed(decoder, kv, ids, [30])
-        last = model.model.layers[-1].mlp.experts
+        last = blocks_of(model)[-1].experts
 
         def cancelled(*_arguments: Any) -> Tensor:
             raise Cancelled

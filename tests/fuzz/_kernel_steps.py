@@ -123,7 +123,7 @@ def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
 
 
 def _ends_of(g: dict[str, Any]) -> ModelEnds:
-    return ModelEnds(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")))
+    return ModelEnds(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")), 0.7)
 
 
 def logits(rng: Random) -> Case:

@@ -112,7 +112,7 @@ def make_ends(hidden: int, bits: int = 32) -> ModelEnds:
         spread = torch.rand(2, VOCABULARY, layout.groups, generator=drawn).half()
         weight = LinearWeights(layout, pack_codes(codes, bits), 0.1 * spread[0], 2**bits * spread[1])
     bias = torch.randn(VOCABULARY, generator=drawn)
-    return ModelEnds(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias))
+    return ModelEnds(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias), scale=1.5)
 
 
 @dataclass
@@ -156,7 +156,7 @@ def make_model(bits: int = 32) -> Model:
         assert planes is not None
         ends = replace(ends, head=Projection(planes, ends.head.bias))
     kv = [store.nan_to_num(0.1 * i).contiguous() for i in range(2)]
-    return Model(NativeToken(dense, experts), NativeEnds(ends), ends.embedding, rope, kv)
+    return Model(NativeToken(dense, experts), NativeEnds(ends), ends.scale * ends.embedding, rope, kv)
 
 
 @pytest.mark.usefixtures("isa")

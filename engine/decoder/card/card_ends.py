@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs import Captured, capture, pinned
-from ..layers import norm
+from ..layers import embedded, norm
 
 _log = logging.getLogger("floe_chat.engine")
 
@@ -23,7 +23,7 @@ class Ends:
     """What comes before the layers and after them.
 
     Attributes:
-        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits.
+        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits. scale: of the embedding.
     """
 
     embedding: Tensor
@@ -31,6 +31,11 @@ class Ends:
     norm: Tensor
     eps: float
     head: nn.Module
+    scale: float = 1.0
+
+    def stream(self, token: Tensor) -> Tensor:
+        """A token (1,) -> (1, H) before the first layer."""
+        return embedded(token, self.embedding, self.scale)
 
     def logits(self, last: Tensor) -> Tensor:
         """(1, H) after the last layer -> (1, V) float32."""

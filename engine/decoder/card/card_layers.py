@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels import operations as kernels
@@ -99,7 +98,7 @@ class CardLayers:
 
     def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
         embedding = ends.embedding
-        self._layers, self._embedding, self._rope, self._device = layers, embedding, ends.rope, embedding.device
+        self._layers, self._ends, self._rope, self._device = layers, ends, ends.rope, embedding.device
         need_kernels(self._device)
         self.head, self._count = CardHead(ends), len(layers)
         self._record = TokenRecord(layers, self._device)
@@ -137,7 +136,7 @@ class CardLayers:
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
             self._record.read()
-            stream = F.embedding(self._record.token, self._embedding)
+            stream = self._ends.stream(self._record.token)
         else:
             stream = self._graphs[index - 1].outputs[0] + self._total.y
         stepped = before_experts(self._layers[index], index, stream, self._rope, self._record.kept)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels import operations as kernels
@@ -153,7 +152,7 @@ class _Form:
 
     def token(self, record: TokenRecord, ends: Ends) -> Tensor:
         """Everything between the record on the device and the logits (1, V) float32."""
-        x = F.embedding(record.token, ends.embedding)
+        x = ends.stream(record.token)
         done: list[tuple[Tensor, Tensor, Tensor]] = []
         for index, (layer, ruled, limits) in enumerate(zip(self._layers, self._ruled, self._limits, strict=True)):
             stepped = before_experts(layer, index, x, ends.rope, record.kept)

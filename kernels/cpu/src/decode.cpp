@@ -3,8 +3,6 @@
 #include "buffers.h"
 #include "floe.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -40,7 +38,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     int64_t token = d.token;
     for (int64_t n = 0; n < d.most;) {
         if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
-        memcpy(x, ends->embedding + token * hidden, (size_t)(4 * hidden));
+        for (int64_t i = 0; i < hidden; i++) x[i] = ends->scale * ends->embedding[token * hidden + i];
         const floe_place here = {place->rope + n * turn, place->capacity, place->position + n};
         const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
                                    trace->counts + 4 * n * chosen};
