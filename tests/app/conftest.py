@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from floe_chat.app.history import History
 from floe_chat.app.setup.setups import Setups
 from floe_chat.models import catalog
 
@@ -21,6 +22,22 @@ def settling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         use_settling(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def closed_histories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every history that a test opens is closed after it: its thread keeps the whole screen in memory."""
+    opened: list[History] = []
+    make = History.__init__
+
+    def kept(self: History, file: Path | None) -> None:
+        opened.append(self)
+        make(self, file)
+
+    monkeypatch.setattr(History, "__init__", kept)
+    yield
+    for history in opened:
+        history.close(timeout=0)
 
 
 @pytest.fixture(scope="session")
