@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from floe_chat.app.history import History
 from floe_chat.app.setup.setups import Setups
 from floe_chat.models import catalog
+from textual.css.stylesheet import Stylesheet
 
 from ..helpers import make_checkpoint
 from ..models.fakehub import FakeHub
@@ -21,6 +23,23 @@ def settling() -> Iterator[None]:
     """Keys are waited for by what they do."""
     with pytest.MonkeyPatch.context() as patch:
         use_settling(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Every application has the same style sheets: each is parsed once for each theme."""
+    parse, parsed = Stylesheet._parse_rules, dict[object, Any]()  # pyright: ignore[reportPrivateUsage]
+
+    def once(self: Stylesheet, css: str, read_from: tuple[str, str], *given: Any, **named: Any) -> Any:
+        variables = frozenset(self._variables.items())  # pyright: ignore[reportPrivateUsage]
+        key = css, read_from, given, *named.items(), variables
+        if key not in parsed:
+            parsed[key] = parse(self, css, read_from, *given, **named)
+        return parsed[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stylesheet, "_parse_rules", once)
         yield
 
 
