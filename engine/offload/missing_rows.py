@@ -62,6 +62,15 @@ def prefill(
     return lanes
 
 
+def prefill_alike(experts: int, tokens: int, resident: float, nbytes: float, rates: Rates) -> int:
+    """How many experts go to the CPU where all are alike: of the best numbers as by `prefill`, the least."""
+    absent = (1 - resident) * nbytes
+    copy = rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
+    cpu = rates.cpu_latency_s + nbytes * max(1 / rates.cpu_bytes_s, tokens / rates.cpu_batch_bytes_s)
+    below = int(experts * copy / (copy + cpu))  # the best number is next to where both lanes end together
+    return min(below, min(below + 1, experts), key=lambda on_cpu: max(on_cpu * cpu, (experts - on_cpu) * copy))
+
+
 def _every(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
     """Try all 2**N placements; of equally fast ones take the one with the least work for the CPU.
 

@@ -1,6 +1,6 @@
 """How fast a model would read a prompt; `speed_estimate.py` is about the tokens of its answer.
 
-Beside a GPU a layer's experts are placed as in the engine (`missing_rows.prefill`), and its lanes overlap.
+Beside a GPU a layer's experts are placed as in the engine (`missing_rows.prefill_alike`), and its lanes overlap.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ..offload import missing_rows
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
-from ..offload.missing_rows import Lane
 from ..offload.mix import ExpertsPlace
 from .footprint import Footprint
 from .speed_estimate import PROMPT, Held, Speeds, TokenWork
@@ -71,15 +70,11 @@ def _experts_end(
     takes: Footprint, calls: float, rates: Rates, resident: float, absent: float, cpu: bool
 ) -> tuple[float, float]:
     """The end of the link's and the CPU's work on one layer's experts, for this many calls; absent: bytes of all."""
+    if resident >= 1:
+        return 0.0, 0.0
     experts = takes.sizes.experts
-    counts = experts * [max(1, round(calls / experts))]
-    each = absent / experts
-    nbytes = experts * [each / (1 - resident) if resident < 1 else 0.0]
-    lanes = missing_rows.prefill(counts, experts * [resident], nbytes, rates, cap=1.0 if cpu else 0.0)
-    copy = beside = 0.0
-    for lane, count in zip(lanes, counts, strict=True):
-        if lane is Lane.CPU:
-            beside += rates.cpu_latency_s + each * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
-        elif lane is Lane.COPY:
-            copy += rates.link_latency_s + each * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
-    return copy, beside
+    count, each = max(1, round(calls / experts)), absent / experts
+    on_cpu = missing_rows.prefill_alike(experts, count, resident, each / (1 - resident), rates) if cpu else 0
+    copy = rates.link_latency_s + each * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
+    beside = rates.cpu_latency_s + each * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
+    return (experts - on_cpu) * copy, on_cpu * beside

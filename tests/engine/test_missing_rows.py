@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from floe_chat.engine.offload import missing_rows
 from floe_chat.engine.offload.lane_rates import TOUCHED, RateName, Rates, rates_file
-from floe_chat.engine.offload.missing_rows import Lane, prefill
+from floe_chat.engine.offload.missing_rows import Lane, prefill, prefill_alike
 from floe_chat.kernels.offload.sharing import Lanes, cpu_rows, share
 
 RANDOM = random.Random()
@@ -204,6 +204,17 @@ class TestPrefill:
             ]
             end = self.cost(lanes, tokens, resident, nbytes, rates, queued, cap)
             assert end <= min(costs) * (1 + 1e-9), (tokens, resident, nbytes, rates, queued, cap)
+
+    @pytest.mark.parametrize("experts", [1, 8, 64])
+    def test_experts_that_are_alike_are_placed_alike(self, experts: int) -> None:
+        for _ in range(100):
+            tokens, resident, nbytes = RANDOM.randint(1, 60), RANDOM.choice([0.0, 0.4, 0.9]), 10**7
+            rates = some_rates()
+            of_all = experts * [tokens], experts * [resident], experts * [nbytes]
+            count = prefill_alike(experts, tokens, resident, nbytes, rates)
+            lanes = count * [Lane.CPU] + (experts - count) * [Lane.COPY]
+            end, other = (self.cost(one, *of_all, rates, 0.0, 1.0) for one in (lanes, prefill(*of_all, rates)))
+            assert end == pytest.approx(other, rel=1e-9), (tokens, resident, rates)
 
     def test_the_balance_is_off_by_less_than_one_expert(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(missing_rows, "EXACT", 0)
