@@ -9,6 +9,7 @@ more memory never makes a plan slower.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -47,25 +48,56 @@ class Placed:
         return Held(gpu=True, pool=self.share, ram=self.ram, mix=self.mix)
 
 
-def choose(
-    takes: Footprint, work: TokenWork, speeds: Speeds, needs: Needs, budget: int, ram: int
-) -> tuple[Placed, Placed] | None:
+@dataclass(frozen=True)
+class Costs:
+    """What layers cost by place and pool, whatever memory there is: keep it to compare several amounts."""
+
+    takes: Footprint
+    work: TokenWork
+    speeds: Speeds
+
+    @functools.cached_property
+    def until(self) -> dict[ExpertsPlace, NDArray[np.float64]]:
+        """(layers + 1, 2, STEPS + 1) by place, of the first layers: their seconds, and the bytes that they read from
+        the disk if nothing is in RAM.
+
+        Layers come with the least work first.
+        """
+        places: tuple[ExpertsPlace, ...] = ("gpu", "pool", "cpu")
+        alike = self.takes.sizes.layers * [self.work]
+        works = [self.work.layers[layer] for layer in self.work.order] or alike
+        sums: dict[ExpertsPlace, NDArray[np.float64]] = {}
+        for place in places:
+            column = functools.cache(functools.partial(self._column, place))
+            each = np.array([column(one) for one in works])
+            sums[place] = np.concatenate((np.zeros_like(each[:1]), each.cumsum(0)))
+        return sums
+
+    def _column(self, place: ExpertsPlace, work: TokenWork) -> NDArray[np.float64]:
+        """(2, STEPS + 1)."""
+        steps = range(STEPS + 1) if place == "pool" else range(1)
+        times = [_shared(self.takes, work, self.speeds, place, step / STEPS) for step in steps]
+        return np.broadcast_to(np.array(times).T, (2, STEPS + 1))
+
+
+def choose(costs: Costs, needs: Needs, budget: int, ram: int) -> tuple[Placed, Placed] | None:
     """The best mix, and the best static one; None if the device has no room for any.
 
     Args:
         budget: bytes of the device for weights, keys and values. ram: bytes that programs may use.
     """
-    mixes = [dataclasses.replace(mix, order=work.order) for mix in _fitting(needs, budget)]
+    mixes = list(_fitting(needs, budget))
     if not mixes:
         return None
     rows = np.array([max(0, needs.most_rows(mix, budget)) for mix in mixes])
-    seconds, share = _seconds(takes, work, speeds, mixes, rows, max(0, memory_plan.room(ram, takes)))
+    seconds, share = _seconds(costs, mixes, rows, max(0, memory_plan.room(ram, costs.takes)))
     found: list[Placed] = []
     for chosen in (np.ones(len(mixes), np.bool_), np.array([mix.pool == 0 for mix in mixes])):
         at, step = np.unravel_index(np.where(chosen[:, None], seconds, np.inf).argmin(), seconds.shape)
         mix, most = mixes[int(at)], int(rows[at])
         full = mix.pool * needs.experts * needs.neurons
         used = most if (int(step) + 1) * full > STEPS * most else -(-int(step) * full // STEPS)
+        mix = dataclasses.replace(mix, order=costs.work.order)
         found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step])))
     return found[0], found[1]
 
@@ -80,26 +112,31 @@ def share(needs: Needs, shares: DeviceShares) -> float:
 def _fitting(needs: Needs, budget: int) -> Iterator[Mix]:
     """All mixes that fit, those with the fewest layers in a pool first, then those with the most on the device."""
     for pool in range(needs.layers + 1):
-        for gpu in range(needs.layers - pool, -1, -1):
-            mix = Mix(gpu, pool, needs.layers - pool - gpu)
-            if needs.fits(mix, budget):
-                yield mix
+        rest = needs.layers - pool
+
+        def fits(cpu: int, pool: int = pool, rest: int = rest) -> bool:
+            return needs.fits(Mix(rest - cpu, pool, cpu), budget)
+
+        # The first layer of the CPU's takes a buffer on the device; each further one only leaves room there.
+        first = bisect.bisect_left(range(1, rest + 1), True, key=fits) + 1
+        for cpu in (*((0,) if fits(0) else ()), *range(first, rest + 1)):
+            yield Mix(rest - cpu, pool, cpu)
 
 
 def _seconds(
-    takes: Footprint, work: TokenWork, speeds: Speeds, mixes: list[Mix], rows: NDArray[np.int64], room: int
+    costs: Costs, mixes: list[Mix], rows: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds of all layers for a token of an answer and its part of a prompt, (mixes, STEPS + 1), by the pool's share,
     infinite where memory is short; and how much of what is read from RAM fits there, likewise."""
     counts = np.array([(mix.gpu, mix.pool, mix.cpu) for mix in mixes])
     _, pool, cpu = (counts[:, kind, None].astype(np.float64) for kind in range(3))
     shares = np.arange(STEPS + 1) / STEPS
-    layers = takes.sizes.layers
+    takes, layers = costs.takes, costs.takes.sizes.layers
     each, ups = takes.rows // layers, takes.ups // layers
     read = cpu * (each + ups) + pool * each * (1 - shares)
     ram = np.minimum(1.0, room / np.maximum(read, 1.0))
-    seconds, away = _of_kinds(takes, work, speeds, counts)
-    seconds = seconds + (1 - ram) * away / speeds.disk
+    seconds, away = _of_kinds(costs.until, counts)
+    seconds = seconds + (1 - ram) * away / costs.speeds.disk
     fits = shares * STEPS * pool * takes.sizes.experts * takes.sizes.intermediate <= STEPS * rows[:, None]
     # Without a pool its size means nothing.
     fits &= (pool > 0) | (np.arange(STEPS + 1) == 0)
@@ -107,30 +144,16 @@ def _seconds(
 
 
 def _of_kinds(
-    takes: Footprint, work: TokenWork, speeds: Speeds, counts: NDArray[np.int64]
+    until: dict[ExpertsPlace, NDArray[np.float64]], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds, and bytes read from the disk if nothing is in RAM, (mixes, STEPS + 1). counts: (mixes, 3).
 
-    Layers come with the least work first: the first are the CPU's, the last on the device.
+    The first layers, with the least work, are the CPU's, the last on the device.
     """
-    layers = takes.sizes.layers
-    works = [work.layers[layer] for layer in work.order] or layers * [work]
-
-    @functools.cache
-    def column(work: TokenWork, place: ExpertsPlace) -> NDArray[np.float64]:
-        """(2, STEPS + 1)."""
-        steps = range(STEPS + 1) if place == "pool" else range(1)
-        times = [_shared(takes, work, speeds, place, step / STEPS) for step in steps]
-        return np.broadcast_to(np.array(times).T, (2, STEPS + 1))
-
-    def until(place: ExpertsPlace) -> NDArray[np.float64]:
-        """(layers + 1, 2, STEPS + 1): of the first layers."""
-        each = np.array([column(one, place) for one in works])
-        return np.concatenate((np.zeros_like(each[:1]), each.cumsum(0)))
-
-    gpu, pool, cpu = (until(place) for place in ("gpu", "pool", "cpu"))
-    first = layers - counts[:, 0]
-    total = cpu[counts[:, 2]] + pool[first] - pool[counts[:, 2]] + gpu[layers] - gpu[first]
+    gpu, pool, cpu = until["gpu"], until["pool"], until["cpu"]
+    last = len(gpu) - 1
+    first = last - counts[:, 0]
+    total = cpu[counts[:, 2]] + pool[first] - pool[counts[:, 2]] + gpu[last] - gpu[first]
     return total[:, 0], total[:, 1]
 
 

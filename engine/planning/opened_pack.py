@@ -22,6 +22,7 @@ from . import machine, memory_plan, mix_choice, rates, speed_estimate, worth
 from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import DeviceShares, Needs
+from .mix_choice import Costs
 from .speed_estimate import Held, TokenWork
 
 
@@ -126,9 +127,10 @@ class OpenedPack:
         Raises:
             UsageError: it is not enough.
         """
+        costs = Costs(self.takes, self.work, machine.speeds)
         best: DeviceShares | None = None
         for needs in self.forms:
-            found = self._in_form(machine, needs, budget)
+            found = self._in_form(costs, needs, budget, machine.ram)
             if found is not None and (best is None or self._pays(machine, best, found)):
                 best = found
         return best or self.forms[-1].share_out(self.mix or self.needs.every("cpu"), budget, self.window)
@@ -138,11 +140,11 @@ class OpenedPack:
         gain = worth.of_speed(self.tokens_s(machine, coarse)) - worth.of_speed(self.tokens_s(machine, exact))
         return worth.pays(gain, worth.kv_loss(coarse.kv_bits) - worth.kv_loss(exact.kv_bits))
 
-    def _in_form(self, machine: Machine, needs: Needs, budget: int) -> DeviceShares | None:
+    def _in_form(self, costs: Costs, needs: Needs, budget: int, ram: int) -> DeviceShares | None:
         """None if it does not fit."""
         if self.mix is not None:
             return needs.share_out(self.mix, budget, self.window) if needs.fits(self.mix, budget) else None
-        found = mix_choice.choose(self.takes, self.work, machine.speeds, needs, budget, machine.ram)
+        found = mix_choice.choose(costs, needs, budget, ram)
         return None if found is None else needs.share_out(found[0].mix, budget, self.window, found[0].rows)
 
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:

@@ -19,7 +19,7 @@ from .footprint import Footprint, kv_bytes
 from .machine import Machine
 from .measured_figures import Curve, figures
 from .memory_plan import DeviceShares, Needs
-from .mix_choice import Placed
+from .mix_choice import Costs, Placed
 from .speed_estimate import Held, Speeds, Token, TokenWork
 
 DEFAULT = PackSpec()
@@ -121,9 +121,10 @@ def option(
     """
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
+    costs = Costs(takes, TokenWork.of(_preset()), machine.speeds)
     best: Option | None = None
     for bits in worth.KV_FORMS if kv_bits is None else (kv_bits,):
-        found = _in_form(machine, takes, context, disk, bits)
+        found = _in_form(machine, costs, context, disk, bits)
         if best is None or _is_clearly_better(found, best):
             best = found
     assert best is not None
@@ -137,19 +138,20 @@ def _is_clearly_better(coarse: Option, exact: Option) -> bool:
     return coarse.works and coarse.worth >= exact.worth + worth.CLEARLY
 
 
-def _in_form(machine: Machine, takes: Footprint, context: int, disk: Mapping[str, int], kv_bits: int) -> Option:
+def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, int], kv_bits: int) -> Option:
     """With keys and values of so many bits."""
+    takes = costs.takes
     needs, budget = Needs.of_footprint(takes, context, kv_bits), memory_plan.budget(machine.vram)
     alone = _made(machine, takes, context, disk, None, DeviceShares.none(takes.sizes.window, kv_bits))
     if not machine.speeds.gpu:
         return alone
-    found = mix_choice.choose(takes, TokenWork.of(_preset()), machine.speeds, needs, budget, machine.ram)
+    found = mix_choice.choose(costs, needs, budget, machine.ram)
     if found is None:
         return alone
     best, static = found
     shares = needs.share_out(best.mix, budget, takes.sizes.window, best.rows)
     beside = _made(machine, takes, context, disk, best, shares)
-    token = speed_estimate.decode(takes, TokenWork.of(_preset()), machine.speeds, static.held)
+    token = speed_estimate.decode(takes, costs.work, machine.speeds, static.held)
     beside = dataclasses.replace(beside, static=1 / token.seconds)
     return max(beside, alone, key=lambda one: (one.works, not one.missing, one.decode.mid))
 

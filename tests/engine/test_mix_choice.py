@@ -15,7 +15,7 @@ from floe_chat.engine.planning import machine, memory_plan, mix_choice, prompt_e
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.machine import Machine
 from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.engine.planning.mix_choice import STEPS, Placed
+from floe_chat.engine.planning.mix_choice import STEPS, Costs, Placed
 from floe_chat.engine.planning.opened_pack import OpenedPack
 from floe_chat.engine.planning.options import WIDTHS, option
 from floe_chat.engine.planning.speed_estimate import ANSWER, PROMPT, Held, Speeds, TokenWork
@@ -36,9 +36,9 @@ CARDS = [card for series in cards.by_series().values() for card in series]
 BASE = Machine("made up", 28 * GB, 0, None, 8, Speeds(read=30e9, disk=2e9), 0.3)
 
 
-def placed(takes: Footprint, speeds: Speeds, vram: float, ram: float) -> tuple[Placed, Placed] | None:
+def placed(costs: Costs, vram: float, ram: float) -> tuple[Placed, Placed] | None:
     budget = memory_plan.budget(int(vram * GB))
-    return mix_choice.choose(takes, BALANCED, speeds, Needs.of_footprint(takes, 4096), budget, int(ram * GB))
+    return mix_choice.choose(costs, Needs.of_footprint(costs.takes, 4096), budget, int(ram * GB))
 
 
 def decode(takes: Footprint, speeds: Speeds, held: Held) -> float:
@@ -58,8 +58,9 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
     for card, spec in zip(CARDS, itertools.cycle(WIDTHS)):
         takes, before, token_before = Footprint.of(MIXTRAL.sizes, spec), float("inf"), float("inf")
         speeds = machine.of_card(card, BASE).speeds
+        costs = Costs(takes, BALANCED, speeds)
         for vram in range(4, 27, 2):
-            if (found := placed(takes, speeds, vram, ram)) is None:
+            if (found := placed(costs, vram, ram)) is None:
                 assert before == float("inf")
                 continue
             took, static = (seconds(takes, speeds, each.held) for each in found)
@@ -76,9 +77,9 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
 def test_more_ram_is_never_slower(vram: int) -> None:
     for card in CARDS[::5]:
         takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds
-        times: list[float] = []
+        costs, times = Costs(takes, BALANCED, speeds), list[float]()
         for ram in range(6, 40, 3):
-            if found := placed(takes, speeds, vram, ram):
+            if found := placed(costs, vram, ram):
                 times.append(seconds(takes, speeds, found[0].held))
         assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
 
@@ -103,7 +104,7 @@ def test_no_mix_that_fits_is_faster(entry: object) -> None:
             speeds, host_pool=draw.choice([5e-5, 1.1e-3]), host_behind=draw.choice([0.0, 1e-3])
         )
         vram, ram = draw.uniform(5, 30), draw.uniform(6, 90)
-        found = placed(takes, speeds, vram, ram)
+        found = placed(Costs(takes, BALANCED, speeds), vram, ram)
         if found is None:
             continue
         best, budget = seconds(takes, speeds, found[0].held), memory_plan.budget(int(vram * GB))
@@ -120,7 +121,7 @@ def test_what_is_chosen_fits_and_counts_no_more_rows_than_there_are() -> None:
     for card, vram in itertools.product(CARDS[::9], (5, 9, 13, 25)):
         takes = Footprint.of(MIXTRAL.sizes, PackSpec())
         needs, budget = Needs.of_footprint(takes, 4096), memory_plan.budget(vram * GB)
-        found = placed(takes, machine.of_card(card, BASE).speeds, vram, 28)
+        found = placed(Costs(takes, BALANCED, machine.of_card(card, BASE).speeds), vram, 28)
         assert found is not None
         for each in found:
             shares = needs.share_out(each.mix, budget, 4096, each.rows)
@@ -180,7 +181,7 @@ def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
         assert work.active == pytest.approx(sum(one.active for one in work.layers) / 32)
         needs, budget = Needs.of_footprint(takes, 4096), memory_plan.budget(vram * GB)
         speeds = machine.of_card(card, BASE).speeds
-        found = mix_choice.choose(takes, work, speeds, needs, budget, 60 * GB)
+        found = mix_choice.choose(Costs(takes, work, speeds), needs, budget, 60 * GB)
         assert found is not None
         best, mix = seconds(takes, speeds, found[0].held, work), found[0].mix
         assert sorted(mix.order) == list(range(32)) and len(mix.of("cpu")) == mix.cpu
@@ -206,6 +207,6 @@ def test_the_engine_opens_what_is_planned(vram: int) -> None:
     layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
     needs = Needs.of(packed.manifest, layers, config, 2)
     speeds = machine.of_card(cards.named("sim:rtx3060-12gb", study=True), BASE).speeds
-    found = mix_choice.choose(takes, BALANCED, speeds, needs, vram, 20 * GB)
+    found = mix_choice.choose(Costs(takes, BALANCED, speeds), needs, vram, 20 * GB)
     assert found is not None and found[0].mix.describe() in told.reason
     loaded.close()

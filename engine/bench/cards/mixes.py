@@ -15,7 +15,7 @@ from ...offload.offload import Parts
 from ...planning import machine, mix_choice
 from ...planning.footprint import Footprint
 from ...planning.memory_plan import Needs
-from ...planning.mix_choice import Placed
+from ...planning.mix_choice import Costs, Placed
 from ...planning.speed_estimate import Speeds, TokenWork
 from ...quality_presets import PRESETS, Preset
 from .replay import CONTEXT, Played, Width, layers_held, play
@@ -47,7 +47,7 @@ def planned(card: Card, *, host: bool) -> Placed | None:
     """The planner's choice for all of Mixtral; None if nothing fits."""
     needs = Needs.of_footprint(MIXTRAL, CONTEXT)
     work = TokenWork.of(balanced())
-    found = mix_choice.choose(MIXTRAL, work, speeds(card, host=host), needs, card.vram_bytes, _RAM)
+    found = mix_choice.choose(Costs(MIXTRAL, work, speeds(card, host=host)), needs, card.vram_bytes, _RAM)
     return None if found is None else found[0]
 
 
