@@ -49,6 +49,7 @@ class Heads:
             see entries.py.
         q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
         sinks: (heads,) scores of a token that has no value, which every query sees besides; None where there is none.
+        inside: how many of a key's first numbers are its value; None where values are stored behind keys.
     """
 
     num_heads: int
@@ -61,15 +62,49 @@ class Heads:
     k_norm: Tensor | None = None
     cache_dtype: torch.dtype = torch.float32
     sinks: Tensor | None = None
+    inside: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of what a layer caches of a token: its keys, then its values if they are not inside."""
+        return self.num_kv_heads * (1 if self.inside else 2)
 
     @property
     def entry(self) -> tuple[int, ...]:
-        """The shape of what a layer caches of a token: rows of its keys, then of its values."""
-        return entry_of(2 * self.num_kv_heads, self.head_dim, self.cache_dtype)
+        """The shape of what a layer caches of a token."""
+        return entry_of(self.rows, self.head_dim, self.cache_dtype)
 
     def values(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
         """Entries (N, *entry) -> their keys and values (N, rows, D)."""
-        return values(entries, 2 * self.num_kv_heads, self.head_dim, dtype)
+        return values(entries, self.rows, self.head_dim, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Keys and values of all heads are made of one vector per token, R numbers (DeepSeek-V2, section 2.1).
+
+    That alone is cached, and behind it a key that all heads share. The layer's heads are those that meet what is
+    cached: one head of keys, R + `turned` wide, with the value inside.
+
+    Attributes:
+        still, turned: how many numbers of a head's query and key rope leaves alone, and turns. value: those of its
+            value. norm: (R,) weights of the vector's RMS norm, with its eps. made: to each head's key, without what is
+            turned, and value. asked: to queries, where these are made of a vector too, behind a norm of that.
+    """
+
+    still: int
+    turned: int
+    value: int
+    norm: Tensor
+    eps: float
+    made: Projection
+    asked: Projection | None = None
+    asked_norm: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.norm.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +215,8 @@ class DenseLayer:
     Attributes:
         input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. qkv: to queries, keys and
             values of all heads. out: back to H. router: None where there are no experts. beside: what every token is
-            given besides experts.
+            given besides experts. latent: where keys and values are made of a vector; qkv then goes to queries, or
+            their vector, and what is cached.
     """
 
     input_layernorm: Tensor
@@ -191,6 +227,7 @@ class DenseLayer:
     out: Projection
     router: Router | None
     beside: Swiglu | None = None
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +282,18 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
 
     Args:
         x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
-        rope: (2, D) cosines and sines of the position, the first half of the sines negated.
+        rope: (2, D) cosines and sines of the position, the first half of the sines negated; of what is turned alone
+            where heads are made of a vector.
         kv: (C, *heads.entry) keys, then values, of the tokens before; the token's own are written to its place.
         position: of the token.
     """
     width = x.shape[-1]
     stream = x if added is None else x + added
     qkv = layer.qkv(F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps))
-    out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
+    if layer.latent is None:
+        out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
+    else:
+        out = attend_latent(qkv, rope, kv, position, layer.heads, layer.latent)
     stream = stream + layer.out(out)
     hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
     if layer.beside is not None:
@@ -271,7 +312,7 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
         queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
     if heads.clip is not None:
         queries, keys, own = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, own))
-    queries, keys = (part * rope[0] + part.roll(heads.head_dim // 2, -1) * rope[1] for part in (queries, keys))
+    queries, keys = (turned(part, rope[0], rope[1]) for part in (queries, keys))
     kv[position] = stored(torch.cat([keys, own]), kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
     seen = heads.values(kv[first : position + 1], qkv.dtype)
@@ -280,6 +321,26 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
     if heads.sinks is not None:
         scores = torch.cat([scores, heads.sinks[:, None].to(scores.dtype)], -1)
     return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(others)], others).reshape(1, -1)
+
+
+def attend_latent(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, latent: Latent) -> Tensor:
+    """`attend` through a latent vector: (1, heads * value). Keys and values are made of all that is cached."""
+    asked, vector, key = qkv.split([qkv.shape[1] - heads.head_dim, latent.rank, latent.turned], -1)
+    if latent.asked is not None and latent.asked_norm is not None:
+        asked = latent.asked(F.rms_norm(asked, latent.asked_norm.shape, latent.asked_norm, latent.eps))
+    still, moved = asked.view(heads.num_heads, -1).split([latent.still, latent.turned], -1)
+    vector = F.rms_norm(vector, latent.norm.shape, latent.norm, latent.eps)
+    kv[position] = stored(torch.cat([vector, turned(key, *rope)], -1), kv.dtype)
+    seen = heads.values(kv[: position + 1], qkv.dtype)[:, 0]
+    made = latent.made(seen[:, : latent.rank]).unflatten(-1, (heads.num_heads, -1))
+    keys, others = made.split([latent.still, latent.value], -1)
+    scores = torch.einsum("hd,thd->ht", still, keys) + turned(moved, *rope) @ seen[:, latent.rank :].T
+    return torch.einsum("ht,thd->hd", (scores * heads.scale).softmax(-1), others).reshape(1, -1)
+
+
+def turned(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """part (..., D) by rope, (..., D) each, the first half of the sines negated."""
+    return torch.addcmul(part * cos, part.roll(part.shape[-1] // 2, -1), sin)
 
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:

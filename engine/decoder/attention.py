@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.entries import CODES, stored
+from ...kernels.step import turned
 from .kv_stores import GrowingStore
 from .layers import DecoderLayer, norm
 
@@ -114,6 +115,46 @@ class GroupedAttention:
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
         return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
+
+
+class LatentAttention:
+    """Attention through a latent vector in all layers of one pass: keys and values are made of all that is stored.
+
+    Args: as for `GroupedAttention`; rope is of what is turned.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
+        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
+        self._places = store.places(end)
+        self._entries = [layer for group in store.seen(0, end) for layer in group.unbind(0)]
+        self._cos, self._sin = rope[:, 0], rope[:, 1]
+        self._mask = _mask(0, start, end, None, rope.device)
+
+    def __call__(self, index: int, x: Tensor) -> Tensor:
+        """As `GroupedAttention`."""
+        layer, heads, latent = self._layers[index], self._layers[index].heads, self._layers[index].latent
+        assert latent is not None
+        joined = layer.qkv.forward(x)
+        asked, vector, key = joined.split([joined.shape[1] - heads.head_dim, latent.norm.numel(), latent.turned], 1)
+        entry = torch.cat([norm(vector, latent.norm, latent.eps), turned(key, self._cos, self._sin)], 1)
+        place = self._places[index]
+        place.copy_(stored(entry[:, None], place.dtype))
+        if latent.asked is not None and latent.asked_norm is not None:
+            asked = latent.asked(norm(asked, latent.asked_norm, latent.eps))
+        still, moved = asked.view(self._tokens, heads.num_heads, -1).split([latent.still, latent.turned], 2)
+        moved = turned(moved, self._cos[:, None], self._sin[:, None])
+        seen = heads.values(self._entries[index].to(x.device), x.dtype)[:, 0]
+        vectors, shared = seen.split([latent.norm.numel(), latent.turned], 1)
+        made = latent.made(vectors).view(len(seen), heads.num_heads, -1)
+        keys, values = made.split([latent.still, latent.value], 2)
+        keys = torch.cat([keys, shared[:, None].expand(-1, heads.num_heads, -1)], 2)
+        out = F.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in (torch.cat([still, moved], 2), keys, values)),
+            attn_mask=self._mask,
+            is_causal=self._mask is None and self._tokens > 1,
+            scale=heads.scale,
+        )
+        return layer.out.forward(out[0].transpose(0, 1).reshape(self._tokens, -1))
 
 
 def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...kernels.step import Projection, Router, Swiglu
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
-from .quantized_linear import PackedLinear, PlanedLinear, join
+from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_of
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
@@ -45,6 +46,25 @@ def joined(what: str, *modules: Any, order: Tensor | None = None) -> nn.Module:
         return join(*modules, order=order)
     except ValueError as error:
         raise Unsupported(f"the {what} projections cannot be joined: {error}") from error
+
+
+def in_order(owner: Any, names: Sequence[str], rows: Tensor | None, what: str) -> nn.Module:
+    """Projections of a module as one, with its rows in that order; the modules compute as before, by views of it.
+
+    Raises:
+        Unsupported: they are of unlike kinds.
+    """
+    modules = [getattr(owner, name) for name in names]
+    parts = [module.inner if isinstance(module, Reordered) else module for module in modules]
+    if rows is None or parts != modules:  # an earlier pass has ordered them
+        return joined(what, *parts)
+    whole, start = joined(what, *parts, order=rows), 0
+    for name, part in zip(names, parts, strict=True):
+        own = rows[start : start + rows_of(part)]
+        start += len(own)
+        if not own.equal(own.sort().values):
+            setattr(owner, name, Reordered(part, own.argsort()))
+    return whole
 
 
 class Beside:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
+from ...kernels.entries import CODES
 from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from . import graphs
-from .attention import GroupedAttention
+from .attention import GroupedAttention, LatentAttention
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_token import CardToken
@@ -33,7 +34,6 @@ from .kv_cache import KVCache
 from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
 from .layers import (
     DecoderLayer,
-    Rope,
     Unsupported,
     check_family,
     embedded,
@@ -41,6 +41,7 @@ from .layers import (
     norm,
     projection,
     read_layers,
+    read_rope,
     read_stream,
 )
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
@@ -67,10 +68,7 @@ class FusedDecoder:
         self._model, self._config, self._window, self._kv = model, model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
-        attention: Any = family.attention
-        head_dim = model.model.layers[0].self_attn.head_dim
-        how = {"interleaved": attention.interleaved, "once": attention.angles_once}
-        self._rope = Rope(model.model.rotary_emb, head_dim, self._embedding, **how)
+        self._rope = read_rope(model, family)
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype
@@ -87,7 +85,8 @@ class FusedDecoder:
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
-            self.reason += " with keys and values of 8 bits"
+            coded = self._layers[0].heads.cache_dtype == CODES
+            self.reason += " with keys and values of 8 bits" if coded else " with latent vectors of 16 bits"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
         except Unsupported as declined:
@@ -95,6 +94,8 @@ class FusedDecoder:
             _log.info("no compiled step: %s", declined)
 
     def _on_card(self) -> str:
+        if self._layers[0].latent is not None:
+            raise Unsupported("attention through a latent vector has no kernels there")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         try:
@@ -359,7 +360,8 @@ class _TorchPass:
 
     def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
         self._layers = layers
-        self._attention = GroupedAttention(layers, store, rope, start)
+        kind = GroupedAttention if layers[0].latent is None else LatentAttention
+        self._attention = kind(layers, store, rope, start)
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ...kernels.entries import CODES
 from ...kernels.step import DenseLayer, Heads, Router, Stepped
 from ...models.families import FAMILIES, Family
+from ...models.families.family import GroupedQuery, ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
-from .blocks import Beside, Unsupported, joined, projection, read_beside, read_router
+from .blocks import Beside, Unsupported, in_order, projection, read_beside, read_router
 from .kv_stores import BLOCK
+from .latent import LatentParts, read_latent
 from .quantized_linear import PackedLinear, Reordered
 
 
@@ -59,6 +61,7 @@ class DecoderLayer:
     Attributes:
         qkv, out: the projections, as modules. router, experts: hidden (T, H), and its experts and weights (T, K) ->
             (T, H); None where the layer has none. beside: what every token is given besides experts, if anything.
+            latent: where keys and values are made of a vector; see `kernels.step.DenseLayer`.
     """
 
     input_layernorm: Tensor
@@ -70,6 +73,7 @@ class DecoderLayer:
     router: Router | None
     experts: nn.Module | None
     beside: Beside | None = None
+    latent: LatentParts | None = None
 
     def stepped(self, stream: Tensor) -> Stepped:
         """What a block is given behind attention, stream (T, H)."""
@@ -91,7 +95,8 @@ class DecoderLayer:
         qkv, out = projection(self.qkv), projection(self.out)
         beside = None if self.beside is None else self.beside.swiglu
         norms = self.input_layernorm, self.post_attention_layernorm, self.eps
-        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside)
+        latent = None if self.latent is None else self.latent.record()
+        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside, latent)
 
 
 def check_family(config: Any) -> Family:
@@ -112,7 +117,8 @@ def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> l
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Args:
-        kv_bits: of stored keys and values: 16 (more where the computation's are not rounded yet) or 8.
+        kv_bits: of stored keys and values: 16 (more where the computation's are not rounded yet) or 8, which latent
+            vectors do not have.
         order: of the dimensions of heads, see `Rope`.
 
     Raises:
@@ -130,10 +136,10 @@ def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
 
     That halves the reads of each token in a long conversation, with an error far below that of the codes.
     """
-    if kv_bits == 8:
+    if kv_bits == 8 and not isinstance(check_family(model.config).attention, ThroughLatent):
         return CODES
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
-    coded = all(_is_packed(layer.self_attn.k_proj) for layer in model.model.layers)
+    coded = all(_is_packed(layer.self_attn.o_proj) for layer in model.model.layers)
     return torch.float16 if coded and computed == torch.float32 else computed
 
 
@@ -144,9 +150,31 @@ def _is_packed(module: nn.Module) -> bool:
 def _read(
     layer: Any, index: int, family: Family, config: Any, eps: float, kept: torch.dtype, order: Tensor | None
 ) -> DecoderLayer:
-    attention, kind = layer.self_attn, family.attention
-    assert kind is not None
-    heads = Heads(
+    attention, latent = layer.self_attn, None
+    if isinstance(family.attention, ThroughLatent):
+        heads, qkv, latent = read_latent(attention, config, kept, order)
+    else:
+        heads = _heads(attention, index, family, config, kept, order)
+        qkv = _projections(attention, heads, order)
+    block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
+    return DecoderLayer(
+        layer.input_layernorm.weight,
+        qkv,
+        heads,
+        attention.o_proj,
+        layer.post_attention_layernorm.weight,
+        eps,
+        read_router(family, block) if has_experts else None,
+        block.experts if has_experts else None,
+        read_beside(family, block, has_experts=has_experts),
+        latent,
+    )
+
+
+def _heads(attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None) -> Heads:
+    kind = family.attention
+    assert isinstance(kind, GroupedQuery)
+    return Heads(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
@@ -158,32 +186,12 @@ def _read(
         cache_dtype=kept,
         sinks=attention.sinks if kind.sinks else None,
     )
-    block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
-    return DecoderLayer(
-        layer.input_layernorm.weight,
-        _projections(attention, heads, order),
-        heads,
-        attention.o_proj,
-        layer.post_attention_layernorm.weight,
-        eps,
-        read_router(family, block) if has_experts else None,
-        block.experts if has_experts else None,
-        read_beside(family, block, has_experts=has_experts),
-    )
 
 
 def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
     """Those of queries, keys and values as one, the dimensions of heads in that order."""
-    what, modules = "query, key and value", (attention.q_proj, attention.k_proj, attention.v_proj)
-    parts = [module.inner if isinstance(module, Reordered) else module for module in modules]
-    if order is None or parts[0] is not modules[0]:  # by an earlier pass of the same modules
-        return joined(what, *parts)
-    rows = _all_heads(heads, order)
-    whole, queries = joined(what, *parts, order=rows), heads.num_heads * heads.head_dim
-    keys = queries + heads.num_kv_heads * heads.head_dim
-    attention.q_proj = Reordered(parts[0], rows[:queries].argsort())
-    attention.k_proj = Reordered(parts[1], rows[queries:keys].argsort())
-    return whole
+    rows = None if order is None else _all_heads(heads, order)
+    return in_order(attention, ("q_proj", "k_proj", "v_proj"), rows, "query, key and value")
 
 
 def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
@@ -225,7 +233,7 @@ class Rope:
             raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
         self._module, self._like, self._dim = module, like, dim
         self._table = like.new_empty(0, 2, dim)
-        turned = self._module(like, torch.zeros(1, 1, dtype=torch.int64, device=like.device))[0].shape[-1]
+        turned = self._angles(1)[0].shape[-1]
         turned *= 2 if once else 1
         self._half, rest = turned // 2, (dim - turned) // 2
         places = torch.arange(turned, device=like.device).view(*((-1, 2) if interleaved else (2, -1)))
@@ -242,8 +250,25 @@ class Rope:
         return self._table[start:end]
 
     def _computed(self, positions: int) -> Tensor:
-        cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+        cos, sin = self._angles(positions)
         still, half = (0, self._dim // 2 - self._half), self._half
-        cos, sin = cos[0, :, :half], sin[0, :, :half]
+        cos, sin = cos[:, :half], sin[:, :half]
         parts = F.pad(cos, still, value=1.0), F.pad(cos, still, value=1.0), F.pad(-sin, still), F.pad(sin, still)
         return torch.cat(parts, -1).unflatten(-1, (2, -1)).to(self._like.dtype)
+
+    def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
+        """The module's cosines and sines, (positions, angles), which some families have as complex numbers."""
+        found = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+        cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
+        return cos[0], sin[0]
+
+
+def read_rope(model: Any, family: Family) -> Rope:
+    """A model's."""
+    attention, kind = model.model.layers[0].self_attn, family.attention
+    module, like = model.model.rotary_emb, model.model.embed_tokens.weight
+    if isinstance(kind, ThroughLatent):
+        how = {"interleaved": kind.interleaved(model.config), "once": kind.angles_once}
+        return Rope(module, model.config.qk_rope_head_dim, like, **how)
+    assert kind is not None
+    return Rope(module, attention.head_dim, like, interleaved=kind.interleaved, once=kind.angles_once)

@@ -79,6 +79,11 @@ class Reordered(nn.Module):
         return self.inner(x)[..., self.inverse]
 
 
+def rows_of(layer: Any) -> int:
+    """How many rows the weights of a linear layer have."""
+    return len(layer.weights.q if isinstance(layer, PackedLinear) else layer.weight)
+
+
 def join(*layers: Any, order: Tensor | None = None) -> nn.Module:
     """Join several linear layers into one; they keep views of its weights.
 
@@ -95,7 +100,7 @@ def join(*layers: Any, order: Tensor | None = None) -> nn.Module:
     packed = all(isinstance(layer, PackedLinear) and layer.weights.vector == first.weights.vector for layer in layers)
     if not packed and not all(type(layer) is nn.Linear for layer in layers):
         raise ValueError("they are stored in different ways")
-    sizes = [len(layer.weights.q if packed else layer.weight) for layer in layers]
+    sizes = [rows_of(layer) for layer in layers]
 
     def together(parts: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """All in one, and each one's view of it."""

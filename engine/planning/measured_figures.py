@@ -34,8 +34,7 @@ class Figures:
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
-            host_library_s: that of a layer which transformers' modules compute; host_latent_s: on the CPU, with
-            attention through a latent vector.
+            host_library_s: that of a layer which transformers' modules compute.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
     """
@@ -51,7 +50,6 @@ class Figures:
     host_s: float
     host_gpu_s: float
     host_library_s: float
-    host_latent_s: float
     host_pool_s: float
     host_behind_s: float
     host_ram_s: float
@@ -75,7 +73,6 @@ def figures() -> Figures:
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_library_s=values["host_library_ms"] / 1e3,
-        host_latent_s=values["host_latent_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
         host_behind_s=values["host_behind_ms"] / 1e3,
         host_ram_s=values["host_ram_ms"] / 1e3,

@@ -94,7 +94,7 @@ def why(
             _why_place(machine, entry, chosen, context),
             _why_ram(machine, chosen),
             _why_speed(chosen),
-            _why_library(entry),
+            _why_library(entry, chosen),
         )
         if sentence
     )
@@ -179,11 +179,12 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
     return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
 
 
-def _why_library(entry: CatalogEntry) -> str:
-    """That our own pass does not compute the family, and why."""
+def _why_library(entry: CatalogEntry, chosen: Option) -> str:
+    """That our own pass does not compute the family, or not as fast, and why."""
     family = FAMILIES.get(entry.sizes.model_type)
     if family is None or not by_library(family.model_type):
-        return ""
+        slow = entry.sizes.latent is not None and chosen.place != "cpu"
+        return "On a GPU, attention through a latent vector goes one operation after another. That takes longer." * slow
     return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
 
 

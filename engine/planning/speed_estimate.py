@@ -119,7 +119,6 @@ class Speeds:
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_library: float = field(default_factory=lambda: figures().host_library_s)
-    host_latent: float = field(default_factory=lambda: figures().host_latent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
@@ -147,7 +146,7 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        hosts = ("host", "host_gpu", "host_library", "host_latent", "host_pool", "host_behind", "host_ram")
+        hosts = ("host", "host_gpu", "host_library", "host_pool", "host_behind", "host_ram")
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
@@ -236,11 +235,10 @@ def decode(
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
-        return dataclasses.replace(token, host=token.host + _library_s(takes, speeds.host_library - speeds.host_gpu))
+        return _by_library(takes, token, speeds.host_library - speeds.host_gpu, latent=True)
     seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
     token = _on_cpu(takes, work, speeds, held, seen)
-    library = speeds.host_library if takes.sizes.latent is None else speeds.host_latent
-    return dataclasses.replace(token, host=token.host + _library_s(takes, library - speeds.host))
+    return _by_library(takes, token, speeds.host_library - speeds.host)
 
 
 def by_library(model_type: str) -> bool:
@@ -249,9 +247,15 @@ def by_library(model_type: str) -> bool:
     return family is None or family.attention is None or family.routing.kind == "sparsemixer"
 
 
-def _library_s(takes: Footprint, more: float) -> float:
-    """What the host's time rises by with transformers' modules, which take so much `more` for a layer than our pass."""
-    return takes.sizes.decoder_layers * max(0.0, more) if by_library(takes.sizes.model_type) else 0.0
+def _by_library(takes: Footprint, token: Token, more: float, *, latent: bool = False) -> Token:
+    """The same with so much `more` of the host's time for a layer that our pass does not compute.
+
+    Args:
+        latent: whether attention through a latent vector takes as long: it goes by as many operations.
+    """
+    if not by_library(takes.sizes.model_type) and not (latent and takes.sizes.latent is not None):
+        return token
+    return dataclasses.replace(token, host=token.host + takes.sizes.decoder_layers * max(0.0, more))
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:

@@ -106,7 +106,7 @@ def _compiled(name: str, given: Sequence[Declared], target: Any, *, record: bool
     values = ", ".join(_converted(one, field=record) for one in given)
     if record:
         held = "".join(f"{one.name}, " for one in given if one.stars or one.type in _structures)
-        code = f"def {name}(*, {names}):\n made = _target({values})\n made.held = ({held})\n return made"
+        code = f"def {name}(*, {names}):\n _made = _target({values})\n _made.held = ({held})\n return _made"
     else:
         code = f"def {name}({names}):\n return _target({values})"
     exec(compile(code, "floe.h", "exec"), scope)

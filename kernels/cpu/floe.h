@@ -172,11 +172,26 @@ typedef struct {
     FLOE_OPTIONAL const float *scale;
 } floe_swiglu;
 
+// Keys and values of all heads are made of one vector of a token, which alone is stored, with a key that all heads
+// share behind it, turned by rope. Of a head, `still` numbers of query and key are not turned and `turned` are; `value`
+// are its value's. norm: (rank) of the vector, with its eps. made: (heads · (still + value), rank). asked: (heads ·
+// (still + turned), ...) where queries are made of a vector too, behind a norm.
+typedef struct {
+    int64_t rank, still, turned, value;
+    float eps;
+    const float *norm;
+    floe_matrix made;
+    FLOE_OPTIONAL const floe_matrix *asked;
+    FLOE_OPTIONAL const float *asked_norm;
+} floe_latent;
+
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
 // (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
 // form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). sinks: (heads)
-// scores of a token without a value that every query sees. beside: what every token is given besides experts.
+// scores of a token without a value that every query sees. beside: what every token is given besides experts. latent:
+// heads then meet what is stored like one key head, D = rank + turned, whose first numbers are its value; qkv: queries,
+// or the vector that they are made of, the stored vector and the key behind it; neither codes nor norms of heads.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
@@ -188,10 +203,11 @@ typedef struct {
     floe_matrix qkv, out;
     floe_router router;
     FLOE_OPTIONAL const floe_swiglu *beside;
+    FLOE_OPTIONAL const floe_latent *latent;
 } floe_dense_layer;
 
-// Where a token is. rope: (2, D) cosines and sines of its position, the first half of the sines negated. capacity: how
-// many tokens the store of keys and values has room for.
+// Where a token is. rope: (2, D) cosines and sines of its position, of what rope turns of a head if that is not all;
+// the first half of the sines negated. capacity: how many tokens the store of keys and values has room for.
 typedef struct {
     const float *rope;
     int64_t capacity, position;
@@ -260,9 +276,9 @@ typedef struct {
 FLOE_API int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const floe_place *place,
                              const floe_pace *pace, const floe_trace *trace);
 
-// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of the
-// norm (H), and head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second; spread (groups): the mean
-// square of its weights, of no row more.
+// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of
+// the norm (H), and head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
+// spread (groups): the mean square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
     float eps, scale;

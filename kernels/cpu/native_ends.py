@@ -1,4 +1,4 @@
-"""`step.Ends` compiled from C++, and a token drawn from its logits (dense_step.cpp, decode.cpp)."""
+"""`step.Ends` compiled from C++, and a token drawn from its logits (cpu/src/dense)."""
 
 from __future__ import annotations
 

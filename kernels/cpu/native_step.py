@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import Shape, index, require
 from ..entries import CODES
-from ..step import DenseLayer, Heads, Router, Stepped, Swiglu
+from ..step import DenseLayer, Heads, Latent, Router, Stepped, Swiglu
 from .binding import check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
@@ -25,7 +25,7 @@ class NativeStep:
 
     Attributes:
         kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several. routes:
-            whether it has experts.
+            whether it has experts. rope: the shape of a position's tables.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -38,6 +38,8 @@ class NativeStep:
         heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
         _check_heads(heads)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        latent = layer.latent
+        projected, attended = (queries + 2 * keys, queries) if latent is None else _latent_sizes(heads, latent)
         each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
         normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
         self.layer: Any = records.dense_layer(
@@ -56,14 +58,16 @@ class NativeStep:
             q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
             k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
             sinks=optional("sinks", heads.sinks, (heads.num_heads,)),
-            qkv=projection_record("qkv", layer.qkv, queries + 2 * keys, hidden),
-            out=projection_record("out", layer.out, hidden, queries),
+            qkv=projection_record("qkv", layer.qkv, projected, hidden),
+            out=projection_record("out", layer.out, hidden, attended),
             router=router_record(router, hidden),
             beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
+            latent=None if latent is None else latent_record(latent, heads.num_heads),
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
-        self._rope, self._stored = (2, heads.head_dim), heads.entry  # of a token
+        self.rope = 2, heads.head_dim if latent is None else latent.turned
+        self._stored = heads.entry  # of a token
         self.kept = heads.cache_dtype
         self.routes = router is not None
         self._scores = None if router is None else router.scores
@@ -93,7 +97,7 @@ class NativeStep:
         require("x", x, FLOAT32, (1, self._hidden))
         if added is not None:
             require("added", added, FLOAT32, (1, self._hidden))
-        require("rope", rope, FLOAT32, self._rope)
+        require("rope", rope, FLOAT32, self.rope)
         require("kv", kv, (self.kept,), (capacity, *self._stored))
         place = records.place(rope=rope, capacity=capacity, position=position)
         filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self._scores)
@@ -107,7 +111,7 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError(f"keys and values must be {' or '.join(map(str, _STORED))}, not {heads.cache_dtype}")
     if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:
         raise ValueError(f"{heads.num_heads} heads of queries cannot share {heads.num_kv_heads} heads of keys evenly")
-    if heads.head_dim < 2 or heads.head_dim % 2:
+    if heads.inside is None and (heads.head_dim < 2 or heads.head_dim % 2):
         raise ValueError(f"a head must have an even number of values, not {heads.head_dim}")
     if heads.window is not None and not 1 <= heads.window < 1 << 63:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
@@ -115,6 +119,50 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError(f"queries, keys and values are clipped to a number above 0, not {heads.clip}")
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError("queries and keys must both have norms, or neither")
+
+
+def _latent_sizes(heads: Heads, latent: Latent) -> tuple[int, int]:
+    """Rows of the first projection, and columns of the last.
+
+    Raises:
+        ValueError: heads that are not those of what is cached.
+    """
+    alone = heads.q_norm is None and heads.sinks is None and heads.clip is None and heads.num_kv_heads == 1
+    if not alone or heads.cache_dtype == CODES or heads.inside != latent.rank:
+        raise ValueError(
+            "heads do not fit a latent vector: one of keys with its value inside, as numbers, as projected"
+        )
+    if heads.head_dim != latent.rank + latent.turned or min(latent.still, latent.value) < 1:
+        raise ValueError(f"a latent vector of {latent.rank} and a key of {latent.turned} are not {heads.head_dim}")
+    if latent.turned < 2 or latent.turned % 2:
+        raise ValueError(f"rope must turn an even number of values, not {latent.turned}")
+    asked = heads.num_heads * (latent.still + latent.turned) if latent.asked_norm is None else latent.asked_norm.numel()
+    return asked + heads.head_dim, heads.num_heads * latent.value
+
+
+def latent_record(latent: Latent, heads: int) -> Any:
+    """`floe_latent`.
+
+    Raises:
+        ValueError: tensors of another shape or type.
+    """
+    if (latent.asked is None) != (latent.asked_norm is None):
+        raise ValueError("queries must be made of a vector behind a norm, or of neither")
+    asked, asking = None, 0
+    if latent.asked is not None and latent.asked_norm is not None:
+        asking = latent.asked_norm.numel()
+        asked = projection_record("asked", latent.asked, heads * (latent.still + latent.turned), asking)
+    return records.latent(
+        rank=latent.rank,
+        still=latent.still,
+        turned=latent.turned,
+        value=latent.value,
+        eps=latent.eps,
+        norm=required("norm", latent.norm, (latent.rank,)),
+        made=projection_record("made", latent.made, heads * (latent.still + latent.value), latent.rank),
+        asked=asked,
+        asked_norm=optional("asked_norm", latent.asked_norm, (asking,)),
+    )
 
 
 def router_record(router: Router | None, hidden: int) -> Any:

@@ -89,7 +89,7 @@ class NativeToken:
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden = one.hidden
-        self._rope, self._stored, self._form = (2, one.dim), *dense[0].stored  # of a token
+        self._rope, self._stored, self._form = dense[0].rope, *dense[0].stored  # of a token
         if any(step.stored != dense[0].stored for step in dense):
             raise ValueError("layers store keys and values in different shapes or types")
 

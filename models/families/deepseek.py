@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Latent, Sizes
-from .family import LATENT, Family, GroupedQuery, Routing, SharedExpert
+from .family import LATENT, Family, GroupedQuery, Routing, SharedExpert, ThroughLatent
 
 _16B = Sizes(
     model_type="deepseek",
@@ -60,7 +60,6 @@ _FLASH = Sizes(
     router_bias=True,
     latent=Latent(queries=768, keys=512, rope=64, value=256),
 )
-_WHY = "its attention goes through a latent vector"
 
 
 def _first(config: Any) -> range:
@@ -126,8 +125,7 @@ DEEPSEEK_V2 = Family(
     dense_layers=_first,
     shared=SharedExpert("shared_experts"),
     routing=Routing(normalized=False, precise=True),
-    attention=None,
-    why=_WHY,
+    attention=ThroughLatent(interleaved=lambda _config: True, angles_once=True),
     defaults={
         "first_k_dense_replace": 0,
         "n_shared_experts": 2,
@@ -165,8 +163,7 @@ DEEPSEEK_V3 = Family(
     shared=SharedExpert("shared_experts"),
     unused=further_layers,
     routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
-    attention=None,
-    why=_WHY,
+    attention=ThroughLatent(interleaved=lambda config: bool(config.rope_interleave)),
     defaults={
         "first_k_dense_replace": 3,
         "n_shared_experts": 1,
@@ -188,8 +185,7 @@ GLM4_MOE_LITE = Family(
     shared=SharedExpert("shared_experts"),
     unused=further_layers,
     routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
-    attention=None,
-    why=_WHY,
+    attention=ThroughLatent(interleaved=lambda config: bool(config.rope_interleave)),
     defaults={
         "mlp_layer_types": None,
         "n_shared_experts": 1,

@@ -47,6 +47,19 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class ThroughLatent:
+    """Attention through a latent vector, of which keys and values of all heads are made (DeepSeek-V2, section 2.1).
+
+    Attributes:
+        interleaved: configuration -> whether rope turns neighbouring dimensions together.
+        angles_once: as in `GroupedQuery`.
+    """
+
+    interleaved: Callable[[Any], bool]
+    angles_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """How a layer's router chooses.
 
@@ -152,7 +165,7 @@ class Family:
     gated_heads: bool = False
     normed_heads: bool = False
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
-    attention: GroupedQuery | None = GroupedQuery()
+    attention: GroupedQuery | ThroughLatent | None = GroupedQuery()
     why: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     refused: Callable[[Mapping[str, Any]], str] = lambda _fields: ""
@@ -162,7 +175,7 @@ class Family:
     @property
     def plain(self) -> bool:
         """Whether a layer is grouped-query attention and experts chosen by probabilities, and nothing else."""
-        usual = self.attention is not None and self.routing.kind == "softmax"
+        usual = isinstance(self.attention, GroupedQuery) and self.routing.kind == "softmax"
         return usual and self.shared is None and not self.biased and not self.added
 
     def experts(self, config: Any) -> int:

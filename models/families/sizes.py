@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..catalog_entry import Convolutions, Latent, Recurrent, Sizes
-from .family import Family
+from .family import Family, GroupedQuery
 
 # A field of ours, and what families call it in config.json.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -38,7 +38,8 @@ def sizes_of(family: Family, config: Any) -> Sizes:
     latent = _latent(config)
     head_dim = config.qk_nope_head_dim + latent.rope if latent else _head_dim(config)
     queries, keys = heads * head_dim, kv_heads * head_dim
-    shared, attention = family.shared, family.attention
+    shared = family.shared
+    attention = family.attention if isinstance(family.attention, GroupedQuery) else None
     normalized = attention.normalized(config) if attention else family.normed_heads
     biased = attention.biased(config) if attention else (False, False)
     per_head = attention.per_head if attention else family.normed_heads

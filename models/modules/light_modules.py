@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families import FAMILIES
+from ..families.family import GroupedQuery
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # whose tables do not change with the length of the text
 
@@ -92,7 +93,7 @@ def _attention(config: Any, dtype: torch.dtype) -> nn.Module:
     hidden, dim = config.hidden_size, _head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     kind = FAMILIES[config.model_type].attention
-    assert kind is not None
+    assert isinstance(kind, GroupedQuery)
     biased, out_biased = kind.biased(config)
     attention: Any = nn.Module()
     attention.head_dim, attention.scaling = dim, dim**-0.5

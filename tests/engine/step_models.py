@@ -11,6 +11,7 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.families import FAMILIES
 from torch import Tensor, nn
 
+from ..families import YARN
 from .driver import a_preset
 
 LIMIT = 1e-5
@@ -30,6 +31,14 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": WINDOW,
     "initializer_range": 0.2,
+}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
@@ -81,9 +90,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
     },
     "deepseek": {"n_routed_experts": 5, "first_k_dense_replace": 1},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v2-yarn": {**LATENT, "q_lora_rank": 17, "rope_parameters": YARN},
+    "deepseek_v3": {
+        **LATENT,
+        "num_local_experts": 6,
+        "num_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 17,
+    },
+    "deepseek_v3-apart": {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_interleave": False},
+    "glm4_moe_lite": {**LATENT, "q_lora_rank": 20},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
 }
+
+# Those that cache keys and values of each head: in 8 bits too, and by graphs on a card.
+EACH_HEAD = [name for name, fields in MODELS.items() if "kv_lora_rank" not in fields]
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..helpers import relative_rms
 from .fake_card import FakeCard
 from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape
-from .step_models import LIMIT, MODELS, WINDOW, Noting, feed, ids_of, make_model
+from .step_models import EACH_HEAD, LIMIT, WINDOW, Noting, feed, ids_of, make_model
 
 
 def graphed(model: Any) -> FusedDecoder:
@@ -29,7 +29,7 @@ def graphed(model: Any) -> FusedDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_HEAD)
 def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)

@@ -23,7 +23,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from ..helpers import relative_rms
 from .driver import silent
 from .fake_card import FakeCard
-from .step_models import MODELS, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, make_model
+from .step_models import EACH_HEAD, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, make_model
 
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
 LOSS, SAME = 3e-2, 5e-3
@@ -38,7 +38,7 @@ def passing(model: Any, form: KvForm, *, compiled: bool = True) -> FusedDecoder:
     return lean
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_HEAD)
 def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     model = make_model(name)
     for block in blocks_of(model):  # a router's near tie decides otherwise after any rounding

@@ -173,9 +173,16 @@ def widened(layer: DenseLayer) -> DenseLayer:
         router = replace(router, precise=False, **parts)  # which would compute logits in float32
     beside = layer.beside
     beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale))
+    latent, parts = layer.latent, ("norm", "made", "asked", "asked_norm")
+    latent = latent and replace(latent, **{name: wide(getattr(latent, name)) for name in parts})
     names = ("input_layernorm", "post_attention_layernorm", "qkv", "out")
     return replace(
-        layer, heads=heads, router=router, beside=beside, **{name: wide(getattr(layer, name)) for name in names}
+        layer,
+        heads=heads,
+        router=router,
+        beside=beside,
+        latent=latent,
+        **{name: wide(getattr(layer, name)) for name in names},
     )
 
 

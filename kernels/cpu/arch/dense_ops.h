@@ -12,12 +12,16 @@ constexpr int64_t kSpan = 64; // stored tokens that one call of `attend` takes a
 
 // One token's heads. Of each stored token the keys of all key heads lie before their values, in float32, float16 or
 // codes of 8 bits; those are followed by a scale in float16 for each key and each value (kernels/entries.py).
+// inside: where not 0, so many of the first numbers of a key are its value.
 struct Heads {
     int64_t heads, kv_heads, dim;
     int stored; // FLOE_KEPT_*
+    int64_t inside;
 
     int64_t group() const { return heads / kv_heads; } // query heads that share a key head
-    int64_t numbers() const { return 2 * kv_heads * dim; }
+    int64_t value() const { return inside ? inside : dim; }
+    int64_t values_at() const { return inside ? 0 : kv_heads * dim; }
+    int64_t numbers() const { return (inside ? 1 : 2) * kv_heads * dim; }
     int64_t stride() const { return numbers() + (stored == FLOE_KEPT_CODES ? 4 * kv_heads : 0); } // in stored numbers
     int64_t bytes() const { return stride() * (stored == FLOE_KEPT_CODES ? 1 : stored == FLOE_KEPT_HALF ? 2 : 4); }
 };
@@ -34,7 +38,7 @@ struct DenseOps {
     void (*multiply)(const float *w, const float *x, int64_t rows, int64_t n, float *y);
 
     // Attention of queries (heads, D), which are scaled already, to `tokens` stored tokens from kv on: shares (heads)
-    // and sums (heads, D), not yet divided by the total. scores: heads · kSpan floats of scratch.
+    // and sums (heads, V), V numbers of a value, not yet divided by the total. scores: heads · kSpan floats of scratch.
     void (*attend)(const Heads &h, const float *queries, const void *kv, int64_t tokens, float *scores, Share *shares,
                    float *sums);
 

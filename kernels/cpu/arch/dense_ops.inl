@@ -238,15 +238,16 @@ inline void add_values(const float *scores, const Stored *v, int64_t stride, int
 
 template <int COUNT, typename Stored>
 void add_all_values(const Heads &h, const float *scores, const Stored *v, int64_t tokens, float *sums) {
+    const int64_t width = h.value();
     int64_t d = 0;
-    for (; d + kColumns * kLanes <= h.dim; d += kColumns * kLanes)
-        add_values<COUNT, kColumns>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
-    for (; d + kLanes <= h.dim; d += kLanes) add_values<COUNT, 1>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
-    for (; d < h.dim; d++)
+    for (; d + kColumns * kLanes <= width; d += kColumns * kLanes)
+        add_values<COUNT, kColumns>(scores, v + d, h.stride(), tokens, sums + d, width);
+    for (; d + kLanes <= width; d += kLanes) add_values<COUNT, 1>(scores, v + d, h.stride(), tokens, sums + d, width);
+    for (; d < width; d++)
         for (int c = 0; c < COUNT; c++) {
             float sum = 0;
             for (int64_t t = 0; t < tokens; t++) sum += scores[c * kSpan + t] * one(v + t * h.stride() + d);
-            sums[c * h.dim + d] = sum;
+            sums[c * width + d] = sum;
         }
 }
 
@@ -271,8 +272,8 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
         const int64_t taken = t + kTokens <= tokens ? kTokens : 1;
         const Stored *keys = kv + t * stride;
         for (int64_t next = 0; next < taken; next++)
-            for (int64_t i = 0; i < h.kv_heads * dim; i += 64 / (int64_t)sizeof(Stored))
-                FLOE_FETCH(keys + next * stride + h.kv_heads * dim + i); // the values
+            for (int64_t i = 0; i < h.values_at(); i += 64 / (int64_t)sizeof(Stored))
+                FLOE_FETCH(keys + next * stride + h.values_at() + i); // as many values as keys
         for (int64_t g = 0; g < h.kv_heads; g++, keys += dim) {
             int64_t q = g * group;
             for (; q + kShared <= (g + 1) * group; q += kShared)
@@ -290,12 +291,13 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
         shares[q] = {most, exponentials(scores + q * kSpan, tokens, most)};
     }
     scale_numbers(h, kv, tokens, h.kv_heads, scores);
-    const Stored *values = kv + h.kv_heads * dim;
-    for (int64_t g = 0; g < h.kv_heads; g++, values += dim) {
+    const Stored *values = kv + h.values_at();
+    const int64_t width = h.value();
+    for (int64_t g = 0; g < h.kv_heads; g++, values += width) {
         int64_t q = g * group;
         for (; q + kShared <= (g + 1) * group; q += kShared)
-            add_all_values<kShared>(h, scores + q * kSpan, values, tokens, sums + q * dim);
-        for (; q < (g + 1) * group; q++) add_all_values<1>(h, scores + q * kSpan, values, tokens, sums + q * dim);
+            add_all_values<kShared>(h, scores + q * kSpan, values, tokens, sums + q * width);
+        for (; q < (g + 1) * group; q++) add_all_values<1>(h, scores + q * kSpan, values, tokens, sums + q * width);
     }
 }
 

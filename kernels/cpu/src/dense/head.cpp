@@ -1,8 +1,8 @@
 // Logits of a token, and the one drawn from them. A head in two planes is read whole only where tokens can be drawn:
 // the first plane tells about how likely each is, and of those that may be likely enough the second one is added.
-#include "buffers.h"
-#include "expert_ops.h"
-#include "thread_pool.h"
+#include "src/buffers.h"
+#include "src/expert_ops.h"
+#include "src/thread_pool.h"
 
 #include <algorithm>
 #include <cmath>

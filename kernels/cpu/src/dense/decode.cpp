@@ -1,7 +1,7 @@
 // An answer's tokens one after the other: embedding, all layers, logits, a token drawn from them, and that one's
 // embedding again, without coming back in between.
-#include "buffers.h"
-#include "floe.h"
+#include "src/buffers.h"
+#include "src/expert_ops.h"
 
 #include <algorithm>
 #include <chrono>
@@ -32,7 +32,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     uint8_t *memory = buffer.take(aligned(4 * hidden) + aligned(4 * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
-    const int64_t chosen = layers->count * layers->top_k, turn = 2 * layers->dense[0]->dim;
+    const int64_t chosen = layers->count * layers->top_k, turn = 2 * turned(*layers->dense[0]);
     const auto began = std::chrono::steady_clock::now();
     const float reach = reach_of(*sampling, d.seen);
     int64_t token = d.token;
