@@ -13,7 +13,7 @@ from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option
-from .speed_estimate import by_library
+from .speed_estimate import by_library, one_by_one
 from .worth import ENOUGH, NEWER, READING, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.
@@ -180,12 +180,13 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
 
 
 def _why_library(entry: CatalogEntry, chosen: Option) -> str:
-    """That our own pass does not compute the family, or not as fast, and why."""
+    """That a layer before its experts goes one operation after another, and why."""
     family = FAMILIES.get(entry.sizes.model_type)
-    if family is None or not by_library(family.model_type):
-        slow = entry.sizes.latent is not None and chosen.place != "cpu"
-        return "On a GPU, attention through a latent vector goes one operation after another. That takes longer." * slow
-    return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
+    if family is None or not one_by_one(entry.sizes, gpu=chosen.place != "cpu"):
+        return ""
+    if by_library(family.model_type):
+        return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
+    return "On a GPU, attention through a latent vector is computed one operation after another. That takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
+from ...models.catalog_entry import Sizes
 from ...models.families import FAMILIES
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
@@ -234,11 +235,14 @@ def decode(
         far = 0 if held.keys is None else max(0, seen - held.keys)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
-        token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
-        return _by_library(takes, token, speeds.host_library - speeds.host_gpu, latent=True)
-    seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
-    token = _on_cpu(takes, work, speeds, held, seen)
-    return _by_library(takes, token, speeds.host_library - speeds.host)
+        token, own = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending), speeds.host_gpu
+    else:
+        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
+        token, own = _on_cpu(takes, work, speeds, held, seen), speeds.host
+    if not one_by_one(takes.sizes, gpu=held.gpu):
+        return token
+    more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own)
+    return dataclasses.replace(token, host=token.host + more)
 
 
 def by_library(model_type: str) -> bool:
@@ -247,15 +251,9 @@ def by_library(model_type: str) -> bool:
     return family is None or family.attention is None or family.routing.kind == "sparsemixer"
 
 
-def _by_library(takes: Footprint, token: Token, more: float, *, latent: bool = False) -> Token:
-    """The same with so much `more` of the host's time for a layer that our pass does not compute.
-
-    Args:
-        latent: whether attention through a latent vector takes as long: it goes by as many operations.
-    """
-    if not by_library(takes.sizes.model_type) and not (latent and takes.sizes.latent is not None):
-        return token
-    return dataclasses.replace(token, host=token.host + takes.sizes.decoder_layers * max(0.0, more))
+def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
+    """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
+    return by_library(sizes.model_type) or (gpu and sizes.latent is not None)
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
