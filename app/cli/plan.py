@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import textwrap
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from .. import progress
 from ..arguments import memory_size
 from ..text.plain_text import printable
 from .bench.table import measuring
+from .printing.wrapping import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...engine.planning.options import Option
     from ...engine.planning.plan import Plan
 
-_NAME, _WIDTH = 10, 100
+_NAME = 10
 _SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
 _MODEL = 31  # columns of a model's name
 _HEADINGS = {
@@ -163,7 +163,7 @@ def text_of(plan: Plan) -> str:
         lines += ["Choices, most exact first (* recommended)", *_table(plan), ""]
     note = "Speeds are estimates, with their ranges, for the preset Balanced."
     legend = (BITS, KL, note) if plan.chosen is None else (BITS, KL, MEMORY, note)
-    return "\n".join([*lines, *(_wrapped(text).strip() for text in legend)])
+    return "\n".join([*lines, *(wrapped(text, others="    ") for text in legend)])
 
 
 def text_of_all(plans: Sequence[Plan]) -> str:
@@ -194,7 +194,7 @@ def text_of_all(plans: Sequence[Plan]) -> str:
         f"{KL} It is not measured for the models listed.",
         "Speeds are estimates, with their ranges, for the preset Balanced.",
     ]
-    return "\n".join([*lines, *(_wrapped(note).strip() for note in notes if note)])
+    return "\n".join([*lines, *(wrapped(note, others="    ") for note in notes if note)])
 
 
 def _row(one: Plan, *, beside: bool) -> str:
@@ -234,7 +234,7 @@ def cards_text() -> str:
         for card in cards:
             sizes.setdefault(card.title, []).append(memory(card.vram_bytes).removesuffix(" GB"))
         named = [f"{title} {' or '.join(counts)} GB".replace(" ", "\0") for title, counts in sizes.items()]
-        filled = textwrap.fill(", ".join(named), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        filled = wrapped(", ".join(named), "  ", "  ")
         lines += [series, filled.replace("\0", " "), ""]
     note = 'Write --card 3090 or --card "RTX 3080 12 GB". Others: --vram, --pcie and --link-gbs describe any card.'
     return "\n".join([*lines, note])
@@ -250,7 +250,7 @@ def _weights(plan: Plan) -> str:
 
 
 def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return wrapped(sentence, "  ", "    ")
 
 
 def _lines(plan: Plan, chosen: Option) -> list[str]:
@@ -277,11 +277,7 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         ("download", download),
         ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
     ]
-    return [
-        textwrap.fill(f"  {name:<{_NAME}}{text}", _WIDTH, subsequent_indent=" " * (_NAME + 2))
-        for name, text in words
-        if text
-    ]
+    return [wrapped(f"  {name:<{_NAME}}{text}", others=" " * (_NAME + 2)) for name, text in words if text]
 
 
 def _measured(plan: Plan) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ import click
 
 from ...text import units
 from ...text.plain_text import printable
+from ..printing.wrapping import wrapped
 
 if TYPE_CHECKING:
     from ....engine.bench.history import Verdict
@@ -60,9 +60,9 @@ def finish(table: ResultTable, *, as_json: bool) -> None:
 def text(table: ResultTable) -> str:
     """The table for people, 100 columns wide but for the names of peers."""
     title = f"floe-chat {version('floe-chat')}, {table.bench} on {table.device}"
-    facts = [_wrapped(f"  {name.replace('_', ' '):<9} {value}", 12) for name, value in table.facts.items()]
+    facts = [wrapped(f"  {name.replace('_', ' '):<9} {value}", others=" " * 12) for name, value in table.facts.items()]
     sections = [line for section in table.sections for line in _section(section)]
-    notes = ["", *(_wrapped(note, 0) for note in table.notes)] if table.notes else []
+    notes = ["", *(wrapped(note) for note in table.notes)] if table.notes else []
     return printable("\n".join([title, *facts, "", _HEAD, *sections[1:], "", *_LEGEND, *notes]))
 
 
@@ -87,10 +87,6 @@ def _section(section: Section) -> list[str]:
     if others > BUSY:
         lines.append(f"  ! other programs kept {others:.1f} cores busy meanwhile: do not trust this section")
     return lines
-
-
-def _wrapped(line: str, indent: int) -> str:
-    return textwrap.fill(line, 100, subsequent_indent=" " * indent, drop_whitespace=True, replace_whitespace=False)
 
 
 def _row(row: Row) -> str:
