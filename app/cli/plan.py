@@ -16,7 +16,7 @@ from .. import progress
 from ..arguments import memory_size
 from ..text.plain_text import printable
 from .bench.table import measuring
-from .printing.wrapping import wrapped
+from .printing.wrapping import columns, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -145,13 +145,12 @@ def text_of(plan: Plan) -> str:
 
     entry = plan.entry
     about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
-    lines = [f"{entry.name}: {', '.join(part for part in about if part)}"]
+    lines = [wrapped(f"{entry.name}: {', '.join(part for part in about if part)}", others="    ")]
     if entry.gated:
-        lines.append("  Its publisher asks you to accept terms on the hub first; that needs an account.")
+        lines.append(_wrapped("Its publisher asks you to accept terms on the hub first; that needs an account."))
     if entry.chat is None:
-        lines.append(
-            "  It is a base model: it continues text, but has no chat template, so floe-chat cannot chat with it."
-        )
+        base = "It is a base model: it continues text, but has no chat template, so floe-chat cannot chat with it."
+        lines.append(_wrapped(base))
     lines += ["", *_machine_lines(plan), ""]
     if plan.chosen is None:
         lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
@@ -177,8 +176,8 @@ def text_of_all(plans: Sequence[Plan]) -> str:
         rows = [_row(one, beside=beside) for one in plans if standing(one.entry, one.chosen) == stands]
         if rows and stands != "unfit":
             gpu = f"{'GPU':>9}" if beside else ""
-            head = f"  {'':<{_MODEL}}{'parameters':>12}{'tokens/s':>20}{'download':>9}{gpu}{'RAM':>9}{'KL':>8}"
-            lines += [f"{_HEADINGS[stands]}", head, *rows, ""]
+            heads = f"{'parameters':>12}{'tokens/s':>20}{'download':>9}{gpu}{'RAM':>9}{'KL':>8}"
+            lines += [_HEADINGS[stands], _beside("", heads), *rows, ""]
         elif rows:
             lines += [_HEADINGS[stands], *rows, ""]
     first = recommended(plans)
@@ -208,7 +207,13 @@ def _row(one: Plan, *, beside: bool) -> str:
     gpu = f"{memory(_used(chosen.vram)) if chosen.vram else '':>9}" if beside else ""
     fetched = size(one.entry.checkpoint_bytes)
     figures = f"{count:>12}{_speed(chosen):>20}{fetched:>9}{gpu}{memory(_used(chosen.ram)):>9}"
-    return f"  {one.entry.name:<{_MODEL}}{figures}{trimmed(chosen.kl, 2):>8}"
+    return _beside(one.entry.name, f"{figures}{trimmed(chosen.kl, 2):>8}")
+
+
+def _beside(name: str, figures: str) -> str:
+    """A model's name and its figures in one line, or in two where the terminal is too narrow."""
+    one = f"  {name:<{_MODEL}}{figures}"
+    return one if len(one) <= columns() else "\n".join(filter(None, [f"  {name}".rstrip(), f"    {figures}"]))
 
 
 def _recommendation(one: Plan) -> str:

@@ -50,6 +50,18 @@ def test_a_machine_that_is_not_at_hand() -> None:
     assert max(map(len, ran.out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("asked", [(), ("mixtral-8x7b-instruct",)])
+def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, asked: tuple[str]) -> None:
+    """No word is broken, and no figure is lost in a narrow one."""
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = run_cli("plan", *asked, *DESCRIBED)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ran = run_cli("plan", *asked, *DESCRIBED)
+    assert wide.code == ran.code == 0 and max(map(len, ran.out.splitlines())) <= min(columns, 100)
+    assert ran.out.split() == wide.out.split()
+
+
 def test_json_says_the_same_in_bytes_and_seconds() -> None:
     fields = planned("mixtral-8x7b-instruct", *DESCRIBED, "--context", "1024")
     chosen = fields["chosen"]

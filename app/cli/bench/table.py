@@ -58,7 +58,7 @@ def finish(table: ResultTable, *, as_json: bool) -> None:
 
 
 def text(table: ResultTable) -> str:
-    """The table for people, 100 columns wide but for the names of peers."""
+    """The table for people: facts and notes as wide as the page, rows up to 100 columns but for the names of peers."""
     title = f"floe-chat {version('floe-chat')}, {table.bench} on {table.device}"
     facts = [wrapped(f"  {name.replace('_', ' '):<9} {value}", others=" " * 12) for name, value in table.facts.items()]
     sections = [line for section in table.sections for line in _section(section)]
