@@ -185,6 +185,22 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor, device: torch.dev
     apart("pool", pool, "records", records)
 
 
+def round_rows(left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None) -> None:
+    """See `kernels.round_rows`."""
+    if left.ndim != 2 or not left.numel():
+        raise ValueError(f"left must be float32 of shape (K, R), not {described(left)}")
+    require("left", left, (torch.float32,), tuple(left.shape), left.device)
+    require("factor", factor, (torch.float32,), (len(left), len(left)), left.device, whole=False)
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits must be 1 to 8, not {bits}")
+    if (weight is None) == (group is None):
+        raise ValueError("grids are of columns, which need weights, or of groups: one of both")
+    if weight is not None:
+        require("weight", weight, (torch.float32,), (len(left),), left.device)
+    if group is not None and (group < 1 or left.shape[1] % group):
+        raise ValueError(f"a group of {group} does not divide {left.shape[1]} columns")
+
+
 def calls_in_range(tokens: int, calls: Calls, experts: int) -> None:
     """All tokens and experts of the calls exist.
 

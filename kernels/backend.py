@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import listed, reference, step
-from .cpu import native
+from .cpu import native, native_rounding
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import Active, Calls, Limits, Work
@@ -29,7 +29,7 @@ class Backend:
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one` and of the operations of `listed.py` are always checked there.
+            of `attend_one`, `round_rows` and of the operations of `listed.py` are always checked there.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
+    round_rows: Callable[[Tensor, Tensor, int, Tensor | None, int | None], tuple[Tensor, Tensor, Tensor]]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
@@ -99,6 +100,7 @@ def _cuda(index: int) -> Backend:
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,
+        round_rows=reference.round_rows,
         list_active=triton.list_active,
         add_listed=triton.add_listed,
     )
@@ -125,6 +127,7 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=step.attend_one,
+        round_rows=native_rounding.round_rows,
         list_active=partial(listed.list_active, native.signal_gemv),
         add_listed=partial(listed.add_listed, native.sparse_swiglu),
     )
@@ -145,6 +148,7 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=step.attend_one,
+        round_rows=reference.round_rows,
         list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),
     )

@@ -42,6 +42,7 @@ __all__ = [
     "list_active",
     "moe_step",
     "pool_scatter",
+    "round_rows",
     "select",
     "signal_gemv",
     "sparse_swiglu",
@@ -297,3 +298,27 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
         arguments.pool_scatter(pool, slots, records, pool.device)
         arguments.slots_in_range(slots, pool.shape[0])
     backend.pool_scatter(pool, slots, records)
+
+
+def round_rows(
+    left: Tensor, factor: Tensor, bits: int, *, weight: Tensor | None = None, group: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of rows (K, R), one row after the other; what one leaves over goes to those after it (GPTQ,
+    arXiv 2210.17323).
+
+    Grids are fitted before, by least squares. `left` becomes the errors, each divided by the factor's diagonal: times
+    the factor's further columns they are what rows after these are to be lessened by.
+
+    Args:
+        left: float32. factor: (K, K) upper triangular. bits: 1 to 8. weight: (K,), adding up to 1, of each row's
+            errors; then each column has a grid. group: otherwise each row has one for so many columns.
+
+    Returns:
+        codes (K, R) uint8; scale and zero, (1, R) or (K, R / group) float32 that float16 can hold: numbers are
+        (code - zero) · scale. Where float16 cannot hold a grid it is not finite.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.round_rows(left, factor, bits, weight, group)
+    return choose(left.device).round_rows(left, factor, bits, weight, group)

@@ -191,3 +191,58 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
 def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     """Copy records (N, nbytes) uint8 into pool[slots], pool (S, nbytes) uint8; the inverse of a gather."""
     pool.index_copy_(0, slots, records)
+
+
+def round_rows(
+    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.round_rows`: a fit of the grids, then row after row."""
+    if weight is not None:
+        grid = tuple(part[None] for part in _fitted(left, weight[:, None], bits))
+    else:
+        values = left.reshape(-1, group or 1).T
+        even = torch.full_like(values[:, :1], 1 / len(values))
+        grid = tuple(part.view(len(left), -1) for part in _fitted(values, even, bits))
+    scale, zero = (part.repeat_interleave(left.shape[1] // part.shape[1], dim=1).expand(left.shape) for part in grid)
+    codes = torch.empty_like(left, dtype=torch.uint8)
+    for row, values in enumerate(left):
+        code = _codes(values, scale[row], zero[row], bits)
+        codes[row] = code
+        values.sub_((code - zero[row]) * scale[row]).div_(factor[row, row])
+        left[row + 1 :].addr_(factor[row, row + 1 :], values, alpha=-1)
+    return codes, grid[0], grid[1]
+
+
+def _fitted(values: Tensor, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero of groups (G, R), each (R,): the least squares of errors weighted by `weight` (G, 1).
+
+    From grids over several shares of a group's range, the best one is taken.
+    """
+    top = 2**bits - 1
+    low, high, mean = values.amin(0), values.amax(0), (values * weight).sum(0)
+    tried: list[tuple[Tensor, Tensor, Tensor]] = []
+    for clip in (1.0, 0.85, 0.7):
+        scale = ((high - low) * (clip / top)).clamp_min(1e-12)
+        offset = (low + high) / 2 - scale * (top / 2)
+        for _ in range(6):
+            codes = _codes(values, scale, -offset / scale, bits)
+            code = (codes * weight).sum(0)
+            spread = (codes * codes * weight).sum(0) - code * code
+            along = (codes * values * weight).sum(0) - code * mean
+            fits = (spread > 1e-9) & (along > 0)  # else there is nothing to fit
+            scale = torch.where(fits, along / spread, scale)
+            offset = torch.where(fits, mean - scale * code, offset)
+        scale = scale.half().float()
+        zero = (-offset / scale).half().float()
+        # A group that is nearly constant, and far from 0, keeps its mean.
+        lost = (scale == 0) | ~zero.isfinite()
+        scale, zero = torch.where(lost & scale.isfinite(), 1.0, scale), torch.where(lost, -mean.half().float(), zero)
+        error = ((_codes(values, scale, zero, bits) - zero) * scale - values).square()
+        tried.append(((error * weight).sum(0), scale, zero))
+    best = torch.stack([error for error, _, _ in tried]).argmin(0, keepdim=True)
+    scale, zero = (torch.stack([one[part] for one in tried]).gather(0, best)[0] for part in (1, 2))
+    return scale, zero
+
+
+def _codes(values: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    return (values / scale + zero).clamp(0, 2**bits - 1).round()

@@ -47,6 +47,7 @@ def test_wheel_holds_the_program_and_its_data(wheel: Path) -> None:
         "floe_chat/engine/experts/moe_layer.py",
         "floe_chat/kernels/cpu/floe.h",
         "floe_chat/kernels/cpu/floe_offload.h",
+        "floe_chat/kernels/cpu/floe_pack.h",
         "floe_chat/kernels/reference.py",
         "floe_chat/models/pack/packed_model.py",
         "floe_chat/assets/calibration.txt",

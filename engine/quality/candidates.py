@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,9 @@ from ...kernels.rule import Rule
 from ...kernels.types import Limits
 from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
-from ...models.pack.quantize import quantize
+from ...models.pack.quantize import Codes
 from ...models.packing import calibration
+from ...models.packing.rounding import Felt, felt, round_down, round_for
 from ..experts import substitution
 from .source_model import SourceModel
 
@@ -184,10 +186,11 @@ class _Experts(nn.Module):
             for setting, block in zip(self._settings, blocks, strict=True)
         ]
         self._probabilities = torch.empty(0)
+        inputs = cache(lambda: felt(hidden[:lead]))
         for number in range(self._checkpoint.experts):
             chosen = (top_k_index[:lead] == number).any(-1)
             seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
-            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen, self._signal)
+            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen, inputs, self._signal)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
             y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
@@ -236,14 +239,18 @@ class _Route:
 class _Expert:
     """One expert at any width, with thresholds from its calibration tokens."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor, signal: Projection) -> None:
-        gate, up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
+    def __init__(
+        self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor, inputs: Callable[[], Felt], signal: Projection
+    ) -> None:
+        gate, up, self._down, self._seen, self._inputs = gate.float(), up.float(), down.float(), seen, inputs
         self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
         self._by: Function = function_of(signal, "silu")
         self._beside: Function = function_of(beside(signal), "silu")
-        measures = calibration.importance(F.silu(F.linear(seen, gate)), F.linear(seen, up))
-        order = measures[:, calibration.ORDER_BY].argsort(descending=True)
-        self._minor = torch.ones(len(order), dtype=torch.bool).index_fill_(0, order[: -(-len(order) // 2)], False)
+        g, u = F.silu(F.linear(seen, gate)), F.linear(seen, up)
+        self._hidden = g * u
+        self._order = calibration.importance(g, u)[:, calibration.ORDER_BY].argsort(descending=True)
+        major = self._order[: -(-len(self._order) // 2)]
+        self._minor = torch.ones(len(self._order), dtype=torch.bool).index_fill_(0, major, False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
         self._made: dict[tuple[str, int, int, int], Tensor] = {}
 
@@ -265,17 +272,17 @@ class _Expert:
 
     def _v(self, s: Candidate, x: Tensor) -> Tensor:
         matrix = self._once(
-            ("signal", s.up, s.rank, 0), lambda: self._compensated(_rounded(self._signal, s.up), s.rank)
+            ("signal", s.up, s.rank, 0), lambda: self._compensated(self._rounded(self._signal, s.up), s.rank)
         )
         return applied(self._by, F.linear(x, matrix))
 
     def _h(self, s: Candidate, x: Tensor, v: Tensor) -> Tensor:
-        matrix = self._once(("other", s.gate, 0, 0), lambda: _rounded(self._other, s.gate))
+        matrix = self._once(("other", s.gate, 0, 0), lambda: self._rounded(self._other, s.gate))
         return applied(self._beside, F.linear(x, matrix)) * v
 
     def _down_at(self, s: Candidate) -> Tensor:
         """(F, H): the columns, as neurons have them."""
-        return self._once(("down", s.down, 0, 0), lambda: _rounded(self._down.T.contiguous(), s.down))
+        return self._once(("down", s.down, 0, 0), lambda: self._rounded_down(s.down))
 
     def _v_limit(self, s: Candidate) -> Tensor:
         table = self._once(("v", s.up, s.rank, 0), lambda: calibration.quantile_table(self._v(s, self._seen)))
@@ -287,6 +294,18 @@ class _Expert:
             lambda: calibration.quantile_table(self._h(s, self._seen, self._v(s, self._seen))),
         )
         return calibration.threshold_at(table[None], s.rule.product)[0]
+
+    def _rounded(self, matrix: Tensor, bits: int) -> Tensor:
+        """A projection's rows as a pack of that width represents them."""
+        return matrix if bits == 16 else _values(round_for(self._inputs(), matrix, bits, group_size(matrix.shape[1])))
+
+    def _rounded_down(self, bits: int) -> Tensor:
+        """(F, H): down's columns likewise, which are rounded by falling importance."""
+        down = self._down.T
+        if bits == 16:
+            return down
+        codes = round_down(self._hidden[:, self._order], down[self._order], bits, group_size(down.shape[1]))
+        return torch.empty_like(down).index_copy_(0, self._order, _values(codes))
 
     def _once(self, key: tuple[str, int, int, int], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:
@@ -308,14 +327,10 @@ class _Expert:
         return rounded + (left * values) @ (right.T / weight)
 
 
-def _rounded(matrix: Tensor, bits: int) -> Tensor:
-    """The values as a pack of that width represents them."""
-    if bits == 16:
-        return matrix
-    group = group_size(matrix.shape[1])
-    codes, scale, zero = quantize(matrix, bits, group)
-    grouped = codes.view(*scale.shape, group).float()
-    return ((grouped - zero.float()[..., None]) * scale.float()[..., None]).view(matrix.shape)
+def _values(codes: Codes) -> Tensor:
+    """The values that they stand for."""
+    grouped = codes.codes.view(*codes.scale.shape, -1).float()
+    return ((grouped - codes.zero.float()[..., None]) * codes.scale.float()[..., None]).view(codes.codes.shape)
 
 
 def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:

@@ -1,1 +1,1 @@
-"""Native CPU kernels: C++ with a C interface (`floe.h`, `floe_offload.h`), loaded by `native.py`."""
+"""Native CPU kernels: C++ with a C interface (`floe.h` and its like), loaded by `native.py`."""

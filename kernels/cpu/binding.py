@@ -1,5 +1,5 @@
-"""The compiled CPU kernels' library: records and functions as `floe.h` and `floe_offload.h`
-declare them, and the instruction set in use.
+"""The compiled CPU kernels' library: records and functions as `floe.h`, `floe_offload.h`
+and `floe_pack.h` declare them, and the instruction set in use.
 
 `records.calls(count=2, token=..., ...)` makes a `floe_calls`, and `library().moe_step(...)` calls `floe_moe_step`. All
 fields are passed by name. For a C pointer, both take a tensor or an array, refuse a wrong type, and pass its address;

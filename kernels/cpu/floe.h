@@ -1,6 +1,6 @@
-// The C interface of the CPU kernels. It is written down only here and in floe_offload.h: `binding.py` reads both
-// files, and the library reports the sizes and offsets that the compiler gave their records (`floe_layout`).
-// `header.py` says which part of C may stand here.
+// The C interface of the CPU kernels. It is written down only here, in floe_offload.h and in floe_pack.h:
+// `binding.py` reads these files, and the library reports the sizes and offsets that the compiler gave their records
+// (`floe_layout`). `header.py` says which part of C may stand here.
 //
 // Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, E experts, N active neurons.
 // Every function checks sizes and indices before it reads or writes through a pointer, and returns a negative

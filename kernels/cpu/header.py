@@ -1,5 +1,5 @@
-"""What `floe.h` and `floe_offload.h` declare: `binding.py` makes records and functions of it, the build what a library
-reports of itself.
+"""What `floe.h`, `floe_offload.h` and `floe_pack.h` declare: `binding.py` makes records and functions of it, the build
+what a library reports of itself.
 
 The headers keep to plain C: `//` comments, `enum`, `typedef struct { ... } name;`, and prototypes behind FLOE_API. A
 pointer that may be NULL is marked FLOE_OPTIONAL. Needs nothing but Python.
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PATHS = tuple(Path(__file__).parent / name for name in ("floe.h", "floe_offload.h"))  # each includes those before it
+# Each includes those before it.
+PATHS = tuple(Path(__file__).parent / name for name in ("floe.h", "floe_offload.h", "floe_pack.h"))
 
 
 class Declared(NamedTuple):

@@ -1,6 +1,6 @@
 """The CPU kernels compiled from C++: the operations of `reference.py`, at close to memory speed.
 
-The library (`floe.h`, `floe_offload.h`) is built with the package where a C++ compiler is installed. Tensors are handed
+The library (`floe.h` and its like) is built with the package where a C++ compiler is installed. Tensors are handed
 over by address, so each operation checks its arguments first (`arguments.py`); the library checks indices. x may be
 float32, bfloat16 or float16: it is computed in float32, so results are at least as exact as the reference's.
 

@@ -1,10 +1,12 @@
-"""Half-quadratic quantization (HQQ) of weight rows through the hqq library, packed into our layouts."""
+"""Weight rows as codes in our layouts: by half-quadratic quantization (HQQ, the hqq library), or another quantizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Barrier
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,24 +21,32 @@ BLOCK_ROWS = 128
 _DEVICE_ROWS = 4096  # a GPU wants larger ones
 
 
-def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of a matrix, each row in groups of consecutive values (hqq axis 1).
+class Codes(NamedTuple):
+    """Rounded vectors: codes (N, n) uint8, scale and zero (N, n / group) float16; w = (codes - zero) * scale."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+Quantizer = Callable[[Tensor, int, int], Codes]
+"""Codes of a matrix (N, n) of `bits`, in groups of so many consecutive values."""
+
+
+def quantize(matrix: Tensor, bits: int, group: int) -> Codes:
+    """HQQ's codes of a matrix, each row in groups of consecutive values (hqq axis 1).
 
     Args:
         matrix: (N, n) floating point, n divisible by `group`. bits: 2, 3, 4 or 8.
 
-    Returns:
-        codes (N, n) uint8, scale and zero (N, n / group) float16; w = (codes - zero) * scale.
-
     Raises:
-        ValueError: the matrix holds a value that is not finite.
+        ValueError: the matrix holds a value that is not finite, or too large for float16 scales.
     """
     from hqq.core.quantize import Quantizer  # a second of imports that reading a pack does not need
 
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("the weights hold values that are not finite")
+    finite(matrix)
 
-    def block_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def block_of(rows: Tensor) -> Codes:
         codes, meta = Quantizer.quantize(
             rows.float(),
             nbits=bits,
@@ -47,10 +57,10 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
             compute_dtype=torch.float32,
             device=str(matrix.device),
         )
-        return (
-            codes.view(len(rows), -1).to(torch.uint8).cpu(),
-            meta["scale"].view(len(rows), -1).half().cpu(),
-            meta["zero"].view(len(rows), -1).half().cpu(),
+        return Codes(
+            codes.view(len(rows), -1).to(torch.uint8),
+            meta["scale"].view(len(rows), -1).half(),
+            meta["zero"].view(len(rows), -1).half(),
         )
 
     if matrix.device.type == "cpu":
@@ -58,7 +68,7 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
         parts = list(_pool(workers).map(block_of, blocks)) if workers > 1 else map(block_of, blocks)
     else:
         parts = map(block_of, matrix.split(_DEVICE_ROWS))
-    codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
+    codes, scale, zero = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     if bits == 8:
         codes, scale, zero = _without_loss(matrix.cpu(), codes, scale, zero)
     # hqq's zero of a group that is nearly constant and far from 0 overflows float16: such a group keeps its mean.
@@ -69,7 +79,17 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
         scale, zero = scale.masked_fill(lost & torch.isfinite(scale), 1.0), torch.where(lost, -means.half(), zero)
     if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
         raise ValueError("the weights are too large for float16 scales")
-    return codes, scale, zero
+    return Codes(codes, scale, zero)
+
+
+def finite(matrix: Tensor) -> None:
+    """Refuse what cannot be rounded.
+
+    Raises:
+        ValueError: the matrix holds a value that is not finite.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError("the weights hold values that are not finite")
 
 
 def _without_loss(matrix: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,27 +125,26 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def store_matrix(
-    matrix: Tensor, layout: VectorLayout, float16: torch.dtype, device: str = "cpu"
+    matrix: Tensor, layout: VectorLayout, float16: torch.dtype, by: Quantizer = quantize
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The stored form of a matrix with its scales apart, as up projections and dense linear layers are kept.
+    """The stored form of a matrix with its scales apart, as signals and dense linear layers are kept.
 
     (N, n) -> q (N, packed bytes) uint8, scale and zero (N, groups) float16.
     """
     if layout.bits == 16:
         empty = torch.empty(matrix.shape[0], 0, dtype=torch.float16)
         return _bytes(matrix, float16), empty, empty
-    codes, scale, zero = quantize(matrix.to(device), layout.bits, layout.group)
+    codes, scale, zero = by(matrix, layout.bits, layout.group)
     return pack_codes(codes, layout.bits), scale, zero
 
 
-def store_vectors(matrix: Tensor, layout: VectorLayout, float16: torch.dtype, device: str = "cpu") -> Tensor:
-    """The stored form of gate rows or down columns: (N, n) -> (N, layout.nbytes) uint8."""
+def store_vectors(matrix: Tensor, layout: VectorLayout, float16: torch.dtype, by: Quantizer = quantize) -> Tensor:
+    """The stored form of a record's rows or down columns: (N, n) -> (N, layout.nbytes) uint8."""
     if layout.bits == 16:
         return _bytes(matrix, float16)
-    return layout.join(*quantize(matrix.to(device), layout.bits, layout.group))
+    return layout.join(*by(matrix, layout.bits, layout.group))
 
 
 def _bytes(matrix: Tensor, float16: torch.dtype) -> Tensor:
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("the weights hold values that are not finite")
+    finite(matrix)
     return matrix.to(float16).contiguous().view(torch.uint8)

@@ -7,6 +7,7 @@ what the packed experts will.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,10 +19,11 @@ from ...kernels.activation import Projection, applied
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
-from ..pack.quantize import store_matrix, store_vectors
+from ..pack.quantize import Codes, store_matrix, store_vectors
 from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
 from .journal import Journal, lost
+from .rounding import felt, round_down, round_for
 from .signal_choice import AUTO, choose, exempt, left_out, unpackable
 
 Given = Callable[[Tensor, Tensor], None]
@@ -101,6 +103,7 @@ class PackingExperts(nn.Module):
         out = torch.zeros_like(hidden)
         lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
+        self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
         with self._file, self._measures:
             for expert in range(self._manifest.architecture.experts):
@@ -130,17 +133,20 @@ class PackingExperts(nn.Module):
         """Write one expert, neurons by falling importance; see `_compute`."""
         file, signals, rows = self._file, self._signals, self._rows
         source = self._source.whole_expert(self._layer, expert)
-        measures = calibration.importance(*calibration.both_sides(x, source, rows.activation))
+        g, u = calibration.both_sides(x, source, rows.activation)
+        measures = calibration.importance(g, u)
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self._measures["importance"][expert] = measures[order]
         try:
             own, besides = (0, 1) if self._signal == "gate" else (1, 0)
             sides, down, biases = (source.gate, source.up), source.down, source.biases
             signal, other = sides[own], sides[besides]
-            q, scale, zero = store_matrix(signal[order], signals.vector, signals.float16, self._device)
+            across = partial(round_down, (g * u)[:, order].to(self._device))
+            signal, other, down = (matrix[order].to(self._device) for matrix in (signal, other, down.T))
+            q, scale, zero = store_matrix(signal, signals.vector, signals.float16, self._along)
             records = rows.join(
-                store_vectors(other[order], rows.other, rows.float16, self._device),
-                store_vectors(down.T[order], rows.down, rows.float16, self._device),
+                store_vectors(other, rows.other, rows.float16, self._along),
+                store_vectors(down, rows.down, rows.float16, across),
                 None if biases is None else biases[besides][order],
             )
         except ValueError as error:
@@ -154,6 +160,9 @@ class PackingExperts(nn.Module):
         file["threshold"][expert] = calibration.quantile_table(v)
         file["product"][expert] = calibration.quantile_table(h)
         return v, h, down
+
+    def _along(self, matrix: Tensor, bits: int, group: int) -> Codes:
+        return round_for(self._inputs(), matrix, bits, group)
 
     def _compute(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> the signal and silu(gate·x) up·x, (T, F), and down (F, H) of an expert as it is packed."""

@@ -12,6 +12,7 @@ from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups, first_run, remove
 from floe_chat.app.setup.wish import wish
+from floe_chat.app.text import units
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError
 from floe_chat.models.pack.packed_model import PackedModel
@@ -86,12 +87,18 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
         await to(pilot, "mine")
         await pilot.press("v")
         await see(pilot, "mine: all files are intact.")
+        (size,) = (model.bytes for model in catalog.installed() if model.name == "mine")
         weights = mine / "layer_01.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
         await pilot.press("v")
         await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 differs")
         await pilot.press("x")
-        await see(pilot, "mine, 224 kB", "with everything in it", "Y deletes")
+        await see(
+            pilot,
+            f"mine, {units.size(size)}",
+            "with everything in it",
+            "Y deletes",
+        )
         await pilot.press("escape")
         await see(pilot, "Installed")
         assert mine.is_dir()

@@ -14,7 +14,7 @@ from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
-from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
+from ..helpers import calibration_tokens, make_checkpoint, make_pack, reference_model, relative_rms
 from .driver import a_preset, open_model
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, NEURONS = 2, 4, 2, 64, 96
@@ -28,9 +28,13 @@ def skipping(**fields: float) -> Candidate:
     return Candidate(rule=replace(WEIGHED, **fields))
 
 
-def run(source: Path, *settings: Candidate, signals: tuple[Projection, ...] = ()) -> list[Outcome]:
+def run(
+    source: Path, *settings: Candidate, signals: tuple[Projection, ...] = (), passages: Tensor = PASSAGES
+) -> list[Outcome]:
     with torch.inference_mode():
-        return compute(Checkpoint(source), settings, PASSAGES, WINDOWS, KEEP, lambda _step: None, signals)
+        return compute(
+            Checkpoint(source), settings, passages, WINDOWS[:, : passages.shape[1]], KEEP, lambda _step: None, signals
+        )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
@@ -48,22 +52,24 @@ def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path
 
 @pytest.mark.parametrize("signal", ["up", "gate"])
 @pytest.mark.parametrize("widths", [(2, 4, 4), (3, 8, 2), (16, 3, 16)])
-def test_widths_are_those_of_a_pack(
-    tiny_checkpoint: Path, tmp_path: Path, widths: tuple[int, int, int], signal: Projection
-) -> None:
+def test_widths_are_those_of_a_pack(tmp_path: Path, widths: tuple[int, int, int], signal: Projection) -> None:
+    # One layer: a second one would be rounded for what the first gives, which here is the source's.
+    source = make_checkpoint(tmp_path / "source", layers=1)
     up, gate, down = widths
-    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up, gate, down, dense=16, signal=signal))
+    make_pack(source, tmp_path / "p", PackSpec(up, gate, down, dense=16, signal=signal))
     loaded = open_model(tmp_path / "p")
     loaded.control.preset = a_preset("", 0.0, lossless=True)
-    (found,) = run(tiny_checkpoint, Candidate(up, gate, down), signals=(signal,) * LAYERS)
+    passages = calibration_tokens()
+    plain, found = run(source, Candidate(), Candidate(up, gate, down), signals=(signal,), passages=passages)
     with torch.inference_mode():
-        expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
-    assert relative_rms(found.logits(), expected) <= 1e-4
+        expected = loaded.model(input_ids=WINDOWS[:, : passages.shape[1]]).logits[:, -KEEP:]
+    # A code on the border between two may differ, and then others after it.
+    assert relative_rms(found.logits(), expected) <= 0.02 < 0.1 < relative_rms(plain.logits(), expected)
     layer = loaded.packed.layer(0)
     gate_bytes = layer.rows.layout.other.nbytes
     down_bytes = layer.rows.layout.down.nbytes
     stored = layer.signal.bytes_per_expert() + NEURONS * (gate_bytes + down_bytes)
-    assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * LAYERS * stored
+    assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * stored
 
 
 def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:

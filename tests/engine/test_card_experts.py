@@ -29,6 +29,8 @@ from .step_models import WINDOW, feed, ids_of, make_model
 
 Counts = list[tuple[Any, ...]]
 IDS = [1, 5, 9, 200, 17, 17, 3, 42]
+# Keys and values are stored in 16 bits: a sum in another order may round one of them the other way.
+CLOSE = 5e-4
 PRESETS_HERE = [
     PLAIN,
     SKIPPING,
@@ -90,7 +92,7 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
     with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu), cpu=2e9):
         found, as_counted = fed(loaded)
         assert card.waits == len(IDS) * (len(as_counted) + 1)  # the last one is for the logits
-    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
     assert located(loaded) == [one.active for one in loaded.telemetry.layers]
     if not cpu:
         assert not any(one.on_cpu for one in loaded.telemetry.layers)
@@ -101,7 +103,7 @@ def test_the_cpu_takes_its_share(loaded: LoadedModel, monkeypatch: pytest.Monkey
     FakeCard(monkeypatch)
     with offloaded(loaded, SKIPPING, 0.1, predict=False, cpu=1e12):
         found, as_counted = fed(loaded)
-    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
     assert all(one.on_cpu > 0 for one in loaded.telemetry.layers)
 
 
@@ -118,7 +120,7 @@ def test_absent_experts_are_replaced_as_without_graphs(loaded: LoadedModel, monk
                     experts.neighbours = Neighbours(layer.mlp.gate, experts.neighbours.following)
                 logits, _ = fed(loaded)
                 found.append((logits, sum(one.substituted for one in loaded.telemetry.layers)))
-    assert relative_rms(found[1][0], found[0][0]) <= 1e-4 and found[0][1] == found[1][1] > 0
+    assert relative_rms(found[1][0], found[0][0]) <= CLOSE and found[0][1] == found[1][1] > 0
 
 
 def test_a_lenient_preset_leaves_weak_rows_out(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_limits_change_without_another_capture(shape: str, tmp_path: Any, monkey
         for preset, again in ((SKIPPING, True), (other, False), (SKIPPING, False), (PLAIN, True)):
             loaded.control.preset = preset
             found, counts = fed(loaded)
-            assert relative_rms(found, wanted[preset.name][0]) <= 1e-4 and alike(counts, wanted[preset.name][1])
+            assert relative_rms(found, wanted[preset.name][0]) <= CLOSE and alike(counts, wanted[preset.name][1])
             assert (len(card.captures) > before) == again
             before = len(card.captures)
 
@@ -149,11 +151,11 @@ def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monke
     expected, _ = whole(loaded, PLAIN)
     card = FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
-        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
         captures, before = len(card.captures), shared.memory.rows
         resize(shared, shared.pool.capacity // 2)
         before.fill_(255)
-        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
         assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
 
 
@@ -166,7 +168,7 @@ def test_other_layers_go_between_those_in_the_pool(loaded: LoadedModel, monkeypa
         loaded.decoder = choose(loaded.model, loaded.window)
         found, as_counted = fed(loaded)
         assert card.waits == len(IDS) * len(blocks)  # a layer less, and the logits
-    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
 
 
 def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +182,10 @@ def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatc
             seen.append(1)
 
         handle = experts.register_forward_hook(see)
-        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
         assert len(seen) == len(IDS) and card.waits == waits + len(IDS)
         handle.remove()
-        assert relative_rms(fed(loaded)[0], expected) <= 1e-4 and card.waits > waits + 2 * len(IDS)
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE and card.waits > waits + 2 * len(IDS)
 
 
 def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
         found, as_counted = fed(loaded)
         waits = len(IDS) if count == 1 else 0  # for the logits, whose work is captured even so
         assert card.waits == waits and (card.replays > 0) == (count == 1)
-        assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+        assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
         loaded.control.preset = PLAIN  # with another preset it is tried again
         fed(loaded)
         assert (card.waits > 2 * waits) == (count == 1)
@@ -234,7 +236,7 @@ def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: p
         fed(loaded)
         assert card.waits == len(IDS) * (layers + 1) and not loaded.control.notices
         loaded.control.preset = PLAIN
-        assert relative_rms(fed(loaded)[0], wanted) <= 1e-4
+        assert relative_rms(fed(loaded)[0], wanted) <= CLOSE
         assert card.waits == len(IDS) * (layers + 2) and "CUDA out of memory" in loaded.control.notices[0].cause
         assert len(loaded.control.notices) == 1
 
@@ -256,7 +258,7 @@ def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pyte
                 loaded.decoder.forward([1], KVCache())
         assert card.waits == waits + 1
         loaded.control.cancelled.clear()
-        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
 
 
 def test_what_is_counted_is_drained_into_its_own_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +334,7 @@ def test_a_prompt_between_two_tokens_changes_nothing(loaded: LoadedModel, monkey
     FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False):
         found = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
-    assert relative_rms(found, expected) <= 1e-4
+    assert relative_rms(found, expected) <= CLOSE
 
 
 def test_experts_elsewhere_are_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ WATCHED = (
     "test_token_step.py",
     "test_draw.py",
     "test_pool.py",
+    "test_rounding.py",
     "test_arguments.py",
     "../engine/test_compiled_link.py",
     "../engine/test_compiled_cuda.py",

@@ -237,9 +237,7 @@ def test_predictors_that_do_not_fit_are_damage(copy: Path, damage: str) -> None:
     if damage != "half-a-network":
         edit_tensors(copy, change)
     else:
-        add_tensor(
-            copy / "profile.safetensors", learned_predictor.name(0, "outer"), torch.zeros(4, 8, dtype=torch.bfloat16)
-        )
+        keep_half_a_network(copy / "profile.safetensors")
     reseal(copy)
     packed = PackedModel.open(copy)
     with pytest.raises(PackError, match="damaged") as caught:
@@ -247,8 +245,10 @@ def test_predictors_that_do_not_fit_are_damage(copy: Path, damage: str) -> None:
     assert learned_predictor.PREFIX in caught.value.cause
 
 
-def add_tensor(path: Path, name: str, tensor: Tensor) -> None:
-    """One more tensor in a file."""
+def keep_half_a_network(path: Path) -> None:
+    """Of the first layer's, whether or not there was one."""
     from safetensors.torch import load_file, save_file
 
-    save_file(load_file(path) | {name: tensor}, path, {"format": "pt"})
+    inner, outer = (learned_predictor.name(0, part) for part in ("inner", "outer"))
+    kept = {name: tensor for name, tensor in load_file(path).items() if name != inner}
+    save_file(kept | {outer: torch.zeros(4, 8, dtype=torch.bfloat16)}, path, {"format": "pt"})
