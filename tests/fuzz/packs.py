@@ -42,17 +42,23 @@ _PACKS: dict[str, tuple[str, PackSpec]] = {
 
 
 class Running:
-    """Hands out one process for tokenizers and templates until an input ends it: starting one takes longest."""
+    """Hands out one process for tokenizers and templates until an input ends it: starting one takes longest.
+
+    Whoever asks while another still has it, as a client that closes has for a moment, gets one of their own.
+    """
 
     def __init__(self) -> None:
         self._make = chat_process._Child  # pyright: ignore[reportPrivateUsage]
         self._process: Any = None
+        self._lent: _Lent | None = None
 
     def __call__(self) -> Any:
+        if self._lent is not None:
+            return self._make()
         if self._process is None:
             self._process = self._make()
         process, given, asked = self._process, _Lent(), list[bool]()
-        given.number = process.number
+        given.number, self._lent = process.number, given
 
         def ask(seconds: float, request: dict[str, Any]) -> dict[str, Any]:
             asked.append(True)
@@ -65,10 +71,13 @@ class Running:
             return reply
 
         def end() -> None:
+            if self._lent is not given:
+                return
             # One that still answers, or never did, would answer the next input.
             if asked or process._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
                 process.end()
                 self._process = None
+            self._lent = None
 
         given.ask = ask
         given.end = end
