@@ -65,8 +65,8 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
     return [name for name in files if before.files[name].sha256 != old[name].sha256]
 
 
-def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePart, files: list[str]) -> int:
-    """Record in the journal what is finished; returns how many layers the text has to pass through."""
+def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePart, files: list[str]) -> int | None:
+    """Record in the journal what is finished; returns how many layers the text has to pass through, None for all."""
     a = manifest.architecture
     sound = PROFILE not in files
     damaged = [layer for layer in range(a.layers) if not sound or layer_file(layer) in files]
@@ -83,6 +83,8 @@ def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePar
     for name, entry in manifest.files.items():
         if name not in files and (sound or not name.startswith("layer_")):
             journal.note_file(name, entry)
+    if DENSE_FILE in files and any(map(dense.rounded, range(len(dense.stages)))):
+        return None
     return max(damaged, default=-1) + 1
 
 

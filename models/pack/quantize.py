@@ -18,6 +18,7 @@ from ...kernels.layouts import VectorLayout
 # which made a 14336 x 4096 matrix 6 to 9 times faster. Groups never cross rows, so blocks are independent.
 # Each block has one thread to itself: what it stops at, and so its codes, then depend on no number of threads.
 BLOCK_ROWS = 128
+HQQ_BITS = 8  # with so many there is nothing to gain by another quantizer, and HQQ keeps what it can keep exactly
 _DEVICE_ROWS = 4096  # a GPU wants larger ones
 
 

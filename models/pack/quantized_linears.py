@@ -1,4 +1,4 @@
-"""The dense part's linear layers at low width: attention projections and head as HQQ codes.
+"""The dense part's linear layers at low width: attention projections and head as codes.
 
 dense.safetensors holds such a layer as three tensors, named as published with .q, .scale and .zero for .weight.
 Norms, routers, embeddings and biases stay as published, and with `dense` at 16 bit so do the linear layers. The head is
@@ -17,7 +17,7 @@ from ...kernels.layouts import VectorLayout
 from ...kernels.weights import LinearWeights
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, PackError
-from .quantize import store_matrix
+from .quantize import Quantizer, quantize, store_matrix
 from .tensor_file import TensorShapes
 
 HEAD_BITS = 8
@@ -70,14 +70,14 @@ def plan(layer: str, rows: int, columns: int, bits: int) -> TensorShapes:
     }
 
 
-def store(layer: str, matrix: Tensor, bits: int) -> dict[str, Tensor]:
+def store(layer: str, matrix: Tensor, bits: int, by: Quantizer = quantize) -> dict[str, Tensor]:
     """The three tensors of a layer, (N, K) -> q (N, packed bytes) uint8, scale and zero (N, groups) float16.
 
     Raises:
         CheckpointError: values that cannot be quantized.
     """
     try:
-        q, scale, zero = store_matrix(matrix, layout_of(matrix.shape[1], bits), torch.bfloat16)
+        q, scale, zero = store_matrix(matrix, layout_of(matrix.shape[1], bits), torch.bfloat16, by)
     except ValueError as error:
         raise CheckpointError(f"{layer} cannot be packed", str(error), "Download the checkpoint again.") from error
     return {f"{layer}.q": q, f"{layer}.scale": scale, f"{layer}.zero": zero}

@@ -12,6 +12,7 @@ from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
+from ..pack.quantize import HQQ_BITS, Quantizer, quantize
 from ..pack.tensor_file import TensorFile, TensorShapes
 
 FILE = "dense.safetensors"
@@ -62,8 +63,8 @@ class DensePart:
         """The file to write into."""
         return TensorFile(folder / FILE, self.plan, resume=resume)
 
-    def store(self, file: TensorFile, name: str) -> None:
-        """Write one published tensor in its packed form.
+    def read(self, name: str) -> Tensor:
+        """A published tensor of the source.
 
         Raises:
             CheckpointError: it cannot be read, or holds values that are not finite.
@@ -73,21 +74,42 @@ class DensePart:
             raise CheckpointError(
                 f"{name} of the checkpoint holds values that are not finite", "", "Download the checkpoint again."
             )
+        return tensor
+
+    def rounded(self, stage: int) -> dict[str, str]:
+        """What a stage rounds for its inputs: names of linear layers in the model -> their published names."""
+        family = self._source.family
+        names = [name for name in self.stages[stage] if self._bits < HQQ_BITS and self._codes.get(name)]
+        layers = {family.module_name(name).removesuffix(".weight"): name for name in names}
+        return {layer: name for layer, name in layers.items() if family.is_linear(layer) and layer != "lm_head"}
+
+    def store(self, file: TensorFile, name: str, tensor: Tensor, by: Quantizer = quantize) -> None:
+        """Write one published tensor in its packed form.
+
+        Raises:
+            CheckpointError: its values cannot be quantized.
+        """
         if name in self.plan:
             file[name].copy_(tensor)
         for layer in self._codes.get(name, []):
-            for stored, value in quantized_linears.store(
-                layer, tensor, quantized_linears.width_of(layer, self._bits)
-            ).items():
+            width = quantized_linears.width_of(layer, self._bits)
+            for stored, value in quantized_linears.store(layer, tensor, width, by).items():
                 file[stored].copy_(value)
+
+    def values(self, file: TensorFile, name: str) -> Tensor:
+        """What the codes of a published matrix stand for, float32."""
+        (layer,), (rows, columns) = self._codes[name], self._source.places[name][1].shape
+        stored = _codes_of(file, layer)
+        width = quantized_linears.width_of(layer, self._bits)
+        return quantized_linears.load(stored, layer, rows, columns, width).dense(torch.float32)
 
     def stored(self, file: TensorFile, stage: int) -> dict[str, Tensor]:
         """The finished tensors of a stage, by the names in the file."""
-        names: list[str] = []
+        found = {name: file[name] for name in self.stages[stage] if name in self.plan}
         for name in self.stages[stage]:
-            names += [name] if name in self.plan else []
-            names += [f"{layer}.{part}" for layer in self._codes.get(name, []) for part in ("q", "scale", "zero")]
-        return {name: file[name] for name in names}
+            for layer in self._codes.get(name, []):
+                found |= _codes_of(file, layer)
+        return found
 
     def _staged(self, last: int) -> list[list[str]]:
         source = self._source
@@ -128,3 +150,8 @@ class DensePart:
                     raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
         except PackError as error:
             raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
+
+
+def _codes_of(file: TensorFile, layer: str) -> dict[str, Tensor]:
+    """The tensors that a layer is stored as."""
+    return {name: file[name] for name in (f"{layer}.{part}" for part in ("q", "scale", "zero"))}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...kernels.weights import LinearWeights
 from ..modules import library_model
@@ -42,14 +45,44 @@ class LayerPass:
     def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module | None) -> Any:
         """Decoder layer `index` with its dense weights and these experts, if it has any."""
         layer = self._layers.pop(index)
-        if self._kinds:
-            self._config.layer_types = [self._kinds[index]]  # the library looks its only layer's mask up there
+        self._about(index)
         if experts is not None:
             self._family.block_of(layer).experts = experts
         weights = dense.stored(file, index + 1)
         prefix = f"model.layers.{index}"
         library_model.furnish(layer, prefix, self._family, weights, self._bits, _dequantized, torch.float32, "cpu")
         return layer
+
+    def feel(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        rounded: Callable[[str, Tensor, Tensor], Tensor],
+    ) -> None:
+        """Run decoder layer `index` as published on hidden (N, T, H), without its experts, to round its linear layers.
+
+        Args:
+            weights: the source's, by published names. rounded: is told a linear layer's name in the model, its matrix
+                (n, k) and its inputs (B, k) when these are known, and gives what takes the matrix's place.
+        """
+        layer, prefix = copy.deepcopy(self._layers[index]), f"model.layers.{index}"
+        if index in self._family.expert_layers(self._config):
+            self._family.block_of(layer).experts = _NoExperts()
+        library_model.furnish(layer, prefix, self._family, weights, 16, _dequantized, torch.float32, "cpu")
+
+        hooks: dict[str, RemovableHandle] = {}
+
+        def before(name: str, module: Any, given: tuple[Tensor, ...]) -> None:
+            hooks.pop(name).remove()
+            found = rounded(name, module.weight, given[0].flatten(0, -2))
+            module.weight = nn.Parameter(found, requires_grad=False)
+
+        for name, module in layer.named_modules():
+            if self._family.is_linear(full := f"{prefix}.{name}"):
+                hooks[full] = module.register_forward_pre_hook(partial(before, full))
+        self._about(index)
+        self.run(layer, hidden)
 
     def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """hidden (N, T, H) -> (N, T, H): through one layer."""
@@ -58,6 +91,17 @@ class LayerPass:
             setattr(self._model, self._scaled, 1.0)
         with torch.inference_mode():
             return self._model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+
+    def _about(self, index: int) -> None:
+        if self._kinds:
+            self._config.layer_types = [self._kinds[index]]  # the library looks its only layer's mask up there
+
+
+class _NoExperts(nn.Module):
+    """In place of a layer's experts."""
+
+    def forward(self, hidden: Tensor, *_routed: Tensor) -> Tensor:
+        return torch.zeros_like(hidden)
 
 
 def _dequantized(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .journal import Journal, lost
 from .layer_pass import LayerPass
 from .pack_experts import PackingExperts, measures_name, measures_plan
 from .reading_order import ReadingOrder
+from .rounding import Feeling, round_for
 
 PackReport = Callable[[str, float, float | None], None]
 PROFILE = "profile.safetensors"
@@ -71,7 +73,7 @@ class Packing:
             if hidden is None:  # nothing was finished
                 hidden = passing.embed(self._dense, file, tokens)
             for decoder in range(first, self._until):
-                self._store_dense(file, decoder + 1)
+                self._store_dense(file, decoder + 1, passing, hidden)
                 if decoder in self._source.layers:
                     layer = self._packed(decoder)
                     hidden = self._pack_layer(passing, file, layer, hidden)
@@ -126,13 +128,27 @@ class Packing:
         with opened as file:
             yield file
 
-    def _store_dense(self, file: TensorFile, stage: int) -> None:
-        left = [name for name in self._dense.stages[stage] if name not in self._journal.dense]
-        for name in left:
-            self._dense.store(file, name)
+    def _store_dense(
+        self, file: TensorFile, stage: int, passing: LayerPass | None = None, hidden: Tensor | None = None
+    ) -> None:
+        """Linear layers are rounded for what hidden (N, T, H) becomes on its way through the layer, if it is given."""
+        left = {name: self._dense.read(name) for name in self._dense.stages[stage] if name not in self._journal.dense}
         if left:
+            layers = self._dense.rounded(stage) if passing is not None else {}
+            found, feeling = set[str](), Feeling()
+
+            def rounded(layer: str, matrix: Tensor, x: Tensor) -> Tensor:
+                self._dense.store(file, layers[layer], matrix, partial(round_for, feeling(x)))
+                found.add(layers[layer])
+                return self._dense.values(file, layers[layer])
+
+            if passing is not None and hidden is not None and layers:
+                passing.feel(stage - 1, left, hidden, rounded)
+            for name, tensor in left.items():
+                if name not in found:
+                    self._dense.store(file, name, tensor)
             file.flush()
-            self._journal.note_dense(left)
+            self._journal.note_dense(list(left))
         self._order.finished(("dense", stage))
 
     def _pack_layer(self, passing: LayerPass, file: TensorFile, layer: int, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import round_rows
-from ..pack.quantize import Codes, finite, quantize
+from ..pack.quantize import HQQ_BITS, Codes, finite, quantize
 
 DAMPING = 0.05  # of the usual input's mean square, added to each: the text is a sample
 _DOWN_DAMPING = 0.3  # the same for hidden values: an expert sees a part of the text only
@@ -61,15 +61,27 @@ def felt(x: Tensor, damping: float = DAMPING) -> Felt:
         damping *= 10
 
 
+class Feeling:
+    """`felt` of inputs, once for the matrices that meet the same ones one after the other."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Felt] | None = None
+
+    def __call__(self, x: Tensor) -> Felt:
+        if self._last is None or self._last[0].data_ptr() != x.data_ptr() or self._last[0].shape != x.shape:
+            self._last = x, felt(x)
+        return self._last[1]
+
+
 def round_for(inputs: Felt, matrix: Tensor, bits: int, group: int) -> Codes:
     """Codes of a matrix (N, n) that n inputs meet, each row in groups of consecutive values.
 
-    Errors pass along a row. With 8 bits there is nothing to gain, and HQQ keeps what it can keep exactly.
+    Errors pass along a row. HQQ makes codes of HQQ_BITS.
 
     Raises:
         ValueError: a value is not finite, or too large for float16 scales.
     """
-    if bits == 8:
+    if bits == HQQ_BITS:
         return quantize(matrix, bits, group)
     factor, weight = (part.to(matrix.device) for part in inputs)
     weights = weight.split(group)
@@ -87,7 +99,7 @@ def round_down(hidden: Tensor, down: Tensor, bits: int, group: int) -> Codes:
     Raises:
         ValueError: as `round_for`.
     """
-    if bits == 8:
+    if bits == HQQ_BITS:
         return quantize(down, bits, group)
     parts: list[Codes] = []
     for rows, values in zip(down.split(_TOGETHER), _loud(hidden).split(_TOGETHER, dim=1), strict=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.codes import pack_codes
+from floe_chat.kernels.codes import dequantize, pack_codes
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.quantize import quantize
@@ -214,10 +215,47 @@ def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Pa
     assert all(torch.equal(dense[name], source.tensor(name)) for name in kept)
     for name in linears:
         matrix = source.tensor(f"{name}.weight")
-        width = 8 if name == "lm_head" else bits
-        codes, scale, zero = quantize(matrix, width, matrix.shape[1] if matrix.shape[1] < 64 else 64)
-        assert torch.equal(dense[f"{name}.q"], pack_codes(codes, width)), name
-        assert torch.equal(dense[f"{name}.scale"], scale) and torch.equal(dense[f"{name}.zero"], zero), name
+        width, group = 8 if name == "lm_head" else bits, matrix.shape[1] if matrix.shape[1] < 64 else 64
+        codes, scale, zero = quantize(matrix, width, group)
+        q, its_scale, its_zero = (dense[f"{name}.{part}"] for part in ("q", "scale", "zero"))
+        if width == 8:
+            assert torch.equal(q, pack_codes(codes, width)), name
+            assert torch.equal(its_scale, scale) and torch.equal(its_zero, zero), name
+        else:  # rounded for what the text gives them
+            back = dequantize(q, its_scale, its_zero, matrix.shape[1], width, torch.float32)
+            assert 0.01 < relative_rms(back, matrix.float()) < 0.2, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_attention_is_rounded_for_its_inputs(tmp_path: Path, model: str) -> None:
+    """What a layer's projections give on the text suffers less than by HQQ."""
+    source = Checkpoint(make_checkpoint(tmp_path / "source", layers=1, **MODELS[model]))
+    make_pack(source.folder, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=4))
+    seen: dict[str, Tensor] = {}
+    reference = reference_model(source.folder)
+
+    def note(name: str, _module: object, given: tuple[Tensor, ...]) -> None:
+        seen[name] = given[0].flatten(0, 1)
+
+    for name, module in reference.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            module.register_forward_pre_hook(partial(note, name))
+    with torch.inference_mode():
+        reference(input_ids=calibration_tokens())
+    dense = PackedModel.open(tmp_path / "p").dense()
+    assert len(seen) == 3
+    for name, x in seen.items():
+        matrix = source.tensor(f"{name}.weight").float()
+        group = matrix.shape[1] if matrix.shape[1] < 64 else 64
+        codes = quantize(matrix, 4, group)
+        ours, theirs = (
+            dequantize(q, scale, zero, matrix.shape[1], 4, torch.float32)
+            for q, scale, zero in (
+                (dense[f"{name}.q"], dense[f"{name}.scale"], dense[f"{name}.zero"]),
+                (pack_codes(codes.codes, 4), codes.scale, codes.zero),
+            )
+        )
+        assert relative_rms(x @ ours.T, x @ matrix.T) < 0.97 * relative_rms(x @ theirs.T, x @ matrix.T), name
 
 
 def test_calibration_sees_the_rounded_dense_layers(tmp_path: Path, tiny_checkpoint: Path) -> None:
