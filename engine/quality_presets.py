@@ -42,6 +42,8 @@ PRESETS = (
     Preset("Fast", Rule(0.6, 0.8, drop=0.4, major=0.8), X_BITS_COARSE),
 )
 DEFAULT = "Balanced"
+LEVELS = {"High": 0.003, "Balanced": 0.01, "Fast": 0.03}
+"""KL that a preset's skipping may add where it is found by measuring (`floe-chat tune`), nats."""
 CUSTOM = "Custom"
 
 

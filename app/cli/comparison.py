@@ -12,35 +12,43 @@ from ...models.errors import UsageError
 from ..arguments import read_text
 
 Command = Callable[..., Any]
-_OPTIONS: tuple[Callable[[Command], Command], ...] = (
-    click.argument("model", default="demo", metavar="[MODEL]"),
-    click.option(
-        "--source",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]",
-    ),
-    click.option(
-        "--text",
-        "text_file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="The text to predict, in UTF-8.  [default: heldout.md beside the pack, else the parts of the built-in "
-        "text that packing did not use]",
-    ),
-    click.option(
-        "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How many tokens of the text to read."
-    ),
-    click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
-)
+TOKENS = 2048  # of a text that are read
+_BESIDE = "The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]"
 
 
-def comparing(command: Command) -> Command:
-    """The model and the options of a command that compares a pack with its source."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def _options(source: str) -> tuple[Callable[[Command], Command], ...]:
+    return (
+        click.argument("model", default="demo", metavar="[MODEL]"),
+        click.option("--source", type=click.Path(path_type=Path), metavar="FOLDER", help=source),
+        click.option(
+            "--text",
+            "text_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="The text to predict, in UTF-8.  [default: heldout.md beside the pack, else the parts of the built-in "
+            "text that packing did not use]",
+        ),
+        click.option(
+            "--tokens",
+            type=click.IntRange(1),
+            default=TOKENS,
+            show_default=True,
+            help="How many tokens of the text to read.",
+        ),
+        click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+    )
+
+
+def comparing(*, source: str = _BESIDE) -> Callable[[Command], Command]:
+    """The model and the options of a command that compares a pack with its source; `source`: the help of --source."""
+
+    def extended(command: Command) -> Command:
+        for option in reversed(_options(source)):
+            command = option(command)
+        return command
+
+    return extended
 
 
 def source_of(pack: Path, given: Path | None) -> Path:

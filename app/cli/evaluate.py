@@ -38,7 +38,7 @@ _LEGEND = (
 
 
 @click.command(name="eval", short_help="Measure the quality loss of a pack at each preset.")
-@comparing
+@comparing()
 @click.option(
     "--preset",
     "-p",

@@ -94,6 +94,7 @@ def pack(
         manifest, size = pack_folder(source, destination, spec, called, progress, text_file, fresh=fresh)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
+    click.echo(f"Measure its own presets: floe-chat tune {destination}", err=True)
 
 
 def pack_folder(

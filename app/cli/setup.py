@@ -32,9 +32,23 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
 @click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
+@click.option(
+    "--tune/--no-tune",
+    "tuning",
+    default=None,
+    help="Measure the model's own presets at the end; it reads a short text some 25 times.  [default: ask]",
+)
 @click.option("--forget", "forgetting", is_flag=True, help="Delete an unfinished setup of MODEL, downloads included.")
 @click.pass_context
-def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, forgetting: bool, **bits: Any) -> None:
+def setup(
+    ctx: click.Context,
+    model: str | None,
+    name: str | None,
+    yes: bool,
+    tuning: bool | None,
+    forgetting: bool,
+    **bits: Any,
+) -> None:
     """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
 
     MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), or the folder of a downloaded
@@ -63,7 +77,9 @@ def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, fo
     else:
         _check_same(wanted, given, model)
         note(f"Continuing the setup of {wanted.name}.")
-    ctx.exit(_run(wanted, token))
+    _run(wanted, token)
+    _tune(wanted, tuning, ask=not yes)
+    click.echo(printable(str(wanted.folder)))
 
 
 def _forget(begun: list[Wish], model: str | None, name: str | None) -> None:
@@ -242,7 +258,7 @@ def _asked(error: AccessError) -> str:
     return click.prompt("Token", hide_input=True, err=True)
 
 
-def _run(wanted: Wish, token: str | None) -> int:
+def _run(wanted: Wish, token: str | None) -> None:
     while True:
         try:
             _follow(wanted, token)
@@ -253,8 +269,24 @@ def _run(wanted: Wish, token: str | None) -> int:
         else:
             break
     note(f"{wanted.name} is ready. Chat with it: floe-chat --model {wanted.name}")
-    click.echo(printable(str(wanted.folder)))
-    return 0
+
+
+def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
+    """Measure the presets of a model that is ready, if the person wants that."""
+    if tuning is None and ask and sys.stdin.isatty():
+        note("Its presets High, Balanced and Fast are those of other models. They can be measured on this one now.")
+        tuning = click.confirm("Measure them?", default=True, err=True)
+    if not tuning:
+        note(f"To measure its own presets: floe-chat tune {wanted.name}")
+        return
+    from .comparison import TOKENS
+    from .tune import by_itself
+
+    try:
+        by_itself(wanted.folder, None, TOKENS, "auto", as_json=False, err=True)
+    except KeyboardInterrupt:
+        note(f"Stopped. {wanted.name} keeps the usual presets; to measure them: floe-chat tune {wanted.name}")
+        raise
 
 
 def _follow(wanted: Wish, token: str | None) -> None:

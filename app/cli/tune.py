@@ -22,6 +22,7 @@ from .printing.scatter_plot import scatter
 if TYPE_CHECKING:
     from ...engine.quality.candidates import Candidate
     from ...engine.quality.frontier import Frontier, Point
+    from ...engine.quality.own_presets import OwnPresets
     from ...engine.quality.tune import TunedPresets
     from ...models.pack.manifest import TunedPreset
 
@@ -42,25 +43,46 @@ _LEGEND = (
     "absent       share of those bytes in experts outside memory, if it holds the half used last",
 )
 
+_OWN_LEGEND = (
+    "sparse, product  shares of neurons whose row, or down half, is left out in an expert of mean score",
+    "drop             router score over the chosen experts' mean below which an expert is left out",
+    "adds, allowed    how far next-word probabilities move by what is left out, in nats (mean)",
+    "KL               the same as it runs: Balanced and Fast round what weights meet to 8 bits too",
+    "bytes            of experts' weights per token",
+    "layers           factors of the first three, by layer: layers that bear less skip less",
+    "",
+    "What the rounding of the weights costs comes before that: floe-chat eval, with the 16-bit source.",
+)
+
 
 @click.command(short_help="Find the best presets for a pack, and store them in it.")
-@comparing
-@click.option("--widths/--no-widths", default=True, show_default=True, help="Also try widths other than the pack's.")
+@comparing(source="The 16-bit checkpoint that was packed, to compare with it instead of with the pack itself.")
+@click.option(
+    "--widths/--no-widths", default=True, show_default=True, help="With --source, try widths other than the pack's too."
+)
 def tune(
     model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
 ) -> None:
-    """Measure the quality loss of MODEL against the bytes it reads, and set its presets High, Balanced and Fast.
+    """Measure what MODEL's presets High, Balanced and Fast may leave out, and set them.
 
-    Each dial is measured alone, then the most promising combinations: bits per weight, neurons and experts skipped.
-    The 16-bit checkpoint is read layer by layer, as often as memory requires. The presets are written into the pack.
+    Each leaves out as much as it may until next-word probabilities move by 0.003, 0.01 and 0.03 nats from those with
+    nothing left out. Nothing but the pack is needed. The presets are written into it.
 
-    Example: floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
+    With --source the 16-bit checkpoint is the reference: each dial is measured alone, then the most promising
+    combinations, at other widths too. It is read layer by layer, as often as memory requires.
+
+    \b
+    Examples: floe-chat tune mixtral
+              floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
     """
     from ...engine.quality.evaluate import Told
     from ...engine.quality.tune import fields_of, run
     from ...models.catalog import find
 
     pack = find(model)
+    if source is None:
+        by_itself(pack, text_file, tokens, device, as_json=as_json)
+        return
     origin = source_of(pack, source)
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
@@ -84,6 +106,51 @@ def tune(
         "points": [fields_of(point) for point in found.frontier.points],
     }
     click.echo(json.dumps(rounded(fields)))
+
+
+def by_itself(
+    pack: Path, text_file: Path | None, tokens: int, device: str, *, as_json: bool, err: bool = False
+) -> None:
+    """Give a pack the presets that are measured on itself, and tell them; `err`: on stderr."""
+    from ...engine.quality import own_presets
+    from ...engine.quality.evaluate import Told
+
+    ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
+    try:
+        told = Told(progress.step, progress.note)
+        found = own_presets.run(pack, ids, tokens, told, text=Path(measured_on).name, device=device)
+    finally:
+        progress.clear()
+    if as_json:
+        fields = {"version": version("floe-chat"), **asdict(found), "text": measured_on}
+        fields["presets"] = [
+            _flat(preset) | {"adds": adds} for preset, adds in zip(found.presets, fields.pop("adds"), strict=True)
+        ]
+        click.echo(json.dumps(rounded(fields)))
+        return
+    click.echo(own_text(found, measured_on), err=err)
+
+
+def own_text(found: OwnPresets, measured_on: str) -> str:
+    """The presets that a pack got by itself, for people, 100 columns wide."""
+    from ...engine.quality_presets import LEVELS
+
+    lines = [
+        f"floe-chat {version('floe-chat')}, {found.model} tuned on itself with nothing left out",
+        *(f"  {part}" for part in found.widths.split("; ")),
+        f"  {found.scored} tokens of {Path(measured_on).name} predicted for each setting, {found.seconds:.0f} s",
+        "",
+        "preset     sparse  product   drop      adds  allowed        KL     bytes  layers",
+    ]
+    for p, adds in zip(found.presets, found.adds, strict=True):
+        rule = p.rule
+        skipped = f"{_part(rule.sparsity):>7}{_part(rule.product):>9}{_part(rule.drop):>7}"
+        added = f"{divergence(adds):>10}{LEVELS[p.name]:>9g}{divergence(p.kl):>10}"
+        figures = f"{added}{units.size(p.bytes_per_token):>10}"
+        span = f"{min(rule.layers):g} to {max(rule.layers):g}" if rule.layers else "alike"
+        lines.append(f"{p.name:<10}{skipped}{figures}  {span}")
+    lines += ["", *_OWN_LEGEND]
+    return printable("\n".join(lines))
 
 
 def _flat(preset: TunedPreset) -> dict[str, Any]:

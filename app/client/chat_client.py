@@ -75,8 +75,9 @@ class Cost:
     """A preset and its quality loss as measured on this pack; None where `floe-chat tune` has not run.
 
     Attributes:
-        kl: mean KL divergence from the 16-bit model, nats. bytes_per_token: of experts' weights read.
+        kl: mean KL divergence, nats. bytes_per_token: of experts' weights read.
         text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
+        rounded: whether `kl` is from the 16-bit model, and counts what rounding costs; else from the pack itself.
     """
 
     preset: Preset
@@ -84,6 +85,7 @@ class Cost:
     bytes_per_token: float | None
     text: str = ""
     tokens: int = 0
+    rounded: bool = True
 
 
 Update = Event | TextDelta | ThoughtDelta
@@ -295,7 +297,7 @@ class ChatClient:
             FloeError: the pack cannot be read any more.
         """
         from ...engine import quality_presets
-        from ...models.pack.manifest import Manifest
+        from ...models.pack.manifest import SOURCE, Manifest
 
         manifest = Manifest.read(self._pack)
         measured = {tuned.name: tuned for tuned in manifest.tuned}
@@ -305,7 +307,8 @@ class ChatClient:
             if known is None:
                 costs.append(Cost(preset, None, None))
             else:
-                costs.append(Cost(preset, known.kl, known.bytes_per_token, known.text, known.tokens))
+                on = known.text, known.tokens, known.against == SOURCE
+                costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
         return tuple(costs)
 
     def cancel(self) -> None:

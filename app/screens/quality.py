@@ -198,7 +198,8 @@ def _measured_on(costs: Sequence[Cost]) -> str:
         return "To measure it for this model, run: floe-chat tune MODEL"
     if not known.text:
         return "Measured by floe-chat tune."
-    return f"Measured on {printable(known.text)}, {known.tokens:,} tokens."
+    beside = "" if known.rounded else " from the pack with nothing left out, so without what rounding costs"
+    return f"Measured on {printable(known.text)}, {known.tokens:,} tokens{beside}."
 
 
 def _has_room(line: Widget) -> bool:

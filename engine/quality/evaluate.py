@@ -218,12 +218,11 @@ def measured_divergence(
 
     kv_bits: of stored keys and values; None: they are not stored.
     """
-    _use(loaded, preset)
     keep = expected.shape[1]
     scores: list[Scores] = []
     for index, row in enumerate(windows):
         told.step(f"{preset.name}: window {index + 1} of {len(windows)}")
-        scores.append(score(_pack_logits(loaded, row[None, :-1], keep, kv_bits), expected[index], row[-keep:]))
+        scores.append(score(pack_logits(loaded, preset, row[None, :-1], keep, kv_bits), expected[index], row[-keep:]))
     return summarize(scores)
 
 
@@ -234,11 +233,10 @@ def kv_divergence(loaded: LoadedModel, preset: Preset, windows: Tensor, keep: in
         UsageError: the pack's keys and values cannot have 8 bits.
     """
     _need_codes(loaded)
-    _use(loaded, preset)
     scores: list[Scores] = []
     for index, row in enumerate(windows):
         told.step(f"{preset.name}: 8 bits against 16, window {index + 1} of {len(windows)}")
-        coarse, exact = (_pack_logits(loaded, row[None, :-1], keep, bits) for bits in (8, 16))
+        coarse, exact = (pack_logits(loaded, preset, row[None, :-1], keep, bits) for bits in (8, 16))
         scores.append(score(coarse, exact, row[-keep:]))
     return summarize(scores)
 
@@ -252,8 +250,15 @@ def _need_codes(loaded: LoadedModel) -> None:
         )
 
 
-def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int, kv_bits: int | None) -> Tensor:
-    """ids (1, T) -> logits of the last `keep` positions, (keep, V) float32 on the CPU."""
+def pack_logits(loaded: LoadedModel, preset: Preset, ids: Tensor, keep: int, kv_bits: int | None = None) -> Tensor:
+    """ids (1, T) -> logits of the last `keep` positions, (keep, V) float32 on the CPU.
+
+    kv_bits: of stored keys and values; None: they are not stored.
+
+    Raises:
+        PackError: values that are not finite.
+    """
+    _use(loaded, preset)
     decoder = loaded.decoder
     # transformers' own modules store keys and values as they compute them: without a store the same is computed.
     own = decoder if kv_bits is not None and isinstance(decoder, FusedDecoder) else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.activation import Projection
 from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
+from ..quality_presets import LEVELS
 from . import candidates
 from .candidates import WEIGHED, Candidate, Outcome, Taken
 from .divergence import Divergence, score, summarize
@@ -47,7 +48,6 @@ PROBES = {  # always measured, to compare with; as all settings, by the pack's s
     Candidate(4, 4, 4): "4 bit throughout",
     Candidate(8, 8, 8): "8 bit throughout",
 }
-LEVELS = {"High": 0.002, "Balanced": 0.01, "Fast": 0.05}  # KL that skipping may add, nats
 _TOGETHER = 32  # combinations to measure at the pack's own widths, and as many at any
 _MEMORY_SHARE = 0.4  # share of free memory, for the settings of one pass
 

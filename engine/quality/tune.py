@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import Tensor
 from ...models import private_file
 from ...models.catalog import asset
 from ...models.checkpoint import Checkpoint
-from ...models.errors import PackError
 from ...models.pack.manifest import FRONTIER, FileEntry, TunedPreset, file_entry
 from ...models.packing import calibration
 from ...models.transformers_import import import_model_code
@@ -31,6 +29,7 @@ from . import frontier
 from .candidates import Candidate
 from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
 from .frontier import Frontier, Point
+from .own_presets import need_writable
 from .source_model import identify
 from .text_windows import cut, cut_prompts
 
@@ -70,12 +69,7 @@ def run(
         UsageError: too few or too many tokens, a text too short, another source.
         CheckpointError, PackError: the source or the pack cannot be read, or the pack cannot be written to.
     """
-    if not os.access(pack, os.W_OK):
-        raise PackError(
-            f"The presets of {pack} cannot be changed",
-            "Its folder is read-only.",
-            "Copy the folder to a place where you can write, and tune the copy.",
-        )
+    need_writable(pack)
     told.step("Starting transformers")
     import_model_code()
     checkpoint = Checkpoint(source)

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -83,15 +83,20 @@ class Calibration:
     quantiles: int
 
 
+SOURCE: Literal["source"] = "source"
+PACK: Literal["pack"] = "pack"
+
+
 @dataclass(frozen=True, slots=True)
 class TunedPreset:
     """A preset that `floe-chat tune` derived for this pack.
 
     Attributes:
         rule: what a token may skip.
-        kl: mean KL divergence from the source, as measured on this pack, nats.
+        kl: mean KL divergence as measured on this pack, nats; from the source, or from the pack with nothing left out.
         bytes_per_token: of experts' weights that it was measured to read.
         text: what `kl` was measured on, "" where that was not noted. tokens: how many of it were predicted.
+        against: what `kl` is the divergence from, SOURCE or PACK.
     """
 
     name: str
@@ -100,6 +105,7 @@ class TunedPreset:
     bytes_per_token: float
     text: str = ""
     tokens: int = 0
+    against: Literal["source", "pack"] = SOURCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from floe_chat.app.cli.printing.scatter_plot import scatter
 from floe_chat.engine import quality_presets
-from floe_chat.engine.quality import evaluate, frontier, text_windows, tune
+from floe_chat.engine.quality import evaluate, frontier, own_presets, text_windows
 from floe_chat.kernels.activation import Projection
 from floe_chat.models.catalog import asset
 from floe_chat.models.checkpoint import Checkpoint
@@ -112,8 +112,9 @@ def test_a_pack_that_may_only_be_read_is_refused_at_once(
     def refuse(_path: Path, _mode: int) -> bool:
         return False
 
-    monkeypatch.setattr(tune, "os", SimpleNamespace(access=refuse, W_OK=os.W_OK))
+    monkeypatch.setattr(own_presets, "os", SimpleNamespace(access=refuse, W_OK=os.W_OK))
     assert "is read-only" in explained(run_tune(own_pack, tiny_checkpoint), 1)
+    assert "is read-only" in explained(run_cli("tune", str(own_pack)), 1)
 
 
 def test_points_are_drawn_where_they_lie() -> None:
@@ -124,3 +125,25 @@ def test_points_are_drawn_where_they_lie() -> None:
     assert "2" in lines[13] and "4" in lines[13] and lines[14].strip() == "x"
     (alone,) = [line for line in scatter([(1.0, 0.5, "*")], 5, 3, "x", "y") if "*" in line]
     assert alone
+
+
+def test_a_pack_needs_nothing_but_itself(own_pack: Path, text: Path) -> None:
+    ran = run_cli("tune", str(own_pack), "--text", str(text), "--device", "cpu", "--tokens", "64", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    fields: dict[str, Any] = json.loads(ran.out)
+    tuned = Manifest.read(own_pack).tuned
+    assert [preset.name for preset in tuned] == LEVELS == [preset["name"] for preset in fields["presets"]]
+    for preset, printed in zip(tuned, fields["presets"], strict=True):
+        assert preset.against == "pack" == printed["against"] and preset.text == text.name
+        assert (preset.tokens, fields["text"]) == (fields["scored"], str(text))
+        assert 0 <= printed["adds"] <= quality_presets.LEVELS[preset.name] and preset.bytes_per_token > 0
+        assert printed["kl"] == pytest.approx(preset.kl, rel=1e-4)
+    PackedModel.open(own_pack)  # still whole
+    assert run_cli("ask", "--model", str(own_pack), "--max-tokens", "3", "hello").code == 0
+
+
+def test_its_own_presets_are_text_of_100_columns(own_pack: Path, text: Path) -> None:
+    ran = run_cli("tune", str(own_pack), "--text", str(text), "--device", "cpu", "--tokens", "64")
+    lines = ran.out.splitlines()
+    assert (ran.code, ran.err) == (0, "") and max(map(len, lines)) <= 100 and "{" not in ran.out
+    assert [line.split()[0] for line in lines[5:8]] == LEVELS and "tuned on itself" in lines[0]
