@@ -13,10 +13,11 @@ from ..arguments import read_text
 
 Command = Callable[..., Any]
 TOKENS = 2048  # of a text that are read
+OWN_TOKENS = 1024  # likewise, where a pack is read again and again
 _BESIDE = "The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]"
 
 
-def _options(source: str) -> tuple[Callable[[Command], Command], ...]:
+def _options(source: str, tokens: str) -> tuple[Callable[[Command], Command], ...]:
     return (
         click.argument("model", default="demo", metavar="[MODEL]"),
         click.option("--source", type=click.Path(path_type=Path), metavar="FOLDER", help=source),
@@ -29,22 +30,22 @@ def _options(source: str) -> tuple[Callable[[Command], Command], ...]:
             "text that packing did not use]",
         ),
         click.option(
-            "--tokens",
-            type=click.IntRange(1),
-            default=TOKENS,
-            show_default=True,
-            help="How many tokens of the text to read.",
+            "--tokens", type=click.IntRange(1), help=f"How many tokens of the text to read.  [default: {tokens}]"
         ),
         click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
     )
 
 
-def comparing(*, source: str = _BESIDE) -> Callable[[Command], Command]:
-    """The model and the options of a command that compares a pack with its source; `source`: the help of --source."""
+def comparing(*, source: str = _BESIDE, tokens: str = str(TOKENS)) -> Callable[[Command], Command]:
+    """The model and the options of a command that compares a pack with its source.
+
+    Args:
+        source: the help of --source. tokens: the default of --tokens, in words.
+    """
 
     def extended(command: Command) -> Command:
-        for option in reversed(_options(source)):
+        for option in reversed(_options(source, tokens)):
             command = option(command)
         return command
 

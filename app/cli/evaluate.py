@@ -15,7 +15,7 @@ from .. import progress
 from ..progress import rounded
 from ..text import units
 from ..text.plain_text import printable
-from .comparison import comparing, source_of, text_ids, text_name
+from .comparison import TOKENS, comparing, source_of, text_ids, text_name
 
 if TYPE_CHECKING:
     from ...engine.quality.divergence import Divergence
@@ -65,7 +65,7 @@ def evaluate(
     presets: tuple[str, ...],
     kv_bits: str | None,
     lenient: bool,
-    tokens: int,
+    tokens: int | None,
     device: str,
     as_json: bool,
 ) -> None:
@@ -85,7 +85,7 @@ def evaluate(
     try:
         told = Told(progress.step, progress.note)
         bits = None if kv_bits is None else int(kv_bits)
-        found = run(pack, origin, ids, presets, tokens, device, told, lenient=lenient, kv_bits=bits)
+        found = run(pack, origin, ids, presets, tokens or TOKENS, device, told, lenient=lenient, kv_bits=bits)
     finally:
         progress.clear()
     text = text_name(pack, text_file)

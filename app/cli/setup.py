@@ -279,11 +279,11 @@ def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
     if not tuning:
         note(f"To measure its own presets: floe-chat tune {wanted.name}")
         return
-    from .comparison import TOKENS
+    from .comparison import OWN_TOKENS
     from .tune import by_itself
 
     try:
-        by_itself(wanted.folder, None, TOKENS, "auto", as_json=False, err=True)
+        by_itself(wanted.folder, None, OWN_TOKENS, "auto", as_json=False, err=True)
     except KeyboardInterrupt:
         note(f"Stopped. {wanted.name} keeps the usual presets; to measure them: floe-chat tune {wanted.name}")
         raise

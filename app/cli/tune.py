@@ -16,7 +16,7 @@ from .. import progress
 from ..progress import rounded
 from ..text import units
 from ..text.plain_text import printable
-from .comparison import comparing, source_of, text_ids, text_name
+from .comparison import OWN_TOKENS, TOKENS, comparing, source_of, text_ids, text_name
 from .printing.scatter_plot import scatter
 
 if TYPE_CHECKING:
@@ -56,12 +56,21 @@ _OWN_LEGEND = (
 
 
 @click.command(short_help="Find the best presets for a pack, and store them in it.")
-@comparing(source="The 16-bit checkpoint that was packed, to compare with it instead of with the pack itself.")
+@comparing(
+    source="The 16-bit checkpoint that was packed, to compare with it instead of with the pack itself.",
+    tokens=f"{OWN_TOKENS}; {TOKENS} with --source",
+)
 @click.option(
     "--widths/--no-widths", default=True, show_default=True, help="With --source, try widths other than the pack's too."
 )
 def tune(
-    model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
+    model: str,
+    source: Path | None,
+    text_file: Path | None,
+    tokens: int | None,
+    widths: bool,
+    device: str,
+    as_json: bool,
 ) -> None:
     """Measure what MODEL's presets High, Balanced and Fast may leave out, and set them.
 
@@ -81,13 +90,15 @@ def tune(
 
     pack = find(model)
     if source is None:
-        by_itself(pack, text_file, tokens, device, as_json=as_json)
+        by_itself(pack, text_file, tokens or OWN_TOKENS, device, as_json=as_json)
         return
     origin = source_of(pack, source)
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
         told = Told(progress.step, progress.note)
-        found = run(pack, origin, ids, tokens, told, text=Path(measured_on).name, widths=widths, device=device)
+        found = run(
+            pack, origin, ids, tokens or TOKENS, told, text=Path(measured_on).name, widths=widths, device=device
+        )
     finally:
         progress.clear()
     if not as_json:

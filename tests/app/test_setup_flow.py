@@ -23,8 +23,11 @@ from floe_chat.app.cli.main import cli
 from floe_chat.app.setup import flow
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import Wish, forget, unfinished, wish, write_note
+from floe_chat.engine.quality import text_windows
+from floe_chat.engine.quality_presets import LEVELS
 from floe_chat.models import catalog
 from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
@@ -249,9 +252,20 @@ def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPa
     done = runner.invoke(cli, ["setup", REPO, "--yes", "--rows", "8"])
     assert done.exit_code == 0, done.stderr
     assert done.stdout == f"{catalog.models_folder() / 'tiny'}\n"
-    assert "floe-chat --model tiny" in done.stderr
+    assert "floe-chat --model tiny" in done.stderr and "floe-chat tune tiny" in done.stderr
     widths = PackedModel.open(catalog.models_folder() / "tiny").manifest.widths
     assert (widths.gate, widths.down) == (8, 8)
+
+
+def test_the_command_measures_presets_if_asked(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_windows, "WINDOW", 64)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
+    done = CliRunner().invoke(cli, ["setup", REPO, "--yes", "--tune"])
+    folder = catalog.models_folder() / "tiny"
+    assert (done.exit_code, done.stdout) == (0, f"{folder}\n"), done.stderr
+    tuned = Manifest.read(folder).tuned
+    assert [preset.name for preset in tuned] == list(LEVELS) and {preset.against for preset in tuned} == {"pack"}
+    assert "tuned on itself" in done.stderr
 
 
 @pytest.fixture
