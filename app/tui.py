@@ -80,11 +80,14 @@ class FloeChatApp(App[int]):
         settings: Path | None = None,
         terminal: Terminal | None = None,
         reopened: Reopened | None = None,
+        named: bool = False,
     ) -> None:
         """`history`: where chats are saved, None: nowhere. `settings`: the file, None: the defaults. `terminal`: holds
-        the terminal until the screen is there. `reopened`: the saved chat to begin with, None: a new one.
+        the terminal until the screen is there. `reopened`: the saved chat to begin with, None: a new one. `named`:
+        whether the person named the model, who is asked for none then.
         """
         super().__init__()
+        self._named = named
         self._terminal, self._reopened = terminal, reopened
         self._file = settings
         self._settings = with_installed_model(read(settings), settings) if settings else SettingsRead(Settings())
@@ -142,7 +145,7 @@ class FloeChatApp(App[int]):
         if self._reopened is not None:
             reopen = self._chat.controller.chats.reopen
             self._chat.call_later(reopen, self._reopened.conversation, own_model=self._reopened.own_model)
-        if self._file is not None and first_run(self._file):
+        if self._file is not None and not self._named and first_run(self._file):
             self._show_wizard(self._welcomed)
         if problems := self._settings.problems:  # in one toast: several would cover the text field
             title, said = _told(self._file, problems)
@@ -372,6 +375,7 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         settings=settings_file(),
         terminal=terminal,
         reopened=None if chat is None else Reopened(chat.id, beginning.own_model),
+        named=not beginning.own_model,
     )
 
     def close() -> bool:

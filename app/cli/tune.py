@@ -18,6 +18,7 @@ from ..text import units
 from ..text.plain_text import printable
 from .comparison import OWN_TOKENS, TOKENS, comparing, source_of, text_ids, text_name
 from .printing.scatter_plot import scatter
+from .printing.wrapping import wrapped
 
 if TYPE_CHECKING:
     from ...engine.quality.candidates import Candidate
@@ -43,16 +44,14 @@ _LEGEND = (
     "absent       share of those bytes in experts outside memory, if it holds the half used last",
 )
 
-_OWN_LEGEND = (
-    "sparse, product  shares of neurons whose row, or down half, is left out in an expert of mean score",
-    "drop             router score over the chosen experts' mean below which an expert is left out",
-    "adds, allowed    how far next-word probabilities move by what is left out, in nats (mean)",
-    "KL               the same as it runs: Balanced and Fast round what weights meet to 8 bits too",
-    "bytes            of experts' weights per token",
-    "layers           factors of the first three, by layer: layers that bear less skip less",
-    "",
-    "What the rounding of the weights costs comes before that: floe-chat eval, with the 16-bit source.",
-)
+_OWN_LEGEND = {
+    "sparse, product": "shares of neurons whose row, or down half, is left out in an expert of mean score",
+    "drop": "router score over the chosen experts' mean below which an expert is left out",
+    "adds, allowed": "how far next-word probabilities move by what is left out, in nats (mean)",
+    "KL": "the same as it runs: Balanced and Fast round what weights meet to 8 bits too",
+    "bytes": "of experts' weights per token",
+    "layers": "factors of the first three, by layer: layers that bear less skip less",
+}
 
 
 @click.command(short_help="Find the best presets for a pack, and store them in it.")
@@ -160,7 +159,10 @@ def own_text(found: OwnPresets, measured_on: str) -> str:
         figures = f"{added}{units.size(p.bytes_per_token):>10}"
         span = f"{min(rule.layers):g} to {max(rule.layers):g}" if rule.layers else "alike"
         lines.append(f"{p.name:<10}{skipped}{figures}  {span}")
-    lines += ["", *_OWN_LEGEND]
+    lines += ["", *(wrapped(said, f"{name:<17}", 17 * " ") for name, said in _OWN_LEGEND.items()), ""]
+    lines.append(
+        wrapped("What the rounding of the weights costs comes before that: floe-chat eval, with the 16-bit source.")
+    )
     return printable("\n".join(lines))
 
 

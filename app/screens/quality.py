@@ -198,7 +198,7 @@ def _measured_on(costs: Sequence[Cost]) -> str:
         return "To measure it for this model, run: floe-chat tune MODEL"
     if not known.text:
         return "Measured by floe-chat tune."
-    beside = "" if known.rounded else " from the pack with nothing left out, so without what rounding costs"
+    beside = "" if known.rounded else ", without what rounding loses"
     return f"Measured on {printable(known.text)}, {known.tokens:,} tokens{beside}."
 
 

@@ -138,6 +138,7 @@ class Packing:
             found, feeling = set[str](), Feeling()
 
             def rounded(layer: str, matrix: Tensor, x: Tensor) -> Tensor:
+                self._clock.say(f"Rounding the attention of layer {stage} of {self._decoders}")
                 self._dense.store(file, layers[layer], matrix, partial(round_for, feeling(x)))
                 found.add(layers[layer])
                 return self._dense.values(file, layers[layer])

@@ -23,6 +23,7 @@ from floe_chat.app.cli.main import cli
 from floe_chat.app.setup import flow
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import Wish, forget, unfinished, wish, write_note
+from floe_chat.engine.planning import plan
 from floe_chat.engine.quality import text_windows
 from floe_chat.engine.quality_presets import LEVELS
 from floe_chat.models import catalog
@@ -275,11 +276,12 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = CliRunner()
+    runner, first = CliRunner(), plan.recommended(plan.offers(machine_of(12 << 30)))
+    assert first is not None
     for more in ([], ["--yes"]):
         which = runner.invoke(cli, ["setup", *more], standalone_mode=False)
         assert isinstance(which.exception, UsageError) and "mixtral-8x7b-instruct" in which.exception.cause
-        assert "floe-chat setup olmoe-1b-7b-0125-instruct" in which.exception.hint
+        assert f"floe-chat setup {first.entry.name}" in which.exception.hint
     asked: list[str] = []
 
     def planned(model: str, *_more: object, **_named: object) -> None:
@@ -289,7 +291,7 @@ def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeyp
     monkeypatch.setattr("floe_chat.app.cli.setup._planned", planned)
     monkeypatch.setattr("floe_chat.app.cli.setup.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     offered = runner.invoke(cli, ["setup"])
-    assert asked == ["olmoe-1b-7b-0125-instruct"] and "recommended for this machine" in offered.stderr
+    assert asked == [first.entry.name] and "recommended for this machine" in offered.stderr
 
 
 def test_without_a_name_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,17 @@ async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path,
     assert settings.exists()
 
 
+async def test_who_names_a_model_is_not_asked_for_one(tiny_pack: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "config" / "settings.toml"
+    client = ChatClient(tiny_pack)
+    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings, named=True)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: "ready" in app.screen.query_one(StatusLine).state)
+        assert isinstance(app.screen, ChatScreen)
+    client.close()
+    app.setups.close()
+
+
 async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) -> None:
     client = ChatClient(catalog.find(catalog.DEMO))
     app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6)
