@@ -142,7 +142,7 @@ def by_itself(
 
 
 def own_text(found: OwnPresets, measured_on: str) -> str:
-    """The presets that a pack got by itself, for people, 100 columns wide."""
+    """The presets that a pack got by itself, for people."""
     from ...engine.quality_presets import LEVELS
 
     lines = [

@@ -50,7 +50,7 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
         await write(pilot, "two")
         await pilot.press("enter")
         chat.controller.model.switch(other)
-        await write(pilot, "three")
+        await write(pilot, "what is next?")
         await pilot.press("enter")
         await until(
             pilot,

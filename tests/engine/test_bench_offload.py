@@ -293,7 +293,7 @@ def test_others_prompts_obey_the_card(small: Card, trace: Trace, baseline: Any) 
     plain = seconds()
     assert plain == seconds()
     assert all(slow > fast for slow, fast in zip(seconds(link_bytes_s=1e8, cpu_flops=1e9), plain, strict=True))
-    # One prompt alone may be a little slower where all experts queue on the card that the CPU had shared.
+    # Together: with more memory one of them alone came out 2 % slower here.
     assert sum(seconds(vram_bytes=1 << 30)) <= sum(plain)
 
 

@@ -85,19 +85,20 @@ def test_an_exact_pack_is_its_source(exact_pack: Path, tiny_checkpoint: Path) ->
 
 
 def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    row = measured(tiny_pack, tiny_checkpoint, "Balanced").presets[0]
+    row = measured(tiny_pack, tiny_checkpoint, "High").presets[0]
     rows, keep = text_windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
     loaded = open_model(tiny_pack)
+    high = quality_presets.get("High", loaded.packed.manifest)
     with torch.inference_mode():
         p, q = (
             model(input_ids=rows[:, :-1], use_cache=False).logits[:, -keep:].double().softmax(-1)
-            for model in (reference_model(tiny_checkpoint), plain_model(tiny_checkpoint, loaded, loaded.control.preset))
+            for model in (reference_model(tiny_checkpoint), plain_model(tiny_checkpoint, loaded, high))
         )
     kl = (p * (p / q).log()).sum(-1)
     assert row.divergence.kl_mean > 1e-3
-    # The kernels round what experts read to fewer bits, the plain model does not: a neuron may cross its threshold.
-    assert row.divergence.kl_mean == pytest.approx(float(kl.mean()), rel=0.05)
-    assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.3)  # of one token
+    # High rounds what experts read to 15 bits, the plain model does not; Balanced, to 8, is off by up to 2 %.
+    assert row.divergence.kl_mean == pytest.approx(float(kl.mean()), rel=0.01)
+    assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.02)
 
 
 def test_more_sparsity_diverges_more(tiny_pack: Path, tiny_checkpoint: Path) -> None:

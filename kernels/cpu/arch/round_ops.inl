@@ -22,7 +22,7 @@ typedef float Lanes;
 #endif
 
 constexpr int64_t kWide = 2 * kStep;            // groups whose grids are fitted side by side
-constexpr float kClips[] = {1.0f, 0.85f, 0.7f}; // as rounding.py has them, and the fit's steps
+constexpr float kClips[] = {1.0f, 0.85f, 0.7f}; // these and the steps: as reference.py has them
 constexpr int kSteps = 6;
 
 inline int64_t padded(int64_t n) { return (n + kWide - 1) / kWide * kWide; }
