@@ -157,7 +157,7 @@ def own_text(found: OwnPresets, measured_on: str) -> str:
         skipped = f"{_part(rule.sparsity):>7}{_part(rule.product):>9}{_part(rule.drop):>7}"
         added = f"{divergence(adds):>10}{LEVELS[p.name]:>9g}{divergence(p.kl):>10}"
         figures = f"{added}{units.size(p.bytes_per_token):>10}"
-        span = f"{min(rule.layers):g} to {max(rule.layers):g}" if rule.layers else "alike"
+        span = f"{min(rule.layers):.1f}-{max(rule.layers):.1f}" if rule.layers else "alike"
         lines.append(f"{p.name:<10}{skipped}{figures}  {span}")
     lines += ["", *(wrapped(said, f"{name:<17}", 17 * " ") for name, said in _OWN_LEGEND.items()), ""]
     lines.append(
