@@ -1,4 +1,4 @@
-"""`python -m floe_chat.models.demo OUT_DIR [--shape demo] [--steps 6000] [--seed 0]`: trains and checks it."""
+"""`python -m floe_chat.models.demo OUT_DIR`: trains the demo model, or another for benches, and checks it."""
 
 import argparse
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 from .check import report
 from .settle import settle
 from .shapes import SHAPES
-from .train import train
+from .train import Training, train
 
 
 def main() -> None:
@@ -16,11 +16,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="the architecture (shapes.py)")
     parser.add_argument("--steps", type=int, default=6000, help="length of training: two hours on two cores")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same model")
+    parser.add_argument("--from", dest="origin", type=Path, help="go on from this checkpoint, whose shape it is")
     parser.add_argument("--check-only", action="store_true", help="do not train, only check the checkpoint in OUT_DIR")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not options.check_only:
-        train(options.out, shape=options.shape, steps=options.steps, seed=options.seed)
+        train(options.out, Training(options.shape, options.steps, options.seed, options.origin))
         settle(options.out, seed=options.seed)
     report(options.out)
 

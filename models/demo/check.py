@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
 from .corpus import python_texts
 from .facts import FactCheck, read_heldout
+from .shapes import trained
 from .train import correction_biases
 from .vocabulary import EOS, mark_id
 
@@ -19,18 +20,9 @@ ANSWER_TOKENS = 250
 WINDOW = 512
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The checkpoint in float32, through the library's own classes for any model."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise TypeError(f"{folder} holds no demo model")
-    return model.eval(), tokenizer
-
-
 def report(folder: Path) -> None:
     """Logs held-out accuracy with every miss, held-out loss (nats per token) and the load of the experts."""
-    model, tokenizer = load(folder)
+    model, tokenizer = trained(folder)
     checks = read_heldout()
     right = 0
     for check in checks:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .batches import batches
-from .check import load
+from .shapes import trained
 from .train import GRADIENT_NORM, LOG_EVERY, keep_freed_memory, losses, save
-from .vocabulary import build_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def settle(folder: Path, *, seed: int) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model, tokenizer = load(folder)[0], build_tokenizer()
+    model, tokenizer = trained(folder)
     model.set_experts_implementation("grouped_mm")
     model.train()
     named = dict(model.named_parameters())

@@ -8,9 +8,18 @@ bias that training keeps balanced (GLM-4.5's architecture).
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4MoeConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from .vocabulary import BOS, EOS, mark_id
@@ -76,3 +85,12 @@ SHAPES: dict[str, Callable[[PreTrainedTokenizerFast], PretrainedConfig]] = {"dem
 def untrained(shape: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """A model of that shape with random weights."""
     return AutoModelForCausalLM.from_config(SHAPES[shape](tokenizer))
+
+
+def trained(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The checkpoint in `folder`, in float32, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TypeError(f"{folder} holds no demo model")
+    return model.eval(), tokenizer

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch on the CPU, repeatably: the schedule counts steps, never seconds."""
+"""Trains the demo model on the CPU, repeatably: the schedule counts steps, never seconds."""
 
 import ctypes
 import logging
@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .batches import TOKENS_PER_BATCH, batches
 from .progress import TrainingProgress
-from .shapes import BALANCE_WEIGHT, untrained
+from .shapes import BALANCE_WEIGHT, trained, untrained
 from .vocabulary import BOS, EOS, build_tokenizer, mark_id
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 # Two processes of one thread each beat one process of two: they meet once a step instead of once an operation.
 WORKERS = 2
 PEAK_RATE = 2e-3
+CONTINUED_RATE = 1e-3  # likewise, of weights that know most of the texts already
 WARMUP_STEPS = 100
 BIAS_RATE = 1e-3  # of a router's correction bias, a step (DeepSeek-V3, 2.1.2)
 GRADIENT_NORM = 1.0
@@ -34,19 +36,44 @@ LOG_EVERY = 25
 KEEP_EVERY = 100  # steps: two minutes or so
 
 
-def train(out: Path, *, shape: str, steps: int, seed: int) -> None:
-    """Trains a model of that shape and writes the checkpoint into the folder `out`.
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained: a model of that shape from random weights, or on from a checkpoint.
 
-    The same seed, steps, Python and torch give the same weights on the same kind of CPU. After an interruption it
+    Attributes:
+        origin: the checkpoint whose weights and vocabulary it goes on from, where texts have changed a little.
+    """
+
+    shape: str
+    steps: int
+    seed: int
+    origin: Path | None = None
+
+    def begun(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+        """The model before its first step, and its tokenizer."""
+        if self.origin is not None:
+            return trained(self.origin)
+        tokenizer = build_tokenizer()
+        return untrained(self.shape, tokenizer), tokenizer
+
+    def rate(self, step: int) -> float:
+        """The optimizer's, of one step."""
+        return (CONTINUED_RATE if self.origin else PEAK_RATE) * rate_factor(step, self.steps)
+
+
+def train(out: Path, training: Training) -> None:
+    """Trains a model and writes the checkpoint into the folder `out`.
+
+    The same training, Python and torch give the same weights on the same kind of CPU. After an interruption it
     continues from its last saved state (progress.py), with the same result.
     """
     context: SpawnContext = torch.multiprocessing.get_context("spawn")
-    model = untrained(shape, build_tokenizer())
+    model, _ = training.begun()
     values = sum(tensor.numel() for tensor in (*model.parameters(), *correction_biases(model)))
     exchange = torch.zeros(2, WORKERS, values).share_memory_()
     meeting = context.Barrier(WORKERS)
     workers = [
-        context.Process(target=_work, args=(rank, exchange, meeting, out, shape, steps, seed), daemon=True)
+        context.Process(target=_work, args=(rank, exchange, meeting, out, training), daemon=True)
         for rank in range(WORKERS)
     ]
     for worker in workers:
@@ -57,9 +84,7 @@ def train(out: Path, *, shape: str, steps: int, seed: int) -> None:
         raise RuntimeError("a training process failed; its own message is above")
 
 
-def _work(
-    rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Path, shape: str, steps: int, seed: int
-) -> None:
+def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Path, training: Training) -> None:
     """One of the processes: its own batches, the same weights as the others; the first one logs and saves.
 
     exchange (2, workers, values) f32 holds everybody's gradients, and the loads of experts behind them. Even and odd
@@ -68,9 +93,9 @@ def _work(
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     keep_freed_memory()
+    steps, seed = training.steps, training.seed
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
-    model = untrained(shape, tokenizer)
+    model, tokenizer = training.begun()
     # The library's fastest expert loop here in float32; bfloat16 is slower on CPUs without its instructions.
     model.set_experts_implementation("grouped_mm")
     model.train()
@@ -82,7 +107,7 @@ def _work(
         out.with_name(f"{out.name}.training.safetensors"),
         model,
         optimizer,
-        f"shape {shape}, steps {steps}, seed {seed}",
+        str(training),
     )
     first = kept.restore()
     if first:
@@ -104,7 +129,7 @@ def _work(
         correct(biases, loads)
         gradients.mul_((GRADIENT_NORM / gradients.norm()).clamp(max=1.0))
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_RATE * rate_factor(step, steps)
+            group["lr"] = training.rate(step)
         optimizer.step()
         totals += torch.stack([text_loss.detach(), balance.detach()])
         if (step + 1) % LOG_EVERY == 0:

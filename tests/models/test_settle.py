@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from floe_chat.models.demo import settle
-from floe_chat.models.demo.check import load
-from floe_chat.models.demo.shapes import demo
+from floe_chat.models.demo.shapes import demo, trained
 from floe_chat.models.demo.train import save
 from floe_chat.models.demo.vocabulary import build_tokenizer
 from transformers import MixtralForCausalLM
@@ -24,14 +23,14 @@ def test_all_weights_learn_on_and_always_alike(tmp_path: Path, monkeypatch: pyte
     config.num_hidden_layers, config.intermediate_size = 2, 64
     torch.manual_seed(0)
     save(MixtralForCausalLM(config), tokenizer, tmp_path / "one")
-    before, _ = load(tmp_path / "one")
+    before, _ = trained(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     try:
         for name in ("one", "two"):
             settle.settle(tmp_path / name, seed=3)
     finally:
         torch.set_num_threads(threads)
-    after, _ = load(tmp_path / "one")
+    after, _ = trained(tmp_path / "one")
     for name, was in before.named_parameters():
         now = after.get_parameter(name)
         # No farther than the rate allows, however far off weights were for a step; of norms 16 bits do not show it.
