@@ -28,8 +28,8 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
 @click.command(short_help="Download a model, pack it for this machine, and check it.")
 @click.argument("model", required=False, metavar="[MODEL]")
 @click.option("--name", help="The model's name on this machine.  [default: its listed name]")
-@click.option("--up", type=int, help="Bits of the up projection: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
-@click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--up", type=int, help="Bits of the signal: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--rows", type=int, help="Bits of the rows: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
@@ -208,7 +208,6 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
         "dense": given.get("dense", spec.dense if spec else 4),
     }
     wanted = wish(model, name, bits)
-    wanted.spec()
     for line in _told(plan, wanted):
         note(line)
     if ask:
@@ -233,18 +232,22 @@ def _entry(wanted: Wish) -> tuple[CatalogEntry, str | None]:
 
 
 def _told(plan: Plan, wanted: Wish) -> list[str]:
-    """The plan in a few lines; `floe-chat plan` has the rest."""
-    from ...engine.planning.reasons import describe
+    """What the setup makes, at the widths wished for, in a few lines; `floe-chat plan` has the rest."""
+    from ...engine.planning.options import option
+    from ...engine.planning.reasons import describe, lacks
 
+    made = option(plan.machine, plan.entry, wanted.spec(), plan.context)
     lines = [f"{wanted.name}: {wanted.model} into {wanted.folder}"]
-    if (chosen := plan.chosen) is not None:
+    if made.missing:
+        lines.append(f"{describe(made.spec)} does not fit this machine: {lacks(made.missing)} too little.")
+    else:
         lines.append(
-            f"{describe(chosen.spec)}: about {chosen.decode.mid:.2g} tokens/s "
-            f"({chosen.decode.low:.2g} to {chosen.decode.high:.2g}) on this machine."
+            f"{describe(made.spec)}: about {made.decode.mid:.2g} tokens/s "
+            f"({made.decode.low:.2g} to {made.decode.high:.2g}) on this machine."
         )
-        if wanted.local is None:
-            peak, fetched = units.size(chosen.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
-            lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
+    if wanted.local is None:
+        peak, fetched = units.size(made.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
+        lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines
