@@ -37,9 +37,9 @@ class Preset:
 
 PRESETS = (
     Preset("Exact", NOTHING, X_BITS_EXACT),
-    Preset("High", Rule(0.3, 0.5, drop=0.2, major=0.2)),
-    Preset("Balanced", Rule(0.4, 0.7, drop=0.4, major=0.8), X_BITS_COARSE),
-    Preset("Fast", Rule(0.6, 0.8, drop=0.4, major=0.8), X_BITS_COARSE),
+    Preset("High", Rule(0.4, 0.5, drop=0.2, major=0.2, weighed=True)),
+    Preset("Balanced", Rule(0.6, 0.7, drop=0.4, major=0.4, weighed=True), X_BITS_COARSE),
+    Preset("Fast", Rule(0.7, 0.85, drop=0.4, major=0.4, weighed=True), X_BITS_COARSE),
 )
 DEFAULT = "Balanced"
 LEVELS = {"High": 0.003, "Balanced": 0.01, "Fast": 0.03}

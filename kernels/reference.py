@@ -43,7 +43,8 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
     With w a choice's weight and m the mean of its token's, a first or only part is left out where w < drop · m, a
     second one where w < max(drop, major) · m (DualSparse-MoE sections 4.1 and 4.2: the paper's normalized score times
-    K, so that one limit suits any K). A weighed rule multiplies the limits of what stays by m / w. No weight changes.
+    K, so that one limit suits any K), unless the expert's limit is negative (`rule.NEVER`). A weighed rule multiplies
+    the limits of what stays by m / w. No weight changes.
     A NaN weight stays, so that it reaches the result and is noticed.
     """
     (tokens, among), parts = index.shape, rule.parts
@@ -66,6 +67,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
 
     signal = own(limits.signal)
     assert signal is not None
+    left_out &= signal >= 0
     return Work(calls, signal.masked_fill(left_out, torch.inf), own(limits.product), own(limits.late))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 MOST_MULTIPLE = 4.0
 MOST_EASE = 1000.0  # largest factor of thresholds: none may become infinite, which means "left out"
+NEVER = -1.0  # the limit of an expert that no rule leaves out, whole or in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +14,13 @@ class Rule:
     """What a token may skip. Shares are of an expert's neurons, on text like the calibration's.
 
     Attributes:
-        sparsity: share that is skipped by |up · x| (FloE eq. 6). product: share whose down half is skipped, by
-            |silu(gate · x) up · x|.
+        sparsity: share that is skipped by the signal's magnitude, |up · x| (FloE eq. 6) or |silu(gate · x)|. product:
+            share whose down half is skipped, by |silu(gate · x) up · x|.
         drop, major: the router's weight for an expert, relative to the mean of those it chose for the token, below
             which the expert is skipped, or only its major half computed (DualSparse-MoE section 4).
         weighed: whether thresholds rise as that weight falls. A neuron adds weight · silu(gate · x) (up · x) down to y,
             so its worth depends as much on the weight as on its own values: the same loss then takes fewer rows
-            (BENCHMARKS.md, the frontier).
+            (BENCHMARKS.md, the frontier). Shares are then of the values times that weight.
         alpha: how far from the best rejected score an absent expert may be replaced, and a resident one may replace it
             (importance-driven scheduling section 5.1); 0 replaces none.
         layers: factors of these four shares in each layer, since some layers tolerate more than others
@@ -78,7 +79,7 @@ class Rule:
 
     @property
     def lateness(self) -> float:
-        """The share of neurons, by |up · x|, below which an absent row may be skipped."""
+        """The share of neurons, by the signal, below which an absent row may be skipped."""
         return 1 - (1 - self.sparsity) * (1 - self.late)
 
 

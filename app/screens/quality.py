@@ -34,7 +34,7 @@ _SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token
 _OFFLOADED_ONLY = "No effect here: the whole model fits the device."
 
 _DIALS = (
-    ("sparsity", "skip neurons", "Skip neurons with the weakest up projection: up to this share of them."),
+    ("sparsity", "skip neurons", "Skip neurons with the weakest signal: up to this share of them."),
     ("product", "skip down halves", "Skip the down projection of this share of the neurons."),
     ("drop", "skip experts below", "Skip experts whose router score is below this share of the mean."),
     (

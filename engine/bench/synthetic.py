@@ -29,7 +29,7 @@ from ...models.modules import library_model
 from ...models.pack.manifest import Architecture, Calibration, Manifest, PackSource, Widths
 from ...models.pack.packed_model import PackedLayer
 from ...models.pack.quantized_linears import layout_of, width_of
-from ...models.packing.calibration import QUANTILES, quantile_table
+from ...models.packing.calibration import QUANTILES, quantile_table, worths
 from ...models.packing.pack import PackSpec
 from ...models.transformers_import import import_model_code
 from .. import context
@@ -141,7 +141,7 @@ class Spec:
             source=PackSource("random weights", None, exact=True),
             architecture=Architecture(config.model_type, *sizes),
             widths=widths,
-            calibration=Calibration(CALIBRATION_TOKENS, QUANTILES),
+            calibration=Calibration(CALIBRATION_TOKENS, QUANTILES, weighed=True),
             files={},
             signals=() if "up" in family.signals else (family.signals[0],) * self.layers,
         )
@@ -265,19 +265,21 @@ def _make_sure(router: nn.Module, arguments: tuple[Tensor]) -> None:
 
 
 def _measure(layer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The tables of a layer that is about to compute: hidden (B, H), top_k_index (B, K)."""
+    """The tables of a layer that is about to compute: hidden (B, H), top_k_index and top_k_weights (B, K)."""
     assert isinstance(layer, MoELayer)
-    hidden, chosen, _ = arguments
+    hidden, chosen, weights = arguments
+    worth = worths(weights).to(hidden.dtype)
     for expert in range(len(layer.packed.signal.q)):
-        mine = (chosen == expert).any(dim=1)
-        x = hidden[mine] if mine.any() else hidden
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        x, each = (hidden[token], worth[token, slot, None]) if token.numel() else (hidden, 1.0)
         signal, rows = layer.packed.signal, layer.packed.rows
         v = _signal(signal, expert, x)
-        layer.packed.thresholds[expert] = quantile_table(v)
+        layer.packed.thresholds[expert] = quantile_table(v * each)
         records = rows.data[expert, ::_SAMPLED]
         other, _ = rows.layout.read(records, x.dtype)
         besides = F.linear(x, other, rows.layout.read_bias(records, x.dtype))
-        layer.packed.products[expert] = quantile_table(applied(rows.layout.function, besides) * v[:, ::_SAMPLED])
+        products = applied(rows.layout.function, besides) * v[:, ::_SAMPLED]
+        layer.packed.products[expert] = quantile_table(products * each)
 
 
 def _signal(signal: SignalWeights, expert: int, x: Tensor) -> Tensor:

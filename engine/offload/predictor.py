@@ -1,7 +1,7 @@
 """Predicts what the next layer will need, one layer ahead, so that it can be fetched meanwhile.
 
 A predictor returns two things: the input of the next MoE block, and how likely each of its experts is. Neurons follow
-from that input by the next layer's own up projection (FloE section 3.3.2). A wrong guess costs time, never correctness.
+from that input by the next layer's own signal (FloE section 3.3.2). A wrong guess costs time, never correctness.
 
 `layer` is always the one whose MoE input is known; predictions are for layer + 1. `hidden` is the input of that layer's
 MoE block, after its norm.

@@ -24,9 +24,7 @@ class Figures:
         quantization: quality loss, in nats of mean KL divergence, of one part ("up", "gate", "down", "dense", or "kv",
             stored keys and values) at so many bits, on the demo model. Losses of several parts are added, which is an
             indication.
-        active: share of neurons left out, with thresholds that rise as the router's weight falls -> share of all
-            chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
-            are dropped -> share of expert work left out.
+        dropped: router's score, relative to the mean, below which experts are dropped -> share of expert work left out.
         hits: share of a model's rows in the pool -> share of the wanted rows that are there.
         kernels: share of a linear read's rate that our CPU kernels reach on two cores, by kind and bits. core_bytes_s:
             rate of one core, likewise.
@@ -40,7 +38,6 @@ class Figures:
     """
 
     quantization: ByBits
-    active: Curve
     dropped: Curve
     hits: Curve
     kernels: ByBits
@@ -63,7 +60,6 @@ def figures() -> Figures:
     values = {name: entry["values"] for name, entry in told.items()}
     return Figures(
         quantization={part: {**by_bits, 16: 0.0} for part, by_bits in _by_bits(values["quantization"]).items()},
-        active=_curve(values["active"]),
         dropped=_curve(values["dropped"]),
         hits=_curve(values["hits"]),
         kernels=_by_bits(values["kernels"]),

@@ -67,7 +67,7 @@ class TokenWork:
         dropped = figures().dropped
         left_out = (at(dropped, rule.drop) + at(dropped, max(rule.drop, rule.major))) / 2
         calls = 1 - left_out
-        active = at(figures().active, rule.sparsity) if rule.weighed else 1 - rule.sparsity
+        active = 1 - rule.sparsity
         reached = min(1.0, (1 - rule.product) / active) if rule.product and active else 1.0
         # With weighed thresholds, low-score experts, which are left out first, have hardly any active neurons.
         return cls(calls, min(1.0, active / calls) if rule.weighed else active, reached)

@@ -6,7 +6,7 @@ import math
 
 from .measured_figures import figures
 
-WORTH = 0.025  # nats of quality loss, as the demo loses it, outweighed by twice the speed
+WORTH = 0.02  # nats of quality loss, as the demo loses it, outweighed by twice the speed
 READING = 6.0  # tokens/s: about 270 words a minute, as fast as most people read
 ENOUGH = 20.0  # tokens/s, faster than most people read
 BEYOND = 1 / 3  # share of that which twice the speed outweighs above it

@@ -187,11 +187,11 @@ class _Experts(nn.Module):
         ]
         self._probabilities = torch.empty(0)
         inputs = cache(lambda: felt(hidden[:lead]))
+        worths = calibration.worths(top_k_weights[:lead])
         for number in range(self._checkpoint.experts):
-            chosen = (top_k_index[:lead] == number).any(-1)
-            seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
-            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen, inputs, self._signal)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
+            seen = (hidden[token], worths[token, slot, None]) if token.numel() else (hidden[:lead], torch.ones(lead, 1))
+            expert = _Expert(*self._checkpoint.expert(self._layer, number), *seen, inputs, self._signal)
             y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
@@ -240,9 +240,18 @@ class _Expert:
     """One expert at any width, with thresholds from its calibration tokens."""
 
     def __init__(
-        self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor, inputs: Callable[[], Felt], signal: Projection
+        self,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        seen: Tensor,
+        worth: Tensor,
+        inputs: Callable[[], Felt],
+        signal: Projection,
     ) -> None:
-        gate, up, self._down, self._seen, self._inputs = gate.float(), up.float(), down.float(), seen, inputs
+        """seen (T, H) are its calibration tokens, worth (T, 1) as `calibration.worths` gives it."""
+        gate, up, self._down, self._inputs = gate.float(), up.float(), down.float(), inputs
+        self._seen, self._worth = seen, worth
         self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
         self._by: Function = function_of(signal, "silu")
         self._beside: Function = function_of(beside(signal), "silu")
@@ -252,7 +261,7 @@ class _Expert:
         major = self._order[: -(-len(self._order) // 2)]
         self._minor = torch.ones(len(self._order), dtype=torch.bool).index_fill_(0, major, False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
-        self._made: dict[tuple[str, int, int, int], Tensor] = {}
+        self._made: dict[tuple[str | int, ...], Tensor] = {}
 
     def __call__(self, setting: Candidate, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each.
@@ -272,28 +281,30 @@ class _Expert:
 
     def _v(self, s: Candidate, x: Tensor) -> Tensor:
         matrix = self._once(
-            ("signal", s.up, s.rank, 0), lambda: self._compensated(self._rounded(self._signal, s.up), s.rank)
+            ("signal", s.up, s.rank), lambda: self._compensated(self._rounded(self._signal, s.up), s.rank)
         )
         return applied(self._by, F.linear(x, matrix))
 
     def _h(self, s: Candidate, x: Tensor, v: Tensor) -> Tensor:
-        matrix = self._once(("other", s.gate, 0, 0), lambda: self._rounded(self._other, s.gate))
+        matrix = self._once(("other", s.gate), lambda: self._rounded(self._other, s.gate))
         return applied(self._beside, F.linear(x, matrix)) * v
 
     def _down_at(self, s: Candidate) -> Tensor:
         """(F, H): the columns, as neurons have them."""
-        return self._once(("down", s.down, 0, 0), lambda: self._rounded_down(s.down))
+        return self._once(("down", s.down), lambda: self._rounded_down(s.down))
 
     def _v_limit(self, s: Candidate) -> Tensor:
-        table = self._once(("v", s.up, s.rank, 0), lambda: calibration.quantile_table(self._v(s, self._seen)))
-        return calibration.threshold_at(table[None], s.rule.sparsity)[0]
+        return self._limit(("v", s.up, s.rank), s, s.rule.sparsity, lambda: self._v(s, self._seen))
 
     def _h_limit(self, s: Candidate) -> Tensor:
-        table = self._once(
-            ("h", s.up, s.rank, s.gate),
-            lambda: calibration.quantile_table(self._h(s, self._seen, self._v(s, self._seen))),
-        )
-        return calibration.threshold_at(table[None], s.rule.product)[0]
+        values = ("h", s.up, s.rank, s.gate)
+        return self._limit(values, s, s.rule.product, lambda: self._h(s, self._seen, self._v(s, self._seen)))
+
+    def _limit(self, values: tuple[str | int, ...], s: Candidate, share: float, make: Callable[[], Tensor]) -> Tensor:
+        """The threshold under which a share of the values is, of those times the router's weight if it is weighed."""
+        worth = self._worth if s.rule.weighed else 1.0
+        table = self._once((*values, s.rule.weighed), lambda: calibration.quantile_table(make() * worth))
+        return calibration.threshold_at(table[None], share)[0]
 
     def _rounded(self, matrix: Tensor, bits: int) -> Tensor:
         """A projection's rows as a pack of that width represents them."""
@@ -307,7 +318,7 @@ class _Expert:
         codes = round_down(self._hidden[:, self._order], down[self._order], bits, group_size(down.shape[1]))
         return torch.empty_like(down).index_copy_(0, self._order, _values(codes))
 
-    def _once(self, key: tuple[str, int, int, int], make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, key: tuple[str | int, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

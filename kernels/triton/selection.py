@@ -35,8 +35,8 @@ def select_kernel(
     for part in tl.static_range(PARTS):
         at = (token * CHOICES + k) * PARTS + part
         expert = chosen * PARTS + part
-        left_out = share < tl.load(least + part) * mean
         limit = tl.load(signal + expert, mask=live, other=0.0)
+        left_out = (share < tl.load(least + part) * mean) & (limit >= 0.0)
         if WEIGHED:
             limit = (limit.to(tl.float64) * ease).to(tl.float32)
         tl.store(tokens + at, tl.zeros_like(chosen) + token, mask=live)

@@ -32,6 +32,7 @@ DOWN_BIAS = "down.bias"  # of a layer's experts
 UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
 _LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
+_WEIGHED_VERSION = 6  # of packs with tables of weighed values
 _MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
@@ -77,10 +78,17 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The text that the threshold tables were measured on: its tokens, and how many entries each table has."""
+    """The text that the threshold tables were measured on: its tokens, and how many entries each table has.
+
+    Attributes:
+        weighed: whether the tables are of values times the router's relative weight, as those that weighed thresholds
+            are compared with. In packs of before they are of the values alone, so that weighed thresholds skip more or
+            fewer neurons than a rule says.
+    """
 
     tokens: int
     quantiles: int
+    weighed: bool = False
 
 
 SOURCE: Literal["source"] = "source"
@@ -193,9 +201,16 @@ class Manifest:
         for name in ("beside", "signals"):
             if not fields[name]:
                 del fields[name]
-        fields = {"format": FORMAT, "version": _SIGNALS_VERSION if self.signals else VERSION, **fields}
+        if not self.calibration.weighed:
+            del fields["calibration"]["weighed"]
+        fields = {"format": FORMAT, "version": self._version, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
+
+    @property
+    def _version(self) -> int:
+        """The first one that can read this."""
+        return _WEIGHED_VERSION if self.calibration.weighed else _SIGNALS_VERSION if self.signals else VERSION
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -227,18 +242,19 @@ class Manifest:
                 "Some of its experts have fewer bits than the others, which this version no longer supports.",
                 "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
-        if version not in (VERSION, _SIGNALS_VERSION):
+        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {as_name(repr(version))}; this program reads version {VERSION}.",
+                f"It is version {as_name(repr(version))}; this program reads version {_WEIGHED_VERSION}.",
                 "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
-            if (version == _SIGNALS_VERSION) != bool(fields.get("signals")):
-                raise ValueError("its signals")
-            return dataclasses.replace(_parse(fields), sealed=seal is not None)
+            found = dataclasses.replace(_parse(fields), sealed=seal is not None)
+            if found._version != version:
+                raise ValueError("its version")
+            return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
 

@@ -12,6 +12,7 @@ import platformdirs
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.rule import NEVER
 from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
 from ..errors import UsageError, damaged
@@ -25,7 +26,8 @@ class PackedLayer:
 
     Attributes:
         signal, rows: of its E experts.
-        thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1.
+        thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1, times the router's relative weight where
+            the manifest says so; all NEVER (kernels/rule.py) of an expert that is always computed whole.
         products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
     """
 
@@ -170,8 +172,9 @@ class PackedModel:
 
 
 def rising(table: Tensor) -> bool:
-    """Whether each row of a table (E, Q) rises from 0 or more, all of it finite."""
-    return bool(table.isfinite().all()) and bool((table.diff(dim=1) >= 0).all()) and bool((table[:, 0] >= 0).all())
+    """Whether each row of a table (E, Q) rises from 0 or more, all of it finite, or says that nothing is skipped."""
+    begins = (table[:, 0] >= 0) | (table == NEVER).all(dim=1)
+    return bool(table.isfinite().all()) and bool((table.diff(dim=1) >= 0).all()) and bool(begins.all())
 
 
 class _Stamp:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import Activation, applied, function_of
+from ...kernels.rule import MOST_EASE
 from ..errors import CheckpointError, PackError
 from ..families.storage import ExpertTensors
 from ..tokenizer.chat_process import encode
@@ -71,6 +72,14 @@ def importance(g: Tensor, u: Tensor) -> Tensor:
     return torch.stack([g.sum(0), g.abs().sum(0), gu.sum(0), gu.abs().sum(0)], dim=1).float()
 
 
+def worths(weights: Tensor) -> Tensor:
+    """A router's weights (B, K) relative to the mean of each token's: what neurons' values are multiplied by where
+    thresholds are weighed (`Rule.weighed`), and so in the tables that these are read from.
+    """
+    mean = weights.mean(-1, keepdim=True)
+    return torch.where(mean == 0, 1.0, weights / mean).clamp(min=1 / MOST_EASE)
+
+
 def quantile_table(values: Tensor) -> Tensor:
     """The table that turns a sparsity into a threshold: (QUANTILES,) float32 quantiles of |values|, rising.
 
@@ -87,7 +96,8 @@ def quantile_table(values: Tensor) -> Tensor:
 
 
 def threshold_at(tables: Tensor, sparsity: float) -> Tensor:
-    """|up · x| below which a neuron is skipped, so that `sparsity` (0..1) of them are on text like the calibration's.
+    """The magnitude below which a neuron is skipped, so that `sparsity` (0..1) of them are on text like the
+    calibration's.
 
     Args:
         tables: (E, Q) quantile tables.

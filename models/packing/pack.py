@@ -39,7 +39,7 @@ from .journal import Settings, text_digest
 from .pack_run import Packing, PackReport
 from .workplace import claimed
 
-_JOURNAL_VERSION = 4
+_JOURNAL_VERSION = 5
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 
@@ -181,7 +181,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             intermediate=source.neurons,
         ),
         widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group),
-        calibration=Calibration(tokens=tokens.numel(), quantiles=calibration.QUANTILES),
+        calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True),
         files={},
     )
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.activation import Projection, applied
+from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
@@ -102,6 +103,7 @@ class PackingExperts(nn.Module):
         self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
         out = torch.zeros_like(hidden)
         lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
+        worths = calibration.worths(top_k_weights)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
@@ -110,27 +112,28 @@ class PackingExperts(nn.Module):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
                 # An expert that the text never reaches is measured on all tokens: a rough table is better than none.
                 x = hidden[token] if token.numel() else hidden
+                worth = worths[token, slot, None].to(x.dtype) if token.numel() else torch.ones(len(x), 1)
                 if (self._layer, expert) in self._journal.experts:
                     v, h, down = self._compute(expert, x)
                 else:
                     self._measures["popularity"][expert] = token.numel() / max(1, top_k_index.numel())
-                    v, h, down = self._pack(expert, x)
+                    v, h, down = self._pack(expert, x, worth)
                     self._file.flush()
                     self._measures.flush()
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
                 if token.numel():
                     weights = top_k_weights[token, slot, None].to(h.dtype)
-                    lost[expert], tokens[expert] = left_out(v, h, down, weights), token.numel()
+                    lost[expert], tokens[expert] = left_out(v, h, down, weights, worth), token.numel()
                     y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
                     out.index_add_(0, token, y * weights)
-            for expert in exempt(lost, tokens):  # a threshold of 0 skips nothing
-                self._file["threshold"][expert] = 0
-                self._file["product"][expert] = 0
+            for expert in exempt(lost, tokens):
+                self._file["threshold"][expert] = NEVER
+                self._file["product"][expert] = NEVER
         return out
 
-    def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write one expert, neurons by falling importance; see `_compute`."""
+    def _pack(self, expert: int, x: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write one expert, neurons by falling importance; see `_compute`. worth (T, 1): of each token's neurons."""
         file, signals, rows = self._file, self._signals, self._rows
         source = self._source.whole_expert(self._layer, expert)
         g, u = calibration.both_sides(x, source, rows.activation)
@@ -157,8 +160,8 @@ class PackingExperts(nn.Module):
         for part, tensor in parts.items():
             file[part][expert] = tensor
         v, h, down = self._compute(expert, x)
-        file["threshold"][expert] = calibration.quantile_table(v)
-        file["product"][expert] = calibration.quantile_table(h)
+        file["threshold"][expert] = calibration.quantile_table(v * worth)
+        file["product"][expert] = calibration.quantile_table(h * worth)
         return v, h, down
 
     def _along(self, matrix: Tensor, bits: int, group: int) -> Codes:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.activation import Projection
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
-from .calibration import both_sides
+from .calibration import both_sides, worths
 
 AUTO: Literal["auto"] = "auto"  # each layer as measured
 SHARE, PRODUCT = 0.6, 0.8  # skipped by the signal and by the product: about what Balanced skips
@@ -38,7 +38,7 @@ def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weigh
     Args:
         layer: number among those with experts. hidden: (B, H) its input. chosen, weights: (B, K) its router's.
     """
-    lost = {"up": 0.0, "gate": 0.0}
+    lost, each = {"up": 0.0, "gate": 0.0}, worths(weights.float())
     for expert in range(min(_SAMPLE, source.experts)):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
         if len(token) < _LEAST:
@@ -47,25 +47,26 @@ def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weigh
         found = source.whole_expert(layer, expert)
         if not all(bool(part.isfinite().all()) for part in found[:3]):
             raise unpackable(layer, expert, "Its weights hold values that are not finite.")
-        x, weight = hidden[token], weights[token, slot, None].float()
+        x, weight, worth = hidden[token], weights[token, slot, None].float(), each[token, slot, None]
         signals = dict(zip(("gate", "up"), both_sides(x, found, source.family.experts_by), strict=True))
         h = signals["up"] * signals["gate"]
-        quiet = h.abs() < _quantile(h, PRODUCT)
+        quiet = _weakest(h * worth, PRODUCT)
         for name, v in signals.items():
-            skipped = (v.abs() < _quantile(v, SHARE)) | quiet
+            skipped = _weakest(v * worth, SHARE) | quiet
             left = F.linear(h.masked_fill(~skipped, 0), found.down.to(h.dtype)) * weight
             lost[name] += float(left.square().sum())
     return "gate" if lost["gate"] < lost["up"] else "up"
 
 
-def left_out(v: Tensor, h: Tensor, down: Tensor, weights: Tensor) -> float:
+def left_out(v: Tensor, h: Tensor, down: Tensor, weights: Tensor, worth: Tensor) -> float:
     """The energy of an expert's output on T tokens that those shares of its neurons would leave out.
 
     Args:
-        v, h: (T, F) the signal and the hidden values. down: (F, H). weights: (T, 1) the router's.
+        v, h: (T, F) the signal and the hidden values. down: (F, H). weights: (T, 1) the router's. worth: (T, 1) as
+            `calibration.worths` gives it.
     """
-    v, h, weights = v[:_MOST], h[:_MOST], weights[:_MOST]
-    skipped = (v.abs() < _quantile(v, SHARE)) | (h.abs() < _quantile(h, PRODUCT))
+    v, h, weights, worth = v[:_MOST], h[:_MOST], weights[:_MOST], worth[:_MOST]
+    skipped = _weakest(v * worth, SHARE) | _weakest(h * worth, PRODUCT)
     return float(((h.masked_fill(~skipped, 0) @ down) * weights).square().sum())
 
 
@@ -85,7 +86,8 @@ def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
     return found.nonzero().squeeze(1).tolist()
 
 
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """The magnitude below which that share of the values is."""
-    flat = values.abs().flatten()
-    return flat.kthvalue(max(1, round(share * flat.numel()))).values
+def _weakest(values: Tensor, share: float) -> Tensor:
+    """Which values are among that share of them, by magnitude."""
+    sizes = values.abs()
+    flat = sizes.flatten()
+    return sizes < flat.kthvalue(max(1, round(share * flat.numel()))).values

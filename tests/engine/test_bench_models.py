@@ -78,7 +78,7 @@ def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[s
     subject = make(**widths)
     assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)
     for sparsity in (0.0, 0.5, 0.8):
-        subject.control.preset = quality_presets.Preset("", Rule(sparsity))
+        subject.control.preset = quality_presets.Preset("", Rule(sparsity, weighed=True))
         answer = subject.answer(subject.prompt(20), 30)
         assert answer.active == pytest.approx(1 - sparsity, abs=0.08)
         assert 0 < answer.prefill <= answer.first and answer.token > 0

@@ -246,7 +246,7 @@ def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times
     assert times[1] == pytest.approx((times[0] + times[2]) / 2, rel=0.001)
 
 
-LENGTHS = (16, 64)
+LENGTHS = (8, 64)
 
 
 def prompts_on(card: Card, trace: Trace, mix: Mix, *, host: bool = False) -> list[Played]:

@@ -26,6 +26,6 @@ def test_measured_shares_do_not_change_how_x_is_read(exact_pack: Path) -> None:
     assert found["Balanced"].rule.sparsity == 0.1
 
 
-@pytest.mark.parametrize(("sparsity", "x_bits"), [(0.0, 15), (0.39, 15), (0.4, 8), (0.9, 8)])
+@pytest.mark.parametrize(("sparsity", "x_bits"), [(0.0, 15), (0.59, 15), (0.6, 8), (0.9, 8)])
 def test_ones_own_preset_is_as_coarse_as_one_that_skips_as_much(exact_pack: Path, sparsity: float, x_bits: int) -> None:
     assert quality_presets.custom(Manifest.read(exact_pack), Rule(sparsity)).x_bits == x_bits

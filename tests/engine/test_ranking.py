@@ -24,7 +24,7 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("ram", "vram", "name"),
     [
-        (3.75, 0, "granite-3.1-3b-a800m-instruct"),
+        (3.5, 0, "granite-3.1-3b-a800m-instruct"),
         (6.5, 0, "olmoe-1b-7b-0125-instruct"),
         (28, 0, "glm-4.7-flash"),
         (28, 12, "glm-4.7-flash"),

@@ -180,6 +180,8 @@ def test_a_flag_is_seen_on_both_sides() -> None:
 
 def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     loaded = open_model(tiny_pack)
+    loaded.control.preset = PRESETS["weighed"]  # with experts in halves
+    loaded.decoder.forward([7], KVCache())
     decoder = loaded.decoder
     assert isinstance(decoder, FusedDecoder)
     layers: list[Any] = [layer.mlp.experts for layer in loaded.model.model.layers]

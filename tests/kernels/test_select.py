@@ -9,7 +9,7 @@ import pytest
 import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
-from floe_chat.kernels.rule import MOST_EASE, Rule
+from floe_chat.kernels.rule import MOST_EASE, NEVER, Rule
 from floe_chat.kernels.types import Limits, Work
 from torch import Tensor
 
@@ -28,6 +28,7 @@ every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def limits_of(rule: Rule, *, product: bool = True, late: bool = True) -> Limits:
     drawn = torch.Generator().manual_seed(1)
     signal, first, second = (torch.rand(EXPERTS * rule.parts, generator=drawn) + 0.1 for _ in range(3))
+    signal[2 * rule.parts : 3 * rule.parts] = NEVER
     return Limits(signal, first if product else None, second if late else None)
 
 
@@ -75,6 +76,16 @@ def test_the_less_a_call_counts_the_higher_its_thresholds() -> None:
     index, weights = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0.8, 0.2, 0.0, 1e-9]])
     work = kernels.select(index, weights, Limits(torch.full((4,), 2.0)), Rule(weighed=True))
     assert work.thresholds.tolist() == pytest.approx([0.625, 2.5, 2 * MOST_EASE, 2 * MOST_EASE])
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_an_expert_that_no_rule_leaves_out_is_computed_whole(weighed: bool) -> None:
+    index, weights = torch.tensor([[0, 1]]), torch.tensor([[0.99, 0.01]])
+    limits = Limits(torch.tensor([0.5, 0.5, NEVER, NEVER]))
+    work = kernels.select(index, weights, limits, Rule(drop=0.5, major=0.9, weighed=weighed))
+    assert work.thresholds.isfinite().all() and (work.thresholds[2:] < 0).all(), "every magnitude reaches these"
+    work = kernels.select(index.flip(1), weights, limits, Rule(drop=0.5, major=0.9, weighed=weighed))
+    assert work.thresholds.isinf().tolist() == [False, False, True, True]
 
 
 @every_rule

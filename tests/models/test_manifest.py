@@ -17,6 +17,8 @@ from floe_chat.models.errors import PackError
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest, TunedPreset, layer_file
 from floe_chat.models.pack.packed_model import PackedModel
 
+from ..helpers import edit_json
+
 WRONG: list[Any] = [None, True, -1, 0, 2.0, 1 << 70, float("nan"), "", "x", "../x", [], [1], {}, {"a": 1}]
 # Free text or notes: the reader shows them and decides nothing by them.
 FREE = {("name",), ("source", "name"), ("source", "commit"), ("calibration", "tokens")}
@@ -200,7 +202,7 @@ def test_a_pack_whose_experts_have_different_widths_is_refused_with_the_way_out(
     assert "fewer bits" in caught.value.cause and "floe-chat pack SOURCE" in caught.value.hint
 
 
-@pytest.mark.parametrize("version", [0, 2, 6, "3", None, 2.5, [3]], ids=repr)
+@pytest.mark.parametrize("version", [0, 2, 7, "3", None, 2.5, [3]], ids=repr)
 def test_other_versions_are_named(pack: Path, version: Any) -> None:
     (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))
     with pytest.raises(PackError, match="version") as caught:
@@ -216,6 +218,19 @@ def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_packs_of_before_keep_their_version(tiny_pack: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(tiny_pack)
+    assert manifest.calibration.weighed and manifest_of(tiny_pack)["version"] == 6
+    before = replace(manifest, calibration=replace(manifest.calibration, weighed=False), signals=())
+    before.write(tmp_path)
+    fields = manifest_of(tmp_path)
+    assert fields["version"] == 3 and "weighed" not in fields["calibration"]
+    assert Manifest.read(tmp_path) == before
+    edit_json(tmp_path / FILE_NAME, lambda fields: fields["calibration"].update(weighed=True))
+    with pytest.raises(PackError, match="damaged"):
+        Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(

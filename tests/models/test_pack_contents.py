@@ -45,6 +45,13 @@ def routed(case: Case, layer: int, expert: int) -> Tensor:
     return x[mine if bool(mine.any()) else slice(None)].double()
 
 
+def worth(index: Tensor, weights: Tensor, expert: int) -> Tensor:
+    """The router's weight for `expert` relative to the mean of its token's, of each token that it gets, (T, 1)."""
+    mine = index == expert
+    relative = weights / weights.mean(dim=1, keepdim=True)
+    return relative[mine][:, None] if bool(mine.any()) else torch.ones(len(index), 1)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("contents")
@@ -150,7 +157,7 @@ def test_sparsity_on_the_calibration_text_is_the_one_asked_for(case: Case, spars
     for layer, expert in experts_of(case):
         threshold = float(threshold_at(case.packed.layer(layer).thresholds, sparsity)[expert])
         up = case.packed.layer(layer).signal.dense(expert, torch.float64)
-        v = (routed(case, layer, expert) @ up.T).abs().flatten()
+        v = ((routed(case, layer, expert) @ up.T).abs() * worth(*case.given[layer][1:], expert)).flatten()
         skipped = float((v < threshold).double().mean())
         assert skipped == 0 if sparsity == 0 else abs(skipped - sparsity) <= 0.012 + 2 / v.numel()
 
@@ -163,22 +170,24 @@ def test_same_source_and_text_give_the_same_bytes(case: Case, tmp_path: Path) ->
 def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkpoint: Path) -> None:
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=2, gate=4, down=4, dense=16))
     packed = PackedModel.open(tmp_path / "p")
-    x, index, _ = what_experts_get(tiny_checkpoint)[0]  # the first layer's input depends on no packed expert
+    x, index, weights = what_experts_get(tiny_checkpoint)[0]  # the first layer's input depends on no packed expert
     layer = packed.layer(0)
     for expert in range(4):
         v = (x[(index == expert).any(dim=1)] @ layer.signal.dense(expert, torch.float32).T).abs()
+        v *= worth(index, weights, expert)
         skipped = float((v < threshold_at(layer.thresholds, 0.7)[expert]).float().mean())
         assert abs(skipped - 0.7) <= 0.012
 
 
 def test_product_tables_leave_out_the_share_they_say(tiny_pack: Path, tiny_checkpoint: Path) -> None:
     packed = PackedModel.open(tiny_pack)
-    x, index, _ = what_experts_get(tiny_checkpoint, linears_of=tiny_pack)[0]
+    x, index, weights = what_experts_get(tiny_checkpoint, linears_of=tiny_pack)[0]
     layer = packed.layer(0)
     for expert in range(4):
         seen = x[(index == expert).any(dim=1)]
         gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
         h = torch.nn.functional.silu(seen @ gate.T) * (seen @ layer.signal.dense(expert, torch.float32).T)
+        h *= worth(index, weights, expert)
         left_out = float((h.abs() < threshold_at(layer.products, 0.7)[expert]).float().mean())
         assert abs(left_out - 0.7) <= 0.012
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.kernels.activation import Projection
+from floe_chat.kernels.rule import NEVER
 from floe_chat.models.checking.verify import compare
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import PackError
@@ -144,4 +145,4 @@ def test_an_expert_that_loses_out_of_proportion_is_not_skipped(tmp_path: Path) -
     packed(source, tmp_path / "pack", LOW)
     layer = PackedModel.open(tmp_path / "pack").layer(1)
     for table in (layer.thresholds, layer.products):
-        assert (table[2] == 0).all() and all((table[expert, -1] > 0) for expert in (0, 1, 3))
+        assert (table[2] == NEVER).all() and all((table[expert, -1] > 0) for expert in (0, 1, 3))

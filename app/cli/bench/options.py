@@ -29,8 +29,8 @@ MODEL: tuple[Option, ...] = (
         help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b or gpt-oss-20b.",
     ),
     click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
-    click.option("--up", type=int, help="Bits of its up projections: 2, 3, 4, 8 or 16.  [default: as for pack]"),
-    click.option("--rows", type=int, help="Bits of its gate and down: 2, 3, 4, 8 or 16.  [default: as for pack]"),
+    click.option("--up", type=int, help="Bits of its signals: 2, 3, 4, 8 or 16.  [default: as for pack]"),
+    click.option("--rows", type=int, help="Bits of its rows: 2, 3, 4, 8 or 16.  [default: as for pack]"),
     click.option("--dense", type=int, help="Bits of its attention: 4, 8 or 16.  [default: as for pack]"),
 )
 

@@ -35,8 +35,9 @@ int floe_select(const floe_rule *rule, const floe_limits *limits, int64_t tokens
                 c.token[call] = t;
                 c.expert[call] = expert;
                 c.weight[call] = weights[k];
-                // A weight that is not a number stays, and is noticed.
-                c.threshold[call] = w < least[part] * mean ? INFINITY : (float)(l.signal[expert] * ease);
+                // A weight that is not a number stays, and is noticed; so does an expert with a negative limit.
+                const bool left_out = w < least[part] * mean && l.signal[expert] >= 0;
+                c.threshold[call] = left_out ? INFINITY : (float)(l.signal[expert] * ease);
                 if (c.product) c.product[call] = l.product ? (float)(l.product[expert] * ease) : 0;
                 if (c.late) c.late[call] = l.late ? (float)(l.late[expert] * ease) : 0;
             }
