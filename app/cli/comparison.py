@@ -14,7 +14,10 @@ from ..arguments import read_text
 Command = Callable[..., Any]
 TOKENS = 2048  # of a text that are read
 OWN_TOKENS = 1024  # likewise, where a pack is read again and again
-_BESIDE = "The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]"
+_BESIDE = (
+    "The 16-bit checkpoint that was packed, the reference.  [default: the folder of that name beside the pack; where "
+    "there is none, the pack itself with nothing left out]"
+)
 
 
 def _options(source: str, tokens: str) -> tuple[Callable[[Command], Command], ...]:
@@ -52,29 +55,30 @@ def comparing(*, source: str = _BESIDE, tokens: str = str(TOKENS)) -> Callable[[
     return extended
 
 
-def source_of(pack: Path, given: Path | None) -> Path:
-    """The checkpoint that was packed: the folder given, or the folder beside the pack with the name of its source.
+def source_of(pack: Path, given: Path | None) -> Path | None:
+    """The checkpoint that was packed: the folder given, or the folder beside the pack with the name of its source, if
+    that is there.
 
     Raises:
-        UsageError: the folder given is a pack, or none was given and none is there.
+        UsageError: the folder given is a pack.
     """
     if given is not None:
-        if (given / "manifest.json").exists():
-            raise UsageError(
-                f"{given} is itself packed", "", "Give the folder of the 16-bit checkpoint that was packed as --source."
-            )
+        check_source(given)
         return given
     from ...models.pack.manifest import Manifest
 
     name = Manifest.read(pack).source.name
     beside = pack.resolve().parent / Path(name).name
-    if (beside / "config.json").is_file() and not (beside / "manifest.json").exists():
-        return beside
-    raise UsageError(
-        "The source of the pack is not known",
-        f"It was packed from a folder called {name}, and there is no checkpoint at {beside}.",
-        "Give that folder: --source FOLDER.",
-    )
+    there = (beside / "config.json").is_file() and not (beside / "manifest.json").exists()
+    return beside if there else None
+
+
+def check_source(given: Path) -> None:
+    """Raises: UsageError: the folder given is a pack."""
+    if (given / "manifest.json").exists():
+        raise UsageError(
+            f"{given} is itself packed", "", "Give the folder of the 16-bit checkpoint that was packed as --source."
+        )
 
 
 HELD_OUT = "heldout.md"

@@ -1,44 +1,83 @@
-"""`floe-chat eval`: a table of each preset's quality loss, or JSON; progress on stderr."""
+"""`floe-chat eval`: the quality loss of presets, or of a quality set by hand, as a table or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...engine.quality_presets import CUSTOM
 from ...models.quantities import digits, divergence
 from .. import progress
 from ..progress import rounded
 from ..text import units
 from ..text.plain_text import printable
-from .comparison import TOKENS, comparing, source_of, text_ids, text_name
+from .comparison import TOKENS, Command, comparing, source_of, text_ids, text_name
 
 if TYPE_CHECKING:
     from ...engine.quality.divergence import Divergence
     from ...engine.quality.evaluate import Evaluation, PresetLoss
+    from ...kernels.rule import Rule
 
 _LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
 _HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
 _KV_TITLE = "Keys and values of 8 bits against 16, both of the pack: what a chat loses that stores 8"
 _LENIENT = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
 _LEGEND = (
-    "perplexity  of the next token; the source's own is above",
-    "KL          how far the pack's next-word probabilities move from the 16-bit source's, in nats:",
+    "perplexity  of the next token; the reference's own is above",
+    "KL          how far the pack's next-word probabilities move from the reference's, in nats:",
     "            0 is identical, below 0.01 hard to notice, above 0.1 noticeable",
     "same top    how often both find the same token most likely",
     "rms dp      root-mean-square change of the probability of the token that really follows",
-    "greedy      tokens, of {continued}, until each continuation differs from the source's; - never",
+    "greedy      tokens, of {continued}, until each continuation differs from the reference's; - never",
     "active      share of the chosen experts' neurons that were computed during the continuations",
     "bytes       of experts' weights read for each of those tokens",
 )
 
 
-@click.command(name="eval", short_help="Measure the quality loss of a pack at each preset.")
+class Share(click.ParamType[float]):
+    """A share from 0 to 1, or in percent."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See click."""
+        text = str(value).strip()
+        try:
+            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            found = math.nan
+        if not 0 <= found <= 1:
+            self.fail(f"{text!r} is not a share; give one from 0 to 1, such as 0.6 or 60%.", param, ctx)
+        return found
+
+
+_BY_HAND = {
+    "sparsity": "Skip this share of the neurons, those with the weakest signal.",
+    "product": "Skip the down half of this share of the neurons.",
+    "drop": "Skip experts whose router score is below this share of the mean.",
+    "major": "Compute only half of experts whose score is below this share of the mean.",
+    "alpha": "Replace experts outside GPU memory by those inside whose score is this close: measured as if those used "
+    "last, half of each layer, were inside.",
+}
+"""What the dial of the chat (F4) sets."""
+
+
+def _by_hand(command: Command) -> Command:
+    for name, meaning in reversed(_BY_HAND.items()):
+        command = click.option(f"--{name}", type=Share(), metavar="SHARE", help=f"{meaning}  [default: none]")(command)
+    return command
+
+
+@click.command(name="eval", short_help="Measure the quality loss of a pack at each preset, or as set by hand.")
 @comparing()
+@_by_hand
 @click.option(
     "--preset",
     "-p",
@@ -68,15 +107,23 @@ def evaluate(
     tokens: int | None,
     device: str,
     as_json: bool,
+    **by_hand: float | None,
 ) -> None:
     """Measure the quality loss of MODEL: the pack at each preset against the 16-bit checkpoint it was packed from.
+
+    Without the checkpoint, the pack is compared with itself with nothing left out: that is what presets add to the loss
+    of rounding. With --sparsity and the options after it, a quality set by hand is measured, as the dial (F4) sets it.
 
     The text is read in windows of 512 tokens; the second half of each is predicted. The checkpoint is read twice,
     layer by layer, so it may be larger than memory; its predictions are cached (at most 2.1 GB).
 
-    Example: floe-chat eval demo --preset Balanced --tokens 1024
+    \b
+    Examples: floe-chat eval demo --preset Balanced --tokens 1024
+              floe-chat eval mixtral --sparsity 70% --product 80%
     """
-    from ...engine.quality.evaluate import Told, run
+    from ...engine.quality.evaluate import run
+    from ...engine.quality.told import Told
+    from ...kernels.rule import NOTHING
     from ...models.catalog import find
 
     pack = find(model)
@@ -85,7 +132,9 @@ def evaluate(
     try:
         told = Told(progress.step, progress.note)
         bits = None if kv_bits is None else int(kv_bits)
-        found = run(pack, origin, ids, presets, tokens or TOKENS, device, told, lenient=lenient, kv_bits=bits)
+        given = {name: share for name, share in by_hand.items() if share is not None}
+        rule, read = replace(NOTHING, **given) if given else None, tokens or TOKENS
+        found = run(pack, origin, ids, presets, read, device, told, rule=rule, lenient=lenient, kv_bits=bits)
     finally:
         progress.clear()
     text = text_name(pack, text_file)
@@ -100,21 +149,29 @@ def table(found: Evaluation, text: str) -> str:
     first = found.presets[0].divergence
     windows = "one window" if found.windows == 1 else f"{found.windows} windows"
     read = f"{found.tokens} tokens in {windows} of {found.window}, {found.scored} of them predicted"
+    against = "itself with nothing left out" if found.source is None else f"its 16-bit source {found.source}"
     lines = [
-        f"floe-chat {version('floe-chat')}, {found.model} against its 16-bit source {found.source}",
+        f"floe-chat {version('floe-chat')}, {found.model} against {against}",
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
         f"  text      {Path(text).name}: {read}",
-        f"  source    perplexity {digits(first.source_perplexity)}",
+        f"  reference perplexity {digits(first.source_perplexity)}",
         *((f"  keys      and values stored with {found.kv_bits} bits, as in a chat",) if found.kv_bits else ()),
         *((_LENIENT,) if found.lenient else ()),
         "",
         _HEAD,
         *map(_row, found.presets),
+        *(_meaning(row.rule) for row in found.presets if row.preset == CUSTOM),
         "",
         *_kv_table(found),
         *(line.format(continued=found.continued) for line in _LEGEND),
     ]
     return printable("\n".join(lines))
+
+
+def _meaning(rule: Rule) -> str:
+    """What a quality set by hand is."""
+    set_ = ", ".join(f"{name} {units.share(share)}" for name in _BY_HAND if (share := getattr(rule, name)))
+    return f"{CUSTOM}: {set_ or 'nothing is skipped'}"
 
 
 def _kv_table(found: Evaluation) -> list[str]:

@@ -16,7 +16,7 @@ from .. import progress
 from ..progress import rounded
 from ..text import units
 from ..text.plain_text import printable
-from .comparison import OWN_TOKENS, TOKENS, comparing, source_of, text_ids, text_name
+from .comparison import OWN_TOKENS, TOKENS, check_source, comparing, text_ids, text_name
 from .printing.scatter_plot import scatter
 from .printing.wrapping import wrapped
 
@@ -83,7 +83,7 @@ def tune(
     Examples: floe-chat tune mixtral
               floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
     """
-    from ...engine.quality.evaluate import Told
+    from ...engine.quality.told import Told
     from ...engine.quality.tune import fields_of, run
     from ...models.catalog import find
 
@@ -91,12 +91,12 @@ def tune(
     if source is None:
         by_itself(pack, text_file, tokens or OWN_TOKENS, device, as_json=as_json)
         return
-    origin = source_of(pack, source)
+    check_source(source)
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
         told = Told(progress.step, progress.note)
         found = run(
-            pack, origin, ids, tokens or TOKENS, told, text=Path(measured_on).name, widths=widths, device=device
+            pack, source, ids, tokens or TOKENS, told, text=Path(measured_on).name, widths=widths, device=device
         )
     finally:
         progress.clear()
@@ -123,7 +123,7 @@ def by_itself(
 ) -> None:
     """Give a pack the presets that are measured on itself, and tell them; `err`: on stderr."""
     from ...engine.quality import own_presets
-    from ...engine.quality.evaluate import Told
+    from ...engine.quality.told import Told
 
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:

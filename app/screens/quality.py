@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from ..chat.model import ChatModel
 from ..client.chat_client import Cost
 from ..text.plain_text import printable
 from ..text.units import NOT_MEASURED, rate_of, share, size
+from ..widgets.common.clipboard import copy
 from ..widgets.common.dial import Dial
 from ..widgets.common.hints import Page, hints
 from ..widgets.common.keys import closing
@@ -108,6 +110,7 @@ class QualityScreen(ModalScreen[None]):
         closing("quality"),
         Binding("up,k", "app.focus_previous", "the line above", show=False),
         Binding("down,j", "app.focus_next", "the line below", show=False),
+        Binding("c", "copy", "copy the command that measures this quality", show=False),
     ]
 
     def __init__(self, model: ChatModel, figures: PanelFigures) -> None:
@@ -168,6 +171,13 @@ class QualityScreen(ModalScreen[None]):
         self._model.set_quality(Rule(**values | {"late": LATE * values["late"]}))
         self._mark("")
 
+    def action_copy(self) -> None:
+        """Copy the command that measures a quality set by hand, and show it."""
+        if not self._preset and (rule := self._model.by_hand) is not None:
+            command = measuring(self._model.name, rule)
+            copy(self.app, command)
+            self._meaning.update(f"Copied: {command}")
+
     def _turn_to(self, rule: Rule) -> None:
         for dial in self.query(Dial):
             dial.value = float(rule.late > 0) if dial.id == "late" else getattr(rule, dial.id or "")
@@ -186,9 +196,16 @@ class QualityScreen(ModalScreen[None]):
             f"{size(stats.bytes_per_token if stats else None)} per token",
             f"{share(stats.active_neurons if stats else None)} of neurons active"
             if self._preset
-            else "KL not measured",
+            else "KL not measured (c copies the command)",
         ]
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
+
+
+def measuring(model: str, rule: Rule) -> str:
+    """The command that measures the quality loss of a rule."""
+    shares = {name: getattr(rule, name) for name, _, _ in _DIALS if name != "late"}
+    given = "".join(f" --{name} {100 * value:g}%" for name, value in shares.items() if value)
+    return f"floe-chat eval {shlex.quote(model)}{given or ' --sparsity 0'}{' --lenient' if rule.late else ''}"
 
 
 def _measured_on(costs: Sequence[Cost]) -> str:

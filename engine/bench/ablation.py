@@ -21,7 +21,7 @@ from ..experts.moe_layer import Control
 from ..machine.conditions import backend, computing, facts
 from ..machine.load import Others
 from ..machine.read_floor import READ
-from ..quality.evaluate import NO_SPARSITY
+from ..quality.references import NO_SPARSITY
 from ..quality_presets import X_BITS_EXACT, Preset
 from ..telemetry import Telemetry
 from . import synthetic

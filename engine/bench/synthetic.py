@@ -36,7 +36,7 @@ from .. import context
 from ..decoder.quantized_linear import PackedLinear
 from ..experts.moe_layer import Control, MoELayer
 from ..machine.random_weights import files_in_hugepages, filled
-from ..quality.evaluate import NO_SPARSITY
+from ..quality.references import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
 

@@ -29,11 +29,11 @@ from ...models.pack.quantize import Codes
 from ...models.packing import calibration
 from ...models.packing.rounding import Felt, felt, round_down, round_for
 from ..experts import substitution
+from .half_resident import RESIDENT_SHARE
 from .source_model import SourceModel
 
 WEIGHED = Rule(weighed=True)
 MAJOR, WHOLE = 1, 2  # how many halves of an expert's neurons are computed
-RESIDENT_SHARE = 0.5  # share of a layer's experts, if a setting or a figure depends on which are resident
 _FACTOR_BYTES = 1 + 4 / 64  # per value of a compensator's factors: 8-bit codes in groups of 64
 
 

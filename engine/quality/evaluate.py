@@ -1,41 +1,43 @@
-"""`floe-chat eval`: how far a pack is from its 16-bit source, preset by preset, on the next tokens of a text.
+"""`floe-chat eval`: how far a pack is from its reference, preset by preset, on the next tokens of a text.
 
-Both read the same windows (`text_windows.py`), the source streamed (`source_model.py`) and its logits cached
-(`models/packing/logits_cache.py`); each position is compared in float64 (`divergence.py`).
+The reference (`references.py`) is the 16-bit source, streamed (`source_model.py`), its logits cached
+(`models/packing/logits_cache.py`), or the pack itself with nothing left out. Both read the same windows
+(`text_windows.py`); each position is compared in float64 (`divergence.py`).
 
-The greedy gate needs no slow generating by the source: the pack continues a prompt greedily, the source reads prompt
-and continuation in one pass, and the first token that is not the source's own likeliest is where their greedy
+The greedy gate needs no slow generating by the reference: the pack continues a prompt greedily, the reference reads
+prompt and continuation in one pass, and the first token that is not its own likeliest is where their greedy
 continuations part, since up to there both have read the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
-from ...models.errors import PackError, UsageError, damaged
+from ...models.errors import UsageError, damaged
 from ...models.pack.manifest import Manifest
-from ...models.packing import logits_cache
 from ...models.transformers_import import import_model_code
 from .. import quality_presets
 from ..decoder.decoders import FusedDecoder
-from ..decoder.finite_check import first_nonfinite
 from ..events import Advanced, Loaded, Sampling
 from ..generate import KVCache, generate
 from ..loader import LoadedModel, load
 from ..quality_presets import Preset
 from .divergence import Divergence, Scores, score, summarize
-from .source_model import SourceModel, identify
+from .half_resident import half_resident
+from .references import NO_SPARSITY, PackReference, Reference, SourceReference, pack_logits, use
 from .text_windows import cut, cut_prompts
+from .told import Told
 
 NEW_TOKENS = 32  # tokens by which each prompt of the greedy gate is continued
-NO_SPARSITY = Preset("No sparsity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,14 @@ class PresetLoss:
     """One preset's figures.
 
     Attributes:
-        first_divergence: for each prompt, how many tokens of the greedy continuation are the source's before the
-            first that is not; None where all are.
+        rule: what a token may skip. first_divergence: for each prompt, how many tokens of the greedy continuation are
+            the reference's before the first that is not; None where all are.
         active_neurons, bytes_per_token: counted while continuing the prompts, as `Stats` has them.
         kv: how far the pack with keys and values of 8 bits is from the pack with those of 16; None if not measured.
     """
 
     preset: str
-    sparsity: float
+    rule: Rule
     divergence: Divergence
     first_divergence: tuple[int | None, ...]
     active_neurons: float | None
@@ -63,12 +65,13 @@ class Evaluation:
     """An evaluation's inputs and figures. `tokens` were read in `windows` windows, `scored` of them predicted.
 
     Attributes:
+        source: the reference's name; None: it is the pack itself with nothing left out.
         lenient: whether the presets left out weak rows, as if none of them were ever on the device.
         kv_bits: of the keys and values that the windows' tokens read as a chat stores them; None: they were not stored.
     """
 
     model: str
-    source: str
+    source: str | None
     widths: str
     device: str
     backend: str
@@ -80,14 +83,6 @@ class Evaluation:
     presets: tuple[PresetLoss, ...]
     lenient: bool = False
     kv_bits: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Receives a run's messages: `step` gets progress that may be overwritten, `note` what should be read."""
-
-    step: Callable[[str], None]
-    note: Callable[[str], None]
 
 
 def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
@@ -107,22 +102,24 @@ def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
 
 def run(
     pack: Path,
-    source: Path,
+    source: Path | None,
     ids: Sequence[int],
     names: Sequence[str],
     tokens: int,
     device: str,
     told: Told,
     *,
+    rule: Rule | None = None,
     lenient: bool = False,
     kv_bits: int | None = None,
 ) -> Evaluation:
-    """Measure a pack against its source.
+    """Measure a pack against its source, or against itself with nothing left out if none is given.
 
     Args:
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
         names: presets to measure, see `choose_presets`. tokens: to read, in whole windows, start tokens among them.
         device: for the pack, as `load` takes it; the source is computed on the CPU in float32.
+        rule: to measure besides, or alone if no presets are named: a quality set by hand.
         lenient: whether presets leave out weak rows, see `quality_presets.lenient`.
         kv_bits: 16 or 8: store keys and values with so many bits, and with 8 compare the pack with itself at 16 too.
 
@@ -131,25 +128,33 @@ def run(
             model whose keys and values cannot have 8 bits.
         CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
     """
-    presets = choose_presets(names, Manifest.read(pack))
+    presets = _presets(names, rule, Manifest.read(pack), kv_bits)
     presets = [quality_presets.lenient(preset) for preset in presets] if lenient else presets
     told.step("Starting transformers")
     import_model_code()
-    checkpoint = Checkpoint(source)
-    windows, keep = cut(ids, checkpoint.config, tokens)
+    checkpoint = None if source is None else Checkpoint(source)
     loaded, facts = _opened(pack, device, kv_bits, told)
-    if int(windows.max()) >= checkpoint.config.vocab_size:
+    config: Any = loaded.model.config if checkpoint is None else checkpoint.config
+    windows, keep = cut(ids, config, tokens)
+    if int(windows.max()) >= config.vocab_size:
         raise damaged(pack, f"Its tokenizer knows token {int(windows.max())}; the weights have fewer.")
-    reference = Reference(checkpoint, _identity(checkpoint, loaded, told), told)
+    reference: Reference = PackReference(loaded, told)
+    if checkpoint is not None:
+        reference = SourceReference.of(checkpoint, loaded, told)
     expected = reference.logits(windows[:, :-1], keep)
-    found = [measured_divergence(loaded, preset, windows, expected, told, kv_bits) for preset in presets]
-    coarse = [kv_divergence(loaded, preset, windows, keep, told) if kv_bits == 8 else None for preset in presets]
-    prompts = cut_prompts(ids, checkpoint.config)
-    answers = [continuation(loaded, preset, prompts, told) for preset in presets]
+    found: list[Divergence] = []
+    coarse: list[Divergence | None] = []
+    answers: list[Continued] = []
+    prompts = cut_prompts(ids, config)
+    for one in presets:
+        with half_resident(loaded, one) as (model, preset):
+            found.append(measured_divergence(model, preset, windows, expected, told, kv_bits))
+            coarse.append(kv_divergence(model, preset, windows, keep, told) if kv_bits == 8 else None)
+            answers.append(continuation(model, preset, prompts, told))
     parted = _where_parted(reference, prompts, [answer.tokens for answer in answers])
     return Evaluation(
         model=facts.model,
-        source=facts.source,
+        source=None if checkpoint is None else facts.source,
         widths=facts.widths,
         device=facts.device,
         backend=facts.backend,
@@ -164,6 +169,23 @@ def run(
     )
 
 
+def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bits: int | None) -> list[Preset]:
+    """Those named, and the one set by hand.
+
+    Raises:
+        UsageError: see `choose_presets` and `quality_presets.custom`; or two things that cannot be measured together.
+    """
+    if rule is None:
+        return choose_presets(names, manifest)
+    if rule.alpha and kv_bits == 8:
+        raise UsageError(
+            "--alpha and --kv-bits 8 cannot be measured together",
+            "Substitution is measured in transformers' own pass, whose keys and values have 16 bits.",
+            "Measure one after the other.",
+        )
+    return [*(choose_presets(names, manifest) if names else ()), quality_presets.custom(manifest, rule)]
+
+
 def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
     stored = Advanced() if kv_bits is None else Advanced(kv_bits=str(kv_bits))
     loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), advanced=stored, library=True)
@@ -176,45 +198,13 @@ def _loss(
     preset: Preset, divergence: Divergence, parted: tuple[int | None, ...], answer: Continued, kv: Divergence | None
 ) -> PresetLoss:
     counted = answer.active_neurons, answer.bytes_per_token
-    return PresetLoss(preset.name, preset.rule.sparsity, divergence, parted, *counted, kv)
-
-
-def _identity(checkpoint: Checkpoint, loaded: LoadedModel, told: Told) -> str:
-    """See `identify`; a folder of another name is noted."""
-    told.step("Comparing the pack with its source")
-    identity = identify(checkpoint, loaded.packed)
-    packed_from, called = loaded.packed.manifest.source.name, checkpoint.folder.resolve().name
-    if called != packed_from:
-        told.note(f"The pack was made from a folder called {packed_from}; {called} has the same embedding and norms.")
-    return identity
-
-
-class Reference:
-    """The source's logits, from the cache if possible; the model is built when first needed."""
-
-    def __init__(self, checkpoint: Checkpoint, identity: str, told: Told) -> None:
-        self._checkpoint, self._identity, self._told = checkpoint, identity, told
-
-    def logits(self, ids: Tensor, keep: int) -> Tensor:
-        """ids (N, T) -> logits of the last `keep` positions, (N, keep, V) float32."""
-        shape = (ids.shape[0], keep, self._checkpoint.config.vocab_size)
-        key = logits_cache.key_of(self._identity, ids, keep)
-
-        def compute() -> Tensor:
-            return SourceModel(self._checkpoint, self._told.step).logits(ids, keep)
-
-        return logits_cache.cached(key, shape, self._told.note, compute)
-
-
-def _use(loaded: LoadedModel, preset: Preset) -> None:
-    loaded.control.preset = preset
-    loaded.control.counting = False
+    return PresetLoss(preset.name, preset.rule, divergence, parted, *counted, kv)
 
 
 def measured_divergence(
     loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told, kv_bits: int | None = None
 ) -> Divergence:
-    """How far a pack is from its source at one preset; expected: (N, keep, V), the source's logits of each window.
+    """How far a pack is from its reference at one preset; expected: (N, keep, V), its logits of each window.
 
     kv_bits: of stored keys and values; None: they are not stored.
     """
@@ -250,34 +240,6 @@ def _need_codes(loaded: LoadedModel) -> None:
         )
 
 
-def pack_logits(loaded: LoadedModel, preset: Preset, ids: Tensor, keep: int, kv_bits: int | None = None) -> Tensor:
-    """ids (1, T) -> logits of the last `keep` positions, (keep, V) float32 on the CPU.
-
-    kv_bits: of stored keys and values; None: they are not stored.
-
-    Raises:
-        PackError: values that are not finite.
-    """
-    _use(loaded, preset)
-    decoder = loaded.decoder
-    # transformers' own modules store keys and values as they compute them: without a store the same is computed.
-    own = decoder if kv_bits is not None and isinstance(decoder, FusedDecoder) else None
-
-    def forward() -> Tensor:
-        with torch.inference_mode():
-            return loaded.model(input_ids=ids.to(loaded.device), use_cache=False, logits_to_keep=keep).logits[0]
-
-    logits = (forward() if own is None or kv_bits is None else own.read(ids[0].tolist(), keep, kv_bits)).float().cpu()
-    if not bool(torch.isfinite(logits).all()):
-        where = first_nonfinite(loaded.model, forward) if own is None else own.first_nonfinite(ids[0].tolist())
-        raise PackError(
-            f"The packed model at {loaded.packed.folder} computes values that are not finite",
-            f"The first come from {where}.",
-            "Pack the source checkpoint again, or restore a copy.",
-        )
-    return logits
-
-
 @dataclass(frozen=True, slots=True)
 class Continued:
     """The greedy continuation of each prompt, tokens (P, T) int64, and means of the counters meanwhile."""
@@ -289,7 +251,7 @@ class Continued:
 
 def continuation(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Told) -> Continued:
     """Continue prompts (P, T) greedily at one preset."""
-    _use(loaded, preset)
+    use(loaded, preset)
     tokens: list[list[int]] = []
     active: list[float] = []
     nbytes: list[float] = []
@@ -315,7 +277,7 @@ def continuation(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Tol
 
 
 def _where_parted(reference: Reference, prompts: Tensor, answers: list[Tensor]) -> list[tuple[int | None, ...]]:
-    """For each answer of each preset, the position of the first token that the source would not have chosen."""
+    """For each answer of each preset, the position of the first token that the reference would not have chosen."""
     rows = torch.cat([torch.cat([prompts, answer], dim=1) for answer in answers])
     new = answers[0].shape[1]
     likeliest = reference.logits(rows[:, :-1], new).argmax(-1)

@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ...kernels.rule import NOTHING, Rule
 from ...models.errors import PackError
 from ...models.pack.manifest import PACK, TunedPreset
 from ...models.transformers_import import import_model_code
 from ..loader import load
 from ..quality_presets import LEVELS, Preset, ruled
-from .evaluate import NO_SPARSITY, Told, continuation, measured_divergence, pack_logits
+from .evaluate import continuation, measured_divergence
+from .references import PackReference
 from .text_windows import cut, cut_prompts
+from .told import Told
 
 MOST = 0.9  # of the dial
 _PARTS = 8  # of the layers, in which they are told apart
@@ -80,8 +80,7 @@ def run(pack: Path, ids: Sequence[int], tokens: int, told: Told, *, text: str, d
     loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
     windows, keep = cut(ids, loaded.model.config, tokens)
     prompts = cut_prompts(ids, loaded.model.config)
-    told.step("Nothing left out")
-    expected = torch.stack([pack_logits(loaded, NO_SPARSITY, row[None, :-1], keep) for row in windows])
+    expected = PackReference(loaded, told).logits(windows[:, :-1], keep)
     tried = 0
 
     def measure(preset: Preset) -> float:

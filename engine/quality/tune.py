@@ -27,11 +27,13 @@ from .. import quality_presets
 from ..loader import load
 from . import frontier
 from .candidates import Candidate
-from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
+from .evaluate import continuation, measured_divergence
 from .frontier import Frontier, Point
 from .own_presets import need_writable
+from .references import NO_SPARSITY, SourceReference
 from .source_model import identify
 from .text_windows import cut, cut_prompts
+from .told import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def run(
     own = Candidate(w.up, w.gate, w.down)
     passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
     # Before the long search: report a source or pack with non-finite values, and where.
-    expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)
+    expected = SourceReference(checkpoint, identity, told).logits(windows[:, :-1], keep)
     prompts = cut_prompts(ids, checkpoint.config)
     unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():

@@ -14,6 +14,7 @@ from floe_chat.app.cli.evaluate import table
 from floe_chat.engine.quality import evaluate, text_windows
 from floe_chat.engine.quality.divergence import Divergence
 from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss
+from floe_chat.kernels.rule import NOTHING
 from floe_chat.models.catalog import asset
 from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import PackSpec
@@ -25,7 +26,7 @@ FIELDS = {
     *("scored", "continued", "presets", "lenient", "kv_bits"),
 }
 ROW_FIELDS = {
-    *("preset", "sparsity", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
+    *("preset", "rule", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
     *("source_perplexity", "kl_mean", "kl_99", "kl_max", "same_top", "dp_rms", "kv"),
 }
 
@@ -131,10 +132,20 @@ def test_the_source_beside_the_pack_is_found(
 ) -> None:
     pack = Path(shutil.copytree(tiny_pack, tmp_path / "packed"))
     arguments = ("eval", str(pack), "--text", str(text), "--tokens", "64", "-p", "High", "--device", "cpu")
-    told = explained(run_cli(*arguments), 2)
-    assert "called tiny" in told and "--source FOLDER" in told
+    alone = run_cli(*arguments)
+    assert alone.code == 0 and "against itself with nothing left out" in alone.out
     shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
-    assert run_cli(*arguments).code == 0
+    beside = run_cli(*arguments)
+    assert beside.code == 0 and "against its 16-bit source tiny" in beside.out
+
+
+def test_a_quality_set_by_hand_is_measured(tiny_pack: Path, text: Path) -> None:
+    arguments = ("eval", str(tiny_pack), "--text", str(text), "--tokens", "64", "--device", "cpu")
+    ran = run_cli(*arguments, "--sparsity", "64%", "--drop", "0.4")
+    assert ran.code == 0 and "Custom: sparsity 64 %, drop 40 %" in ran.out and "Balanced" not in ran.out
+    both = json.loads(run_cli(*arguments, "--sparsity", "0.64", "--drop", "40%", "-p", "Balanced", "--json").out)
+    assert [row["preset"] for row in both["presets"]] == ["Balanced", "Custom"] and both["source"] is None
+    assert both["presets"][1]["rule"] | {"sparsity": 0.64, "drop": 0.4, "weighed": True} == both["presets"][1]["rule"]
 
 
 def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text: Path, own_folders: Path) -> None:
@@ -154,6 +165,10 @@ def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text
         (["--tokens", "63"], 2, "64 or more"),
         (["--tokens", "0"], 2, "--tokens"),
         (["--tokens", "x"], 2, "--tokens"),
+        (["--sparsity", "1.1"], 2, "60%"),
+        (["--product", "-1%"], 2, "60%"),
+        (["--alpha", "nan"], 2, "60%"),
+        (["--alpha", "0.2", "--kv-bits", "8"], 2, "one after the other"),
         (["--text", "nonesuch.txt"], 2, "nonesuch.txt"),
         (["--text", "/"], 2, "cannot be read"),
         (["--source", "nonesuch"], 2, "There is no checkpoint"),
@@ -203,7 +218,7 @@ def test_an_interrupted_evaluation_says_so(
 
 def test_extreme_figures_fit_the_table_and_json() -> None:
     wild = Divergence(10**6, 123456.7, float("inf"), 1e-12, 12.3, 99.9, 1.0, 0.9999)
-    row = PresetLoss("No sparsity", 0.0, wild, (None, 31, 31, 31), None, None)
+    row = PresetLoss("No sparsity", NOTHING, wild, (None, 31, 31, 31), None, None)
     found = Evaluation("m", "s", "up 2 bit", "cpu", "native", 512, 1, 512, 256, 32, (row,))
     lines = table(found, "a text").splitlines()
     assert max(map(len, lines)) <= 100 and any("- 31 31 31" in line and "—" in line for line in lines)

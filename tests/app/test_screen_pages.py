@@ -29,6 +29,8 @@ async def test_the_dial_is_turned_while_an_answer_runs() -> None:
         assert client.dialled[-1] == Rule(sparsity=0.74, product=0.85, drop=0.4, major=0.4)
         await pilot.press(*["down"] * 5, "right")
         await until(pilot, lambda: client.dialled[-1].late > 0 and "KL not measured" in screen_text(pilot))
+        await pilot.press("c")
+        await until(pilot, lambda: "--sparsity 74%" in screen_text(pilot))
         client.say(PresetChanged("Custom"))
         await pilot.press("escape")
         await until(pilot, lambda: status(pilot).preset == "Custom")

@@ -16,7 +16,9 @@ import torch
 from floe_chat.app import progress
 from floe_chat.engine.loader import load
 from floe_chat.engine.quality.divergence import Divergence
-from floe_chat.engine.quality.evaluate import NO_SPARSITY, Told, kv_divergence
+from floe_chat.engine.quality.evaluate import kv_divergence
+from floe_chat.engine.quality.references import NO_SPARSITY
+from floe_chat.engine.quality.told import Told
 from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.step import Heads, attend
 from floe_chat.models.catalog import asset

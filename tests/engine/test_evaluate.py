@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from floe_chat.engine.decoder.kv_stores import GrowingStore, Layout
 from floe_chat.engine.events import Advanced
 from floe_chat.engine.loader import load
 from floe_chat.engine.quality import evaluate, text_windows
+from floe_chat.engine.quality.candidates import Candidate, compute
 from floe_chat.engine.quality.divergence import Scores, score, summarize
-from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, Told, choose_presets, run
+from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, choose_presets, run
+from floe_chat.engine.quality.references import NO_SPARSITY
 from floe_chat.engine.quality.source_model import SourceModel, identify
+from floe_chat.engine.quality.text_windows import cut
+from floe_chat.engine.quality.told import Told
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.rule import LATE
+from floe_chat.kernels.rule import LATE, Rule
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.pack.manifest import Manifest
@@ -123,6 +128,40 @@ def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_
     assert share == pytest.approx(1 - LATE, abs=0.1)
 
 
+def test_without_a_source_a_pack_is_compared_with_itself(tiny_pack: Path) -> None:
+    told, names = Told(unread, unread), ("No sparsity", "Fast")
+    found = run(tiny_pack, None, TEXT, names, 128, "cpu", told)
+    nothing, fast = found.presets
+    assert found.source is None and nothing.divergence.kl_max == 0 and nothing.divergence.same_top == 1
+    assert nothing.first_divergence == (None,) * 4 and fast.divergence.kl_mean > 0.01
+
+
+def test_a_preset_set_by_hand_is_that_preset(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    told, fast = Told(unread, unread), quality_presets.get("Fast", Manifest.read(tiny_pack))
+    found = run(tiny_pack, tiny_checkpoint, TEXT, ("Fast",), 128, "cpu", told, rule=fast.rule)
+    named, by_hand = found.presets
+    assert (named.preset, by_hand.preset) == ("Fast", "Custom")
+    assert replace(named, preset="Custom") == by_hand
+
+
+def test_substitution_is_measured_as_the_frontier_measures_it(exact_pack: Path, tiny_checkpoint: Path) -> None:
+    """Two simulations: routers of transformers' modules that answer otherwise, and candidates side by side."""
+    told, rule = Told(unread, unread), Rule(alpha=0.6)
+    (found,) = run(exact_pack, tiny_checkpoint, TEXT, (), 128, "cpu", told, rule=rule).presets
+    checkpoint = Checkpoint(tiny_checkpoint)
+    windows, keep = cut(TEXT, checkpoint.config, 128)
+    passages = windows[:1, :-1]
+    with torch.inference_mode():
+        settings = [Candidate(), Candidate(rule=replace(rule, weighed=True))]
+        plain, swapped = compute(checkpoint, settings, passages, windows[:, :-1], keep, unread)
+    scores = [
+        score(ours, theirs, row[-keep:])
+        for ours, theirs, row in zip(swapped.logits(), plain.logits(), windows, strict=True)
+    ]
+    assert found.divergence.kl_mean > 1e-3
+    assert found.divergence.kl_mean == pytest.approx(summarize(scores).kl_mean, rel=1e-3)
+
+
 def test_8_bits_are_the_codes_that_a_chat_stores(
     exact_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +225,7 @@ def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> No
     assert names == ["No sparsity", "Fast"]
     exact = [preset.name for preset in choose_presets((), Manifest.read(exact_pack))]
     assert exact == ["Exact", "No sparsity", "High", "Balanced", "Fast"]
-    assert set(exact) == {evaluate.NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
+    assert set(exact) == {NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
 # The cache ----------------------------------------------------------------------------------------------------------

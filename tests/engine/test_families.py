@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from floe_chat.engine.decoder.decoders import FusedDecoder
+from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.quality.half_resident import half_resident
+from floe_chat.engine.quality.references import pack_logits
+from floe_chat.engine.quality_presets import Preset
+from floe_chat.kernels.rule import Rule
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import UsageError
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack import quantized_linears
 from floe_chat.models.packing.pack import EXACT, PackSpec
@@ -220,3 +225,18 @@ def test_the_comparison_would_notice_one_neuron(case: Case) -> None:
     finally:
         neuron.copy_(kept)
     assert relative_rms(got, case.expected(ids)[-1:]) > LIMIT
+
+
+def test_its_routers_can_be_made_to_substitute_or_it_says_why_not(case: Case) -> None:
+    ids = torch.tensor([case.prompt(40)])
+    preset = Preset("", Rule(alpha=0.9), 22)
+    plain = pack_logits(case.exact, replace(preset, rule=Rule()), ids, 40)
+    if case.exact.packed.manifest.family.routing.kind != "softmax":
+        with pytest.raises(UsageError, match="substituted"), half_resident(case.exact, preset):
+            pass
+        return
+    with half_resident(case.exact, preset) as (loaded, own):
+        assert own.rule == Rule() and isinstance(loaded.decoder, LibraryDecoder)
+        swapped = pack_logits(loaded, own, ids, 40)
+    assert relative_rms(swapped, plain) > 1e-3
+    assert torch.equal(pack_logits(case.exact, replace(preset, rule=Rule()), ids, 40), plain), "only meanwhile"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from floe_chat.engine.quality.evaluate import Evaluation, Told, run
+from floe_chat.engine.quality.evaluate import Evaluation, run
+from floe_chat.engine.quality.told import Told
 from floe_chat.models.catalog import asset
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack.manifest import Manifest
