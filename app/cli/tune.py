@@ -35,7 +35,7 @@ _HEAD = (
 _LEGEND = (
     "widths       bits per weight of signal/other/down; rank: of a compensator for the signal",
     "sparse       share of neurons left out by the signal: in each layer up or gate, as it was packed",
-    "             in an expert of mean score; more in experts with lower scores (except in FloE's rows)",
+    "             what counts is the signal times the router's score (except in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
     "drop, major  router score over the chosen experts' mean below which an expert, or half, is skipped",
     "KL           how far next-word probabilities move from the 16-bit source's, in nats (mean)",
@@ -45,7 +45,7 @@ _LEGEND = (
 )
 
 _OWN_LEGEND = {
-    "sparse, product": "shares of neurons whose row, or down half, is left out in an expert of mean score",
+    "sparse, product": "shares of neurons whose row, or down half, is left out",
     "drop": "router score over the chosen experts' mean below which an expert is left out",
     "adds, allowed": "how far next-word probabilities move by what is left out, in nats (mean)",
     "KL": "the same as it runs: Balanced and Fast round what weights meet to 8 bits too",

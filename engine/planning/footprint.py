@@ -17,7 +17,6 @@ from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor
 from ...models.pack.manifest import Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
-from ...models.packing.calibration import MEASURES
 from ...models.packing.pack import PackSpec
 
 
@@ -94,7 +93,7 @@ class Footprint:
         for layer in range(sizes.layers - 1):
             width = learned_predictor.width(layer, sizes.layers, sizes.hidden, sizes.experts)
             predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
-        return self.dense + self.ups + self.rows + 4 * len(MEASURES) * self.row_count + predictors
+        return self.dense + self.ups + self.rows + predictors
 
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:

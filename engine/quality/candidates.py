@@ -257,7 +257,7 @@ class _Expert:
         self._beside: Function = function_of(beside(signal), "silu")
         g, u = F.silu(F.linear(seen, gate)), F.linear(seen, up)
         self._hidden = g * u
-        self._order = calibration.importance(g, u)[:, calibration.ORDER_BY].argsort(descending=True)
+        self._order = calibration.importance(g, u, self._down).argsort(descending=True)
         major = self._order[: -(-len(self._order) // 2)]
         self._minor = torch.ones(len(self._order), dtype=torch.bool).index_fill_(0, major, False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.

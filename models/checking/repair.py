@@ -92,7 +92,7 @@ def _keep_measures(journal: Journal, packed: PackedModel) -> None:
     """Store the profile's tensors as packing does while it runs."""
     profile, a = packed.profile(), packed.manifest.architecture
     for layer in range(a.layers):
-        names = ("popularity", "importance", "router_score")
+        names = ("popularity", "router_score")
         journal.keep(measures_name(layer), {name: profile[name][layer] for name in names}, sealed=False)
     if packed.has_lookahead():
         recalls = profile[learned_predictor.RECALL].tolist()

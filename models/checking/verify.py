@@ -225,7 +225,6 @@ def _bad_profile(packed: PackedModel) -> str | None:
     a, profile = packed.manifest.architecture, packed.profile()
     for name, shape in (
         ("popularity", (a.layers, a.experts)),
-        ("importance", (a.layers, a.experts, a.intermediate, 4)),
         ("router_score", (a.layers, packed.manifest.calibration.quantiles)),
     ):
         tensor = profile.get(name)

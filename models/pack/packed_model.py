@@ -124,7 +124,7 @@ class PackedModel:
         return self._tensors("dense.safetensors")
 
     def profile(self) -> dict[str, Tensor]:
-        """popularity (L, E) · importance (L, E, F, 4) · router_score (L, Q): from calibration; and see lookahead."""
+        """popularity (L, E) and router_score (L, Q), from calibration; and see lookahead."""
         return self._tensors("profile.safetensors")
 
     def has_lookahead(self) -> bool:

@@ -189,11 +189,9 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
 def expected_bytes(manifest: Manifest, dense_bytes: int) -> int:
     """Disk that the pack will take, to within its small files."""
     a = manifest.architecture
-    return dense_bytes + a.layers * (manifest.layer_bytes + 4 * len(calibration.MEASURES) * a.experts * a.intermediate)
+    return dense_bytes + a.layers * manifest.layer_bytes
 
 
 def working_bytes(manifest: Manifest) -> int:
-    """Disk that packing takes beside the pack: states of the calibration's tokens, and measures before the profile."""
-    a = manifest.architecture
-    measures = 4 * len(calibration.MEASURES) * a.layers * a.experts * a.intermediate
-    return _STATES * 4 * manifest.calibration.tokens * a.hidden + measures
+    """Disk that packing takes beside the pack: states of the calibration's tokens."""
+    return _STATES * 4 * manifest.calibration.tokens * manifest.architecture.hidden

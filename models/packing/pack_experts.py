@@ -34,7 +34,6 @@ def measures_plan(a: Architecture) -> TensorShapes:
     """What is measured of a layer and goes into the profile."""
     return {
         "popularity": (torch.float32, (a.experts,)),
-        "importance": (torch.float32, (a.experts, a.intermediate, len(calibration.MEASURES))),
         "router_score": (torch.float32, (calibration.QUANTILES,)),
     }
 
@@ -103,7 +102,8 @@ class PackingExperts(nn.Module):
         self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
         out = torch.zeros_like(hidden)
         lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
-        worths = calibration.worths(top_k_weights)
+        weighed = self._manifest.calibration.weighed  # unless a pack of before is repaired
+        worths = calibration.worths(top_k_weights) if weighed else torch.ones_like(top_k_weights)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
@@ -128,8 +128,8 @@ class PackingExperts(nn.Module):
                     y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
                     out.index_add_(0, token, y * weights)
             for expert in exempt(lost, tokens):
-                self._file["threshold"][expert] = NEVER
-                self._file["product"][expert] = NEVER
+                for table in ("threshold", "product"):
+                    self._file[table][expert] = NEVER if weighed else 0
         return out
 
     def _pack(self, expert: int, x: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,9 +137,7 @@ class PackingExperts(nn.Module):
         file, signals, rows = self._file, self._signals, self._rows
         source = self._source.whole_expert(self._layer, expert)
         g, u = calibration.both_sides(x, source, rows.activation)
-        measures = calibration.importance(g, u)
-        order = measures[:, calibration.ORDER_BY].argsort(descending=True)
-        self._measures["importance"][expert] = measures[order]
+        order = calibration.importance(g, u, source.down).argsort(descending=True)
         try:
             own, besides = (0, 1) if self._signal == "gate" else (1, 0)
             sides, down, biases = (source.gate, source.up), source.down, source.biases

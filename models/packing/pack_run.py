@@ -215,7 +215,7 @@ class Packing:
         measures = [self._journal.kept(measures_name(layer), plan) for layer in range(self._layers)]
         if None in measures:
             raise lost(self._folder, f"{measures_name(measures.index(None))} is missing.")
-        names = ("popularity", "importance", "router_score")
+        names = ("popularity", "router_score")
         stacked = {name: torch.stack([layer[name] for layer in measures if layer]) for name in names}
         write_tensors(self._folder / PROFILE, stacked | self._training.tensors())
 

@@ -106,7 +106,7 @@ def _repeated(tensors: dict[str, Tensor], layers: int, depth: int) -> Iterator[t
         if key.startswith("model.layers."):
             number, _, rest = key.removeprefix("model.layers.").partition(".")
             yield from ((f"model.layers.{each}.{rest}", tensor) for each in range(int(number), depth, layers))
-        elif key in ("importance", "popularity", "router_score"):  # layer by layer
+        elif key in ("popularity", "router_score"):  # layer by layer
             yield key, torch.cat([tensor] * -(-depth // layers))[:depth]
         elif not key.startswith("lookahead."):  # what follows a layer is another one now
             yield key, tensor

@@ -70,7 +70,6 @@ def _write(folder: Path, spec: Spec) -> None:
     write_tensors(folder / "dense.safetensors", synthetic.dense_tensors(spec, family))
     profile = {
         "popularity": torch.full((a.layers, a.experts), 1 / a.experts),
-        "importance": torch.rand(a.layers, a.experts, a.intermediate, 4).sort(2, descending=True).values,
         "router_score": torch.linspace(0.5, 1, manifest.calibration.quantiles).repeat(a.layers, 1),
     }
     write_tensors(folder / "profile.safetensors", profile)
