@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...engine.events import Rule
 from ...engine.quality_presets import CUSTOM
 from ...models.quantities import digits, divergence
 from .. import progress
@@ -23,7 +24,6 @@ from .comparison import TOKENS, Command, comparing, source_of, text_ids, text_na
 if TYPE_CHECKING:
     from ...engine.quality.divergence import Divergence
     from ...engine.quality.evaluate import Evaluation, PresetLoss
-    from ...kernels.rule import Rule
 
 _LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
 _HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
@@ -123,7 +123,6 @@ def evaluate(
     """
     from ...engine.quality.evaluate import run
     from ...engine.quality.told import Told
-    from ...kernels.rule import NOTHING
     from ...models.catalog import find
 
     pack = find(model)
@@ -133,7 +132,7 @@ def evaluate(
         told = Told(progress.step, progress.note)
         bits = None if kv_bits is None else int(kv_bits)
         given = {name: share for name, share in by_hand.items() if share is not None}
-        rule, read = replace(NOTHING, **given) if given else None, tokens or TOKENS
+        rule, read = replace(Rule(), **given) if given else None, tokens or TOKENS
         found = run(pack, origin, ids, presets, read, device, told, rule=rule, lenient=lenient, kv_bits=bits)
     finally:
         progress.clear()

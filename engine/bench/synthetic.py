@@ -35,7 +35,7 @@ from ...models.transformers_import import import_model_code
 from .. import context
 from ..decoder.quantized_linear import PackedLinear
 from ..experts.moe_layer import Control, MoELayer
-from ..machine.random_weights import files_in_hugepages, filled
+from ..machine.random_weights import Shapes, files_in_hugepages, filled
 from ..quality.references import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
@@ -48,6 +48,19 @@ _NAMES = {
 }
 MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _NAMES.items()}
 """Listed models whose widths can be measured."""
+
+
+def shapes_of(name: str) -> Shapes:
+    """The sizes of a model's experts, for its kernels.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    if name not in MODELS:
+        raise UsageError(f"There is no synthetic model {name!r}", "", f"Choose {', '.join(MODELS)}.")
+    sizes = MODELS[name]
+    return Shapes(sizes.hidden, sizes.intermediate, group_size(sizes.hidden), among=sizes.top_k)
+
 
 # An expert of Mixtral sees about 24 of them, which is 344,000 values for a table; one of 128 small ones sees 6.
 CALIBRATION_TOKENS = 96
@@ -78,8 +91,7 @@ class Spec:
     dense: int = _PACKED.dense
 
     def __post_init__(self) -> None:
-        if self.name not in MODELS:
-            raise UsageError(f"There is no synthetic model {self.name!r}", "", f"Choose {', '.join(MODELS)}.")
+        shapes_of(self.name)
         published = self.published_layers
         if not 2 <= self.layers <= published:
             raise UsageError(

@@ -23,7 +23,7 @@ _ROTATION = 4  # weights used in turn are this many times larger than the last-l
 class Shapes:
     """A model's sizes: H, F and the quantization group; experts used in turn, and tokens of a prefill chunk.
 
-    `cache`: bytes that the weights must exceed; None asks the machine.
+    `cache`: bytes that the weights must exceed; None asks the machine. `among`: experts that a token uses.
     """
 
     hidden: int
@@ -32,10 +32,12 @@ class Shapes:
     experts: int = 8
     tokens: int = 32
     cache: int | None = None
+    among: int = 2
 
     def describe(self) -> str:
         """In words, for a table."""
-        return f"hidden {self.hidden}, {self.neurons} neurons per expert, groups of {self.group}"
+        sizes = f"hidden {self.hidden}, {self.neurons} neurons per expert, groups of {self.group}"
+        return f"{sizes}, {self.among} experts per token"
 
     def vector(self, bits: int) -> VectorLayout:
         """A row of H values."""
@@ -71,9 +73,9 @@ def last_level_cache(root: Path = Path("/sys/devices/system/cpu")) -> int:
     return sum(size for (level, _), size in found.items() if level == last) or UNKNOWN_CACHE
 
 
-def needed(nbytes: int, cache: int) -> int:
-    """How many objects of `nbytes`, used two at a time, exceed the cache: an even number, at least 2."""
-    return max(2, 2 * ceil(_ROTATION * cache / nbytes / 2))
+def needed(nbytes: int, cache: int, among: int = 2) -> int:
+    """How many objects of `nbytes`, used `among` at a time, exceed the cache: a multiple of that."""
+    return among * max(1, ceil(_ROTATION * cache / nbytes / among))
 
 
 def files_in_hugepages(meminfo: Path = Path("/proc/meminfo")) -> bool:
@@ -126,19 +128,20 @@ def _heads(bits: int, *shape: int) -> tuple[Tensor, Tensor]:
     return (0.01 + 0.01 * torch.rand(shape)).half(), (((1 << bits) - 1) * (0.4 + 0.2 * torch.rand(shape))).half()
 
 
-def pair(turn: int, experts: int) -> Calls:
-    """One token's two experts: the next two in each turn."""
-    return _pair(2 * turn % experts)
+def next_calls(turn: int, experts: int, among: int = 2) -> Calls:
+    """One token's experts: the next `among` in each turn, of a multiple of that."""
+    return _calls(among * turn % experts, among)
 
 
 @cache
-def _pair(first: int) -> Calls:
-    return Calls(torch.tensor([0, 0]), torch.tensor([first, first + 1]), torch.tensor([0.6, 0.4]))
+def _calls(first: int, among: int) -> Calls:
+    weights = torch.linspace(1.2, 0.8, among) / among
+    return Calls(torch.zeros(among, dtype=torch.long), torch.arange(first, first + among), weights)
 
 
-def random_active(share: float, neurons: int, seed: int) -> Active:
-    """An ascending random choice of `share` of the neurons for each expert of a pair."""
+def random_active(share: float, neurons: int, seed: int, among: int = 2) -> Active:
+    """An ascending random choice of `share` of the neurons for each expert of a token."""
     generator = torch.Generator().manual_seed(seed)
-    lists = [torch.randperm(neurons, generator=generator)[: round(share * neurons)].sort().values for _ in range(2)]
+    lists = [torch.randperm(neurons, generator=generator)[: round(share * neurons)].sort().values for _ in range(among)]
     offsets = torch.tensor([0, *(chosen.numel() for chosen in lists)]).cumsum(0)
     return Active(offsets, torch.cat(lists), torch.randn(int(offsets[-1]), generator=generator))

@@ -133,7 +133,7 @@ def row_work(layout: RowLayout, neurons: int, share: float = 0.5) -> Work:
     x = torch.randn(1, layout.other.n)
 
     def work(turn: int) -> int:
-        kernels.sparse_swiglu(x, rows, random_weights.pair(turn, len(rows.data)), active, x_bits=_x_bits())
+        kernels.sparse_swiglu(x, rows, random_weights.next_calls(turn, len(rows.data)), active, x_bits=_x_bits())
         return active.neurons.numel() * layout.nbytes
 
     return work
@@ -150,7 +150,7 @@ def up_work(shapes: Shapes, bits: int) -> Work:
     x, limits = torch.randn(1, shapes.hidden), torch.full((2,), UNREACHED)
 
     def work(turn: int) -> int:
-        kernels.signal_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())
+        kernels.signal_gemv(x, up, random_weights.next_calls(turn, len(up.q)), limits, x_bits=_x_bits())
         return 2 * up.bytes_per_expert()
 
     return work

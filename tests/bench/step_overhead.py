@@ -38,7 +38,7 @@ from floe_chat.engine.decoder.card.card_experts import CardExperts
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer
-from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
+from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, next_calls
 from floe_chat.engine.offload.device import Device, Joined, Partial
 from floe_chat.engine.offload.lane_rates import RateName, Rates
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
@@ -304,7 +304,7 @@ def resident(tokens: int) -> dict[str, float]:
     with torch.inference_mode():
         up = make_up(MIXTRAL, 2, IN_PLACE)
         rows = make_rows(MIXTRAL, 4, IN_PLACE)
-        v = kernels.signal_gemv(x := torch.randn(1, MIXTRAL.hidden), up, pair(0, IN_PLACE), torch.zeros(2)).values
+        v = kernels.signal_gemv(x := torch.randn(1, MIXTRAL.hidden), up, next_calls(0, IN_PLACE), torch.zeros(2)).values
         # A threshold that half the neurons reach, and a second one that some of these miss.
         table = torch.quantile(v.abs()[: 1 << 14], torch.linspace(0, 1, 101)).repeat(IN_PLACE, 1)
         packed = PackedLayer(signal=up, rows=rows, thresholds=table, products=table * 1e-3)
@@ -314,7 +314,7 @@ def resident(tokens: int) -> dict[str, float]:
         thresholds, products = layer.ruled.limits.signal, layer.ruled.limits.product
         took: dict[str, list[float]] = {"layer": [], "kernels": []}
         for token in range(tokens + WARM):
-            calls = pair(token, IN_PLACE)
+            calls = next_calls(token, IN_PLACE)
             index, weights = calls.experts[None], calls.weights[None]
             limits = thresholds[calls.experts], None if products is None else products[calls.experts]
             for name in ("layer", "kernels") if token % 2 else ("kernels", "layer"):

@@ -170,7 +170,7 @@ def test_16_bit_is_no_worse_than_the_librarys(name: str) -> None:
 
 
 # With some seeds the rounding of a key to 16 bits changes what a router chooses.
-@pytest.mark.parametrize(("family", "bits", "seed"), [("mixtral", 4, 5), ("olmoe", 8, 4), ("mixtral", 16, 4)])
+@pytest.mark.parametrize(("family", "bits", "seed"), [("mixtral", 4, 6), ("olmoe", 8, 4), ("mixtral", 16, 4)])
 def test_packed_layers_are_joined_and_compute_the_same(
     family: str, bits: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

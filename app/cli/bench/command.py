@@ -24,29 +24,41 @@ def bench() -> None:
     """
 
 
-@bench.command(short_help="Time the kernels at Mixtral's width.")
+@bench.command(short_help="Time the kernels at a model's width.")
+@click.option(
+    "--synthetic",
+    default="mixtral-8x7b",
+    show_default=True,
+    metavar="NAME",
+    help="Whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
 @with_options(*TIMING)
-def kernels(device: str | None, threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
-    """Time the kernels at Mixtral's width, compared with the speed of memory.
+def kernels(
+    synthetic: str, device: str | None, threads: int | None, runs: int | None, quick: bool, as_json: bool
+) -> None:
+    """Time the kernels at a model's width, by default Mixtral's, compared with the speed of memory.
 
     On a CPU it takes about a minute (--quick, only the default widths: half of that) and 3 GB of memory, on a GPU
     5 GB of its memory. Nothing is downloaded. Close other programs first; a disturbed section is marked.
 
-    Example: floe-chat bench kernels --quick --json > kernels.json
+    Example: floe-chat bench kernels --synthetic qwen3-30b-a3b --quick
     """
     on_gpu = chosen_device(device) == "cuda"
     if on_gpu and (threads or runs):
         raise UsageError("--threads and --runs are for the CPU", "They do not apply to a GPU.", "Add --device cpu.")
+    from ....engine.bench.synthetic import shapes_of
+
+    shapes = shapes_of(synthetic)
     with measuring() as report:
         if on_gpu:
             from ....engine.bench.kernels import gpu
 
-            table = gpu.run(quick=quick, report=report)
+            table = gpu.run(quick=quick, shapes=shapes, report=report)
         else:
             from ....engine.bench.kernels import cpu
 
-            table = cpu.run(threads=threads, runs=runs or 5, quick=quick, report=report)
+            table = cpu.run(threads=threads, runs=runs or 5, quick=quick, shapes=shapes, report=report)
     finish(table, as_json=as_json)
 
 

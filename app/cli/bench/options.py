@@ -26,7 +26,7 @@ MODEL: tuple[Option, ...] = (
     click.option(
         "--synthetic",
         metavar="NAME",
-        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b or gpt-oss-20b.",
+        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
     ),
     click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
     click.option("--up", type=int, help="Bits of its signals: 2, 3, 4, 8 or 16.  [default: as for pack]"),

@@ -230,7 +230,7 @@ class Stage:
         """See `play`."""
         self.card, self.width, self.trace = card, width, trace
         layers, experts = trace.scores.shape[1:]
-        packed = [width.layer(table) for table in trace.thresholds]
+        packed = [width.layer(table) for table in (trace.thresholds if preset.rule.weighed else trace.plain)]
         self.share = layers / width.layers
         self.device = ReplayDevice(card, width, trace, preset, packed[0].rows.layout.nbytes, cpu_share, host=host)
         mix = parts.mix or Mix(pool=layers)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels.activation import applied
 from ....models.families import FAMILIES
 from ....models.pack.packed_model import PackedLayer
+from ....models.packing.calibration import quantile_table
 from ...decoder.fused_pass import FusedDecoder
 from ...decoder.kv_cache import KVCache
 from ...experts.moe_layer import MoELayer
@@ -31,9 +33,10 @@ class Trace:
 
     Attributes:
         index: (T, L, K) int64 chosen experts. weights: (T, L, K) of them.
-        values: (T, L, E, F) float16 |up · x| of every expert, chosen or not. ahead: likewise as the layer before
+        values: (T, L, E, F) float16 |signal| of every expert, chosen or not. ahead: likewise as the layer before
             guessed it; nothing at layer 0. scores: (T, L, E) of experts, likewise guessed.
-        thresholds: L tables (E, Q) of |up · x|, as in the pack. source: in words.
+        thresholds: L tables (E, Q) for weighed rules, as in the pack. plain: likewise for those that are not, of the
+            values of chosen experts here. source: in words.
         heard: (T, L, E) the router's scores of all experts; None where the routing is not the trace's own.
         attends: whether guesses take a pass through the next layer's attention.
     """
@@ -44,6 +47,7 @@ class Trace:
     ahead: NDArray[np.float16]
     scores: Floats
     thresholds: Sequence[Tensor]
+    plain: Sequence[Tensor]
     source: str
     heard: Floats | None = None
     attends: bool = False
@@ -95,22 +99,26 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
         ahead=np.zeros((count, layers, experts, neurons), np.float16),
         scores=np.zeros((count, layers, experts), np.float32),
         thresholds=[layer.thresholds for layer in packed],
+        plain=[],
         source=f"{name} reading {count} tokens",
     )
     token, heard = 0, np.zeros((count, layers, experts), np.float32)
     trace = replace(trace, heard=heard, attends=ahead.attends)
 
+    def signals(at: int, hidden: Tensor) -> NDArray[np.float16]:
+        v = F.linear(hidden, ups[at].flatten(0, 1)).view(experts, neurons)
+        return applied(packed[at].signal.layout.function, v).abs().half().numpy()
+
     def note(layer: MoELayer, given: tuple[Tensor, Tensor, Tensor]) -> None:
         hidden, index, weights = given
         at = layer.index
         trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
-        trace.values[token, at] = F.linear(hidden, ups[at].flatten(0, 1)).abs().view(experts, neurons).half().numpy()
+        trace.values[token, at] = signals(at, hidden)
         heard[token, at] = F.linear(hidden, family.router(blocks[at]).weight)[0].float().softmax(-1).numpy()
         if at + 1 < layers:
             guess = ahead.guess(at, hidden, None)
             trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()
-            values = F.linear(guess, ups[at + 1].flatten(0, 1)).abs()
-            trace.ahead[token, at + 1] = values.view(experts, neurons).half().numpy()
+            trace.ahead[token, at + 1] = signals(at + 1, guess)
 
     handles = [block.experts.register_forward_pre_hook(note) for block in blocks]
     kv = KVCache()
@@ -120,4 +128,14 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
             kv.computed([one], loaded.control.preset)
     for handle in handles:
         handle.remove()
-    return trace
+    return replace(trace, plain=[_quantiles(trace, layer) for layer in range(layers)])
+
+
+def _quantiles(trace: Trace, layer: int) -> Tensor:
+    """(E, Q) of the values of each expert for the tokens that chose it; for all tokens if none did."""
+    tables: list[Tensor] = []
+    for expert in range(trace.values.shape[2]):
+        chose = (trace.index[:, layer] == expert).any(1)
+        values = trace.values[chose if chose.any() else slice(None), layer, expert]
+        tables.append(quantile_table(torch.from_numpy(values).float()))
+    return torch.stack(tables)

@@ -85,7 +85,7 @@ def _affordable(
     available = psutil.virtual_memory().available
     cache = random_weights.last_level_cache() if shapes.cache is None else shapes.cache
     wanted = 0
-    for most in (shapes.experts, 2):
+    for most in (shapes.experts, shapes.among):
         plans = _plans(_Counts(shapes, most, cache), threads, quick=quick, compiled=compiled)
         wanted = max(plan.nbytes for plan in plans) + _OWN_USE
         if wanted <= available:
@@ -107,14 +107,14 @@ class _Counts:
     cache: int
 
     def up(self, bits: int) -> int:
-        return max(self.least, random_weights.needed(self.shapes.up_bytes(bits), self.cache))
+        return max(self.least, random_weights.needed(self.shapes.up_bytes(bits), self.cache, self.shapes.among))
 
     def rows(self, bits: int) -> int:
-        return max(self.least, random_weights.needed(self.shapes.rows_bytes(bits), self.cache))
+        return max(self.least, random_weights.needed(self.shapes.rows_bytes(bits), self.cache, self.shapes.among))
 
     def whole(self) -> int:
         nbytes = self.shapes.up_bytes(2) + self.shapes.rows_bytes(4)
-        return max(self.least, random_weights.needed(nbytes, self.cache))
+        return max(self.least, random_weights.needed(nbytes, self.cache, self.shapes.among))
 
     def floor_bytes(self) -> int:
         return self.up(2) * self.shapes.up_bytes(2)
@@ -132,19 +132,19 @@ def _part_plans(counts: _Counts, threads: int, *, quick: bool) -> list[PlannedSe
     by_width = {bits: counts.up(bits) for bits in up_bits}
     up_bytes = floor + sum(count * shapes.up_bytes(bits) for bits, count in by_width.items())
     up = PlannedSection(
-        "Up projections of 2 experts, 1 token", up_bytes, lambda: figures_of.up(shapes, by_width, floor)
+        f"Signals of {shapes.among} experts, 1 token", up_bytes, lambda: figures_of.up(shapes, by_width, floor)
     )
     kinds = _page_kinds()[: 1 if quick else None]
     rows = [_rows_plan(shapes, bits, counts.rows(bits), hugepages=kind) for kind in kinds for bits in row_bits]
     if threads == 1:
         return [up, *rows]
     up_scaling = PlannedSection(
-        "Threads: up projections of 2 experts, 2 bit",
+        f"Threads: signals of {shapes.among} experts, 2 bit",
         floor,
         lambda: figures_of.up_by_threads(shapes, counts.up(2), threads),
     )
     rows_scaling = PlannedSection(
-        "Threads: active neurons of 2 experts, 40 %, 4-bit rows",
+        f"Threads: active neurons of {shapes.among} experts, 40 %, 4-bit rows",
         counts.rows(4) * shapes.rows_bytes(4),
         lambda: figures_of.rows_by_threads(shapes, counts.rows(4), threads),
     )
@@ -157,10 +157,10 @@ def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Planne
     stored = experts * (shapes.up_bytes(2) + shapes.rows_bytes(4))
     matrix = shapes.hidden * shapes.neurons
     matrices = max(8, random_weights.needed(shapes.hidden * shapes.vector(8).nbytes, counts.cache))
-    widths = "2-bit up, 4-bit rows"
+    widths = "2-bit signal, 4-bit rows"
     return [
         PlannedSection(
-            f"MoE step, 2 experts, 1 token, {widths} (dense int4: torch's own)",
+            f"MoE step, {shapes.among} experts, 1 token, {widths} (dense int4: torch's own)",
             stored + 2 * matrix * experts,
             lambda: figures_of.step(shapes, experts, compiled=compiled),
         ),
@@ -181,7 +181,7 @@ def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Planne
 def _rows_plan(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> PlannedSection:
     pages = "huge pages" if hugepages else _small_pages()
     return PlannedSection(
-        f"Active neurons of 2 experts, {bits}-bit rows, {pages}",
+        f"Active neurons of {shapes.among} experts, {bits}-bit rows, {pages}",
         experts * shapes.rows_bytes(bits),
         lambda: figures_of.rows(shapes, bits, experts, hugepages=hugepages),
     )

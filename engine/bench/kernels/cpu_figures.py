@@ -1,6 +1,6 @@
 """The figures of the CPU benchmark: each function makes one section's weights and the work to time.
 
-Threads are torch's. `experts` are used two at a time, in turn.
+Threads are torch's. `experts` are used as many at a time as a token uses, in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....kernels import operations as kernels
 from ....kernels import reference
 from ....kernels.cpu import native
 from ....kernels.weights import ExpertRows, LinearWeights, SignalWeights
-from ...machine.random_weights import Shapes, filled, make_linear, make_rows, make_up, pair, random_active
+from ...machine.random_weights import Shapes, filled, make_linear, make_rows, make_up, next_calls, random_active
 from ...planning.rates import UNREACHED
 from ..measure import Figure
 
@@ -25,7 +25,7 @@ _SHARES = (0.2, 0.4)
 _SPARSITIES = (0.6, 0.8)
 # The dtype of x and how many bits the kernels keep of it: float32 as in Exact, 16 bit, and as Balanced reads it.
 _KINDS = {"float32 x": (torch.float32, 22), "bfloat16 x": (torch.bfloat16, 22), "x in 8 bits": (torch.float32, 8)}
-_INT4_GROUP = 128  # the usual one of torch's own 4-bit kernel
+_INT4_GROUPS = 128, 64, 32  # of torch's own 4-bit kernel, the usual one first
 
 
 def _x(shapes: Shapes, dtype: torch.dtype, tokens: int = 1) -> Tensor:
@@ -46,33 +46,35 @@ def _reading(nbytes: int) -> Figure:
     return Figure("read (floor)", work, inner=1)
 
 
-def _up_work(x: Tensor, up: SignalWeights, x_bits: int = 22) -> Callable[[int], int]:
-    nothing = torch.full((2,), UNREACHED)
+def _up_work(x: Tensor, up: SignalWeights, among: int, x_bits: int = 22) -> Callable[[int], int]:
+    nothing = torch.full((among,), UNREACHED)
 
     def work(turn: int) -> int:
-        kernels.signal_gemv(x, up, pair(turn, up.q.shape[0]), nothing, x_bits=x_bits)
-        return 2 * up.bytes_per_expert()
+        kernels.signal_gemv(x, up, next_calls(turn, up.q.shape[0], among), nothing, x_bits=x_bits)
+        return among * up.bytes_per_expert()
 
     return work
 
 
 def up(shapes: Shapes, experts: dict[int, int], floor_bytes: int) -> list[Figure]:
-    """`signal_gemv` of two experts by width; `experts` says how many of each width. Floor: reading."""
+    """`signal_gemv` of a token's experts by width; `experts` says how many of each width. Floor: reading."""
     figures = [_reading(floor_bytes)]
     for bits, count in experts.items():
         made = make_up(shapes, bits, count)
         for kind, (dtype, x_bits) in _KINDS.items():
-            figures.append(Figure(f"{bits} bit, {kind}", _up_work(_x(shapes, dtype), made, x_bits), "read (floor)"))
+            figures.append(
+                Figure(f"{bits} bit, {kind}", _up_work(_x(shapes, dtype), made, shapes.among, x_bits), "read (floor)")
+            )
     return figures
 
 
 def up_by_threads(shapes: Shapes, experts: int, threads: int) -> list[Figure]:
     """The same at 2 bit, on one thread and on all."""
-    return _by_threads(_up_work(_x(shapes, torch.float32), make_up(shapes, 2, experts)), threads)
+    return _by_threads(_up_work(_x(shapes, torch.float32), make_up(shapes, 2, experts), shapes.among), threads)
 
 
 def rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> list[Figure]:
-    """`sparse_swiglu` of two experts at each share of active neurons. Floor: reading the same records."""
+    """`sparse_swiglu` of a token's experts at each share of active neurons. Floor: reading the same records."""
     made = make_rows(shapes, bits, experts, hugepages=hugepages)
     flat = made.data.view(-1, made.layout.nbytes)
     figures: list[Figure] = []
@@ -80,7 +82,9 @@ def rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> list[Fi
         chosen = _chosen(share, shapes, experts)
         places: list[Tensor] = []
         for turn, active in enumerate(chosen):
-            first = torch.repeat_interleave(pair(turn, experts).experts * shapes.neurons, active.offsets.diff())
+            first = torch.repeat_interleave(
+                next_calls(turn, experts, shapes.among).experts * shapes.neurons, active.offsets.diff()
+            )
             places.append(active.neurons + first)
 
         def gather(turn: int, places: list[Tensor] = places) -> int:
@@ -91,29 +95,32 @@ def rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> list[Fi
         name = f"gather {_percent(share)} (floor)"
         figures.append(Figure(name, gather))
         for kind, (dtype, x_bits) in _KINDS.items():
-            work = _rows_work(_x(shapes, dtype), made, chosen, x_bits)
+            work = _rows_work(_x(shapes, dtype), made, chosen, shapes.among, x_bits)
             figures.append(Figure(f"{_percent(share)} active, {kind}", work, name))
     return figures
 
 
 def rows_by_threads(shapes: Shapes, experts: int, threads: int) -> list[Figure]:
     """The same with 4-bit rows, 40 % active, on one thread and on all."""
-    work = _rows_work(_x(shapes, torch.float32), make_rows(shapes, 4, experts), _chosen(0.4, shapes, experts))
+    chosen = _chosen(0.4, shapes, experts)
+    work = _rows_work(_x(shapes, torch.float32), make_rows(shapes, 4, experts), chosen, shapes.among)
     return _by_threads(work, threads)
 
 
 def _chosen(share: float, shapes: Shapes, experts: int) -> list[kernels.Active]:
-    """The active neurons of each pair of experts."""
-    return [random_active(share, shapes.neurons, seed) for seed in range(experts // 2)]
+    """The active neurons of the experts of each turn."""
+    return [random_active(share, shapes.neurons, seed, shapes.among) for seed in range(experts // shapes.among)]
 
 
-def _rows_work(x: Tensor, made: ExpertRows, chosen: list[kernels.Active], x_bits: int = 22) -> Callable[[int], int]:
+def _rows_work(
+    x: Tensor, made: ExpertRows, chosen: list[kernels.Active], among: int, x_bits: int = 22
+) -> Callable[[int], int]:
     # The up projection's results have the dtype of x.
     typed = [kernels.Active(a.offsets, a.neurons, a.values.to(x.dtype)) for a in chosen]
 
     def work(turn: int) -> int:
         active = typed[turn % len(typed)]
-        kernels.sparse_swiglu(x, made, pair(turn, made.data.shape[0]), active, x_bits=x_bits)
+        kernels.sparse_swiglu(x, made, next_calls(turn, made.data.shape[0], among), active, x_bits=x_bits)
         return active.neurons.numel() * made.layout.nbytes
 
     return work
@@ -131,26 +138,26 @@ def _by_threads(work: Callable[[int], int], threads: int) -> list[Figure]:
 
 
 def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
-    """`moe_step`: two experts, 2-bit up and 4-bit rows, thresholds cut at each sparsity. Peer: torch's dense int4."""
-    up, rows = make_up(shapes, 2, experts), make_rows(shapes, 4, experts)
+    """`moe_step`: a token's experts, 2-bit signal, 4-bit rows, thresholds cut at each sparsity. Peer: torch's int4."""
+    up, rows, among = make_up(shapes, 2, experts), make_rows(shapes, 4, experts), shapes.among
     figures = [Figure("dense int4", _dense_int4(shapes, _x(shapes, torch.bfloat16), experts))]
     for sparsity, (kind, (dtype, x_bits)) in product(_SPARSITIES, _KINDS.items()):
         x = _x(shapes, dtype)
 
         @cache
         def limits(turn: int, x: Tensor = x, sparsity: float = sparsity) -> Tensor:
-            found = kernels.signal_gemv(x, up, pair(turn, experts), torch.zeros(2))
-            return found.values.view(2, -1).abs().float().quantile(sparsity, dim=1)
+            found = kernels.signal_gemv(x, up, next_calls(turn, experts, among), torch.zeros(among))
+            return found.values.view(among, -1).abs().float().quantile(sparsity, dim=1)
 
         # Found before timing starts; the slow reference gets only one turn.
-        for turn in range(experts // 2 if compiled else 1):
+        for turn in range(experts // among if compiled else 1):
             limits(turn)
 
         def work(turn: int, x: Tensor = x, limits: Callable[[int], Tensor] = limits, x_bits: int = x_bits) -> int:
-            thresholds = limits(turn % (experts // 2))
-            _, counts = kernels.moe_step(x, up, rows, pair(turn, experts), thresholds, x_bits=x_bits)
+            thresholds = limits(turn % (experts // among))
+            _, counts = kernels.moe_step(x, up, rows, next_calls(turn, experts, among), thresholds, x_bits=x_bits)
             # Gate rows and down columns are counted one by one: each is half of a row.
-            return 2 * up.bytes_per_expert() + int(counts.sum()) * rows.layout.nbytes // 2
+            return among * up.bytes_per_expert() + int(counts.sum()) * rows.layout.nbytes // 2
 
         name = f"{_percent(sparsity)} sparse, {kind}"
         figures.append(Figure(name, work, peer="dense int4", once=not compiled))
@@ -158,24 +165,25 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
 
 
 def _dense_int4(shapes: Shapes, x: Tensor, experts: int) -> Callable[[int], int]:
-    """Two dense experts through torch's own 4-bit kernel."""
+    """A token's dense experts through torch's own 4-bit kernel."""
     H, N = shapes.hidden, shapes.neurons
+    group = next(size for size in _INT4_GROUPS if H % size == N % size == 0)
     matrices: list[tuple[Tensor, Tensor]] = []
     for i in range(3 * experts):
         n, k = (H, N) if i % 3 == 2 else (N, H)
         codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
-        matrices.append((packed, torch.rand(k // _INT4_GROUP, n, 2, dtype=torch.bfloat16) * 0.01))
+        matrices.append((packed, torch.rand(k // group, n, 2, dtype=torch.bfloat16) * 0.01))
 
     def multiply(v: Tensor, which: int) -> Tensor:
         packed, scales = matrices[which]
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(v, packed, _INT4_GROUP, scales)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(v, packed, group, scales)
 
     def work(turn: int) -> int:
-        for expert in pair(turn, experts).experts.tolist():
+        for expert in next_calls(turn, experts, shapes.among).experts.tolist():
             gate, up = multiply(x, 3 * expert), multiply(x, 3 * expert + 1)
             multiply(F.silu(gate) * up, 3 * expert + 2)
-        return 2 * 3 * (H * N // 2 + H * N // _INT4_GROUP * 4)
+        return shapes.among * 3 * (H * N // 2 + H * N // group * 4)
 
     return work
 
