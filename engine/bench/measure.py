@@ -183,7 +183,6 @@ def _row(figure: Timed, named: dict[str, Timed]) -> Row:
     if len(seconds) > 1:
         low, _, high = quantiles(seconds, n=4, method="inclusive")
         spread = (high - low) / middle
-    # The rounds that both took part in: the first one for figures measured once.
     return Row(
         name=figure.name,
         ms=middle * 1e3,
@@ -192,9 +191,16 @@ def _row(figure: Timed, named: dict[str, Timed]) -> Row:
         noisy=spread is not None and spread > NOISY,
         gb_s=median(rates) / 1e9 if any(rates) else None,
         floor=figure.floor,
-        of_floor=median(a / b for a, b in zip(rates, floor.rates(), strict=False)) if floor else None,
+        of_floor=_over(rates, floor.rates()) if floor else None,
         peer=figure.peer,
-        speedup=median(b / a for a, b in zip(seconds, peer.seconds, strict=False)) if peer else None,
+        speedup=_over(peer.seconds, seconds) if peer else None,
         tokens_s=figure.tokens / middle if figure.tokens else None,
         note=figure.note,
     )
+
+
+def _over(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """The ratio round by round, or of the medians where one of them was measured once: a single round may be odd."""
+    if len(mine) == len(theirs):
+        return median(a / b for a, b in zip(mine, theirs, strict=True))
+    return median(mine) / median(theirs)

@@ -108,9 +108,17 @@ def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
     return sizes.cached * element
 
 
-def kv_element(dense: int) -> int:
-    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`)."""
-    return 4 if dense == 16 else 2
+def by_library(model_type: str) -> bool:
+    """Whether transformers' modules compute a family's layers, as far as its record says."""
+    family = FAMILIES.get(model_type)
+    return family is None or family.attention is None or family.routing.kind == "sparsemixer"
+
+
+def kv_element(model_type: str, dense: int) -> int:
+    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`).
+    transformers' modules keep what they compute, in float32.
+    """
+    return 4 if dense == 16 or by_library(model_type) else 2
 
 
 def _vector(columns: int, bits: int) -> int:

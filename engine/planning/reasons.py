@@ -9,11 +9,11 @@ from ...models.families import FAMILIES
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..offload.mix import Mix
-from .footprint import Footprint
+from .footprint import Footprint, by_library
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option
-from .speed_estimate import by_library, one_by_one
+from .speed_estimate import one_by_one
 from .worth import ENOUGH, NEWER, READING, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.

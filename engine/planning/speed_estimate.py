@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ...models.catalog_entry import Sizes
-from ...models.families import FAMILIES
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..quality_presets import Preset
-from .footprint import Footprint, kv_bytes, kv_element
+from .footprint import Footprint, by_library, kv_bytes, kv_element
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
@@ -237,18 +236,12 @@ def decode(
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         token, own = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending), speeds.host_gpu
     else:
-        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
+        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
         token, own = _on_cpu(takes, work, speeds, held, seen), speeds.host
     if not one_by_one(takes.sizes, gpu=held.gpu):
         return token
     more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own)
     return dataclasses.replace(token, host=token.host + more)
-
-
-def by_library(model_type: str) -> bool:
-    """Whether transformers' modules compute a family's layers, as far as its record says."""
-    family = FAMILIES.get(model_type)
-    return family is None or family.attention is None or family.routing.kind == "sparsemixer"
 
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:

@@ -54,7 +54,12 @@ def memory(pack: Path, share: float) -> int:
     """Bytes of a card's memory between the least that the pack can do with and all of it."""
     model = PackedModel.open(pack)
     layers = [model.layer(index) for index in range(model.manifest.architecture.layers)]
-    needs = Needs.of(model.manifest, layers, read_config(pack), kv_element(model.manifest.widths.dense))
+    needs = Needs.of(
+        model.manifest,
+        layers,
+        read_config(pack),
+        kv_element(model.manifest.architecture.model_type, model.manifest.widths.dense),
+    )
     return int((needs.least() + share * (needs.whole() - needs.least())) / (1 - KEPT_FREE)) + (1 << 20)
 
 

@@ -10,11 +10,12 @@ from floe_chat.engine.machine.gpus import Gpu
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons, speed_estimate
+from floe_chat.engine.planning.footprint import by_library
 from floe_chat.engine.planning.machine import Described, Machine
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
-from floe_chat.engine.planning.speed_estimate import Speeds, by_library
+from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, WORTH
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError

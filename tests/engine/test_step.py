@@ -182,7 +182,7 @@ def test_packed_layers_are_joined_and_compute_the_same(
     expected = feed(LibraryDecoder(loaded.model), KVCache(), ids, pieces)
     kv = KVCache()
     ours = feed(choose(loaded.model, loaded.window), kv, ids, pieces)
-    assert kv.nbytes() == kv_element(bits) * 2 * 2 * 64 * BLOCK  # two layers, keys and values of 4 heads of 16
+    assert kv.nbytes() == kv_element(family, bits) * 2 * 2 * 64 * BLOCK  # two layers, keys and values of 4 heads of 16
     if bits == 16:
         assert relative_rms(ours, expected) <= LIMIT
     else:  # float16 keys and values, and nothing else
