@@ -196,7 +196,7 @@ class QualityScreen(ModalScreen[None]):
             f"{size(stats.bytes_per_token if stats else None)} per token",
             f"{share(stats.active_neurons if stats else None)} of neurons active"
             if self._preset
-            else "KL not measured (c copies the command)",
+            else "KL not measured (c: command)",
         ]
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
 
