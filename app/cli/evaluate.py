@@ -169,8 +169,8 @@ def table(found: Evaluation, text: str) -> str:
 
 def _meaning(rule: Rule) -> str:
     """What a quality set by hand is."""
-    set_ = ", ".join(f"{name} {units.share(share)}" for name in _BY_HAND if (share := getattr(rule, name)))
-    return f"{CUSTOM}: {set_ or 'nothing is skipped'}"
+    given = ", ".join(f"{name} {units.share(share)}" for name in _BY_HAND if (share := getattr(rule, name)))
+    return f"{CUSTOM}: {given or 'nothing is skipped'}"
 
 
 def _kv_table(found: Evaluation) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from floe_chat.engine.experts import substitution
+from floe_chat.engine.quality.half_resident import RESIDENT_SHARE
 from floe_chat.models.catalog import asset
 from floe_chat.models.families import FAMILIES
 from tokenizers import Tokenizer
@@ -31,7 +32,6 @@ WINDOW = 256
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 DROPS = (0.2, 0.4, 0.6, 0.8)  # of the mean score of a token's experts
 ALPHAS = (0.1, 0.3, 0.5)
-RESIDENT_SHARE = 0.5  # of a layer's experts, those used last
 ONE_LAYER = 0.6  # share of neurons left out of one layer alone
 
 Judge = Callable[[Tensor, Tensor], Tensor]  # silu(gate · x) and up · x, both (T, F) -> how loud each neuron is
