@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.cpu.binding import NativeUnavailableError
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
+from floe_chat.models.packing.calibration import threshold_at
 from floe_chat.models.packing.pack import PackSpec
 
-from .driver import a_preset
+from ..helpers import make_pack
+from .driver import a_preset, open_model
 
 WIDTH = Width(hidden=256, neurons=480, layers=2, dense_weights=256 * 700, head_weights=256 * 1000)
 HALF, MORE = a_preset("half", 0.5), a_preset("more", 0.8)
@@ -53,6 +56,35 @@ def twofold(trace: Trace) -> Trace:
     """The same tokens once more."""
     names = ("index", "weights", "values", "ahead", "scores", "heard")
     return dataclasses.replace(trace, **{name: np.concatenate([getattr(trace, name)] * 2) for name in names})
+
+
+def test_each_kind_of_rule_leaves_out_what_it_says(trace: Trace) -> None:
+    """Rules that are not weighed have tables of their own: the pack's are of weighed values."""
+    for share in (0.6, 0.9):
+        skipped: list[float] = []
+        for token, layer in itertools.product(range(len(trace.index)), range(2)):
+            limits = threshold_at(trace.plain[layer], share)
+            for expert in trace.index[token, layer].tolist():
+                skipped.append(float((trace.values[token, layer, expert] < float(limits[expert])).mean()))
+        assert np.mean(skipped) == pytest.approx(share, abs=0.02)
+
+
+def test_the_values_are_the_signal_as_kernels_compare_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "gated", PackSpec(signal="gate"))
+    found, seen = record(tmp_path / "gated", [7], "gated"), list[torch.Tensor]()
+    loaded = open_model(tmp_path / "gated")
+    experts = loaded.model.model.layers[0].mlp.experts
+
+    def note(_layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+        seen.append(given[0])
+
+    experts.register_forward_pre_hook(note)
+    with torch.inference_mode():
+        loaded.model(input_ids=torch.tensor([[7]]), use_cache=False)
+    for expert in range(4):
+        gate = experts.packed.signal.dense(expert, torch.float32)
+        wanted = torch.nn.functional.silu(gate @ seen[0][0]).abs()
+        assert found.values[0, 0, expert] == pytest.approx(wanted.numpy(), rel=5e-3, abs=1e-4)
 
 
 def test_a_trace_is_what_the_layers_were_given(trace: Trace) -> None:

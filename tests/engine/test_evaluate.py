@@ -1,17 +1,12 @@
-"""Evaluation: packs against their source, the cache of the source's logits, and what is refused."""
+"""Evaluation: packs against their source or themselves, and what is refused."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import platformdirs
 import pytest
 import torch
 from floe_chat.engine import quality_presets
@@ -19,59 +14,31 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import GrowingStore, Layout
 from floe_chat.engine.events import Advanced
 from floe_chat.engine.loader import load
-from floe_chat.engine.quality import evaluate, text_windows
+from floe_chat.engine.quality import text_windows
 from floe_chat.engine.quality.candidates import Candidate, compute
 from floe_chat.engine.quality.divergence import Scores, score, summarize
 from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, choose_presets, run
 from floe_chat.engine.quality.references import NO_SPARSITY
-from floe_chat.engine.quality.source_model import SourceModel, identify
 from floe_chat.engine.quality.text_windows import cut
 from floe_chat.engine.quality.told import Told
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.rule import LATE, Rule
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
+from floe_chat.models.errors import CheckpointError, PackError, UsageError
 from floe_chat.models.pack.manifest import Manifest
-from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing import logits_cache
 from torch import Tensor
 
-from ..helpers import edit_json, edit_tensors, make_checkpoint, reference_model, reseal
+from ..helpers import edit_tensors, make_checkpoint, reference_model, reseal
 from .driver import answer, open_model, silent
+from .evaluating import TEXT, WINDOW, cache_folder, measured, refused, shorten, unread
 from .step_models import feed
 from .test_quantized import plain_model
-
-WINDOW = 64  # tokens: short, to keep the tests so
-TEXT = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small sizes; the arithmetic is the same."""
-    monkeypatch.setattr(text_windows, "WINDOW", WINDOW)
-    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
-    monkeypatch.setattr(evaluate, "NEW_TOKENS", 8)
-
-
-def unread(_what: str) -> None:
-    """Progress that nobody looks at."""
-
-
-def measured(
-    pack: Path, source: Path, *presets: str, ids: list[int] = TEXT, tokens: int = 128, notes: list[str] | None = None
-) -> Evaluation:
-    """An evaluation on the CPU; what it notes goes to `notes`."""
-    return run(pack, source, ids, presets, tokens, "cpu", Told(unread, unread if notes is None else notes.append))
-
-
-def refused(pack: Path, source: Path, *presets: str, **options: Any) -> FloeError:
-    with pytest.raises(FloeError) as caught:
-        measured(pack, source, *presets, **options)
-    assert caught.value.title and caught.value.hint, caught.value
-    return caught.value
-
-
-# Packs against their source -----------------------------------------------------------------------------------------
+    shorten(monkeypatch)
 
 
 def test_an_exact_pack_is_its_source(exact_pack: Path, tiny_checkpoint: Path) -> None:
@@ -228,106 +195,6 @@ def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> No
     assert set(exact) == {NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
-# The cache ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each batch that the source really computed."""
-    calls: list[int] = []
-    original = SourceModel.logits
-
-    def counting(self: SourceModel, ids: Tensor, keep: int) -> Tensor:
-        calls.append(ids.shape[0])
-        return original(self, ids, keep)
-
-    monkeypatch.setattr(SourceModel, "logits", counting)
-    return calls
-
-
-def cache_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "source-logits"
-
-
-def test_the_source_is_computed_once(tiny_pack: Path, tiny_checkpoint: Path, computed: list[int]) -> None:
-    notes: list[str] = []
-    first = measured(tiny_pack, tiny_checkpoint, "High", notes=notes)
-    assert (computed, notes) == ([2, 4], [])  # windows, then prompts
-    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
-    assert (computed, notes) == ([2, 4], [])
-    files = list(cache_folder().iterdir())
-    assert len(files) == 4 and not any(path.suffix == ".part" for path in files)
-    if os.name == "posix":
-        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    measured(tiny_pack, tiny_checkpoint, "High", ids=TEXT[::-1])
-    assert computed == [2, 4, 2, 4], "another text is another entry"
-
-
-def test_another_source_is_another_entry(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
-    packed = PackedModel.open(tiny_pack)
-    before = identify(Checkpoint(copy), packed)
-    assert before == identify(Checkpoint(copy), packed)
-    edit_tensors(copy, lambda name, value: value + 1 if ".experts.2.w2" in name else value)
-    assert identify(Checkpoint(copy), packed) != before
-
-
-def _cut_short(path: Path) -> None:
-    os.truncate(path.with_suffix(".safetensors"), 1000)
-
-
-def _flip(path: Path) -> None:
-    tensors = path.with_suffix(".safetensors")
-    content = bytearray(tensors.read_bytes())
-    content[-1] ^= 1
-    tensors.write_bytes(content)
-
-
-def _foreign(path: Path) -> None:
-    edit_json(path, lambda fields: fields.update(format="something else"))
-
-
-def _no_json(path: Path) -> None:
-    path.write_text("[", encoding="utf-8")
-
-
-def _misshapen(path: Path) -> None:
-    logits_cache._store(path.parent, path.stem, torch.zeros(1, 2, 3))  # pyright: ignore[reportPrivateUsage]
-
-
-@pytest.mark.parametrize("damage", [_cut_short, _flip, _foreign, _no_json, _misshapen])
-def test_a_damaged_entry_is_computed_again_and_said_so(
-    tiny_pack: Path, tiny_checkpoint: Path, computed: list[int], damage: Callable[[Path], None]
-) -> None:
-    first = measured(tiny_pack, tiny_checkpoint, "High")
-    for path in list(cache_folder().glob("*.json")):
-        damage(path)
-    notes: list[str] = []
-    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
-    assert computed == [2, 4, 2, 4] and len(notes) == 2 and all("computed again" in note for note in notes)
-    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
-    assert len(computed) == 4 and len(notes) == 2, "the entries are whole again"
-
-
-def test_a_cache_that_cannot_be_written_only_costs_time(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    cache_folder().parent.mkdir(parents=True)
-    cache_folder().write_text("a file where the folder should be")
-    notes: list[str] = []
-    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes).presets
-    assert any("could not be cached" in note for note in notes)
-
-
-def test_the_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.ones(1, 4, 64)
-    monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 3000)
-    for number in range(4):
-        logits_cache.cached(f"k{number}", (1, 4, 64), unread, lambda: logits)
-        entry = cache_folder() / f"k{number}.safetensors"
-        os.utime(entry, (number, number))
-    assert sorted(path.stem for path in cache_folder().glob("*.json")) == ["k2", "k3"]
-    assert sum(path.stat().st_size for path in cache_folder().glob("*.safetensors")) <= 3000
-
-
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
@@ -411,9 +278,3 @@ def test_values_of_the_pack_that_are_not_finite_are_traced(
     reseal(pack)
     error = refused(pack, tiny_checkpoint)
     assert isinstance(error, PackError) and "expert 3 of layer 1" in error.cause
-
-
-def test_the_notes_of_an_entry_are_plain_json(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    measured(tiny_pack, tiny_checkpoint, "High")
-    for path in cache_folder().glob("*.json"):
-        assert set(json.loads(path.read_text(encoding="utf-8"))) == {"format", "key", "size", "sha256"}

@@ -1,0 +1,124 @@
+"""The cache of the source's logits that an evaluation keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine.quality.source_model import SourceModel, identify
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing import logits_cache
+from torch import Tensor
+
+from ..helpers import edit_json, edit_tensors
+from .evaluating import TEXT, cache_folder, measured, shorten, unread
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each batch that the source really computed."""
+    calls: list[int] = []
+    original = SourceModel.logits
+
+    def counting(self: SourceModel, ids: Tensor, keep: int) -> Tensor:
+        calls.append(ids.shape[0])
+        return original(self, ids, keep)
+
+    monkeypatch.setattr(SourceModel, "logits", counting)
+    return calls
+
+
+def test_the_source_is_computed_once(tiny_pack: Path, tiny_checkpoint: Path, computed: list[int]) -> None:
+    notes: list[str] = []
+    first = measured(tiny_pack, tiny_checkpoint, "High", notes=notes)
+    assert (computed, notes) == ([2, 4], [])  # windows, then prompts
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert (computed, notes) == ([2, 4], [])
+    files = list(cache_folder().iterdir())
+    assert len(files) == 4 and not any(path.suffix == ".part" for path in files)
+    if os.name == "posix":
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    measured(tiny_pack, tiny_checkpoint, "High", ids=TEXT[::-1])
+    assert computed == [2, 4, 2, 4], "another text is another entry"
+
+
+def test_another_source_is_another_entry(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+    packed = PackedModel.open(tiny_pack)
+    before = identify(Checkpoint(copy), packed)
+    assert before == identify(Checkpoint(copy), packed)
+    edit_tensors(copy, lambda name, value: value + 1 if ".experts.2.w2" in name else value)
+    assert identify(Checkpoint(copy), packed) != before
+
+
+def _cut_short(path: Path) -> None:
+    os.truncate(path.with_suffix(".safetensors"), 1000)
+
+
+def _flip(path: Path) -> None:
+    tensors = path.with_suffix(".safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+
+
+def _foreign(path: Path) -> None:
+    edit_json(path, lambda fields: fields.update(format="something else"))
+
+
+def _no_json(path: Path) -> None:
+    path.write_text("[", encoding="utf-8")
+
+
+def _misshapen(path: Path) -> None:
+    logits_cache._store(path.parent, path.stem, torch.zeros(1, 2, 3))  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _flip, _foreign, _no_json, _misshapen])
+def test_a_damaged_entry_is_computed_again_and_said_so(
+    tiny_pack: Path, tiny_checkpoint: Path, computed: list[int], damage: Callable[[Path], None]
+) -> None:
+    first = measured(tiny_pack, tiny_checkpoint, "High")
+    for path in list(cache_folder().glob("*.json")):
+        damage(path)
+    notes: list[str] = []
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert computed == [2, 4, 2, 4] and len(notes) == 2 and all("computed again" in note for note in notes)
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert len(computed) == 4 and len(notes) == 2, "the entries are whole again"
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    cache_folder().parent.mkdir(parents=True)
+    cache_folder().write_text("a file where the folder should be")
+    notes: list[str] = []
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes).presets
+    assert any("could not be cached" in note for note in notes)
+
+
+def test_the_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.ones(1, 4, 64)
+    monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 3000)
+    for number in range(4):
+        logits_cache.cached(f"k{number}", (1, 4, 64), unread, lambda: logits)
+        entry = cache_folder() / f"k{number}.safetensors"
+        os.utime(entry, (number, number))
+    assert sorted(path.stem for path in cache_folder().glob("*.json")) == ["k2", "k3"]
+    assert sum(path.stat().st_size for path in cache_folder().glob("*.safetensors")) <= 3000
+
+
+def test_the_notes_of_an_entry_are_plain_json(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    measured(tiny_pack, tiny_checkpoint, "High")
+    for path in cache_folder().glob("*.json"):
+        assert set(json.loads(path.read_text(encoding="utf-8"))) == {"format", "key", "size", "sha256"}
