@@ -27,6 +27,7 @@ from ..helpers import (
     explained,
     make_checkpoint,
     make_pack,
+    relative_rms,
     reseal,
     run_cli,
 )
@@ -178,6 +179,23 @@ def test_repair_with_another_text_says_so_and_leaves_a_sound_pack(copy: Path, so
     changed = repair(Checkpoint(source), copy, ["layer_02.safetensors"], calibration_tokens() + 1, silent_left)
     assert changed == ["layer_02.safetensors"] and damaged(copy) == {}
     assert PackedModel.open(copy, recheck=True)
+
+
+def test_a_pack_of_before_is_repaired_with_tables_as_it_has_them(copy: Path, source: Path) -> None:
+    """Of the signal alone, not of the signal times the router's weight; its manifest stays one of before."""
+    now = PackedModel.open(copy)
+    manifest = dataclasses.replace(
+        now.manifest, calibration=dataclasses.replace(now.manifest.calibration, weighed=False)
+    )
+    weighed, rows = now.layer(1).thresholds.clone(), now.layer(1).rows.data.clone()
+    manifest.write(copy)
+    spoil(copy / "layer_01.safetensors")
+    assert repair(Checkpoint(source), copy, ["layer_01.safetensors"], calibration_tokens(), silent_left) == [
+        "layer_01.safetensors"
+    ]
+    mended = PackedModel.open(copy, recheck=True)
+    assert not mended.manifest.calibration.weighed and torch.equal(mended.layer(1).rows.data, rows)
+    assert relative_rms(mended.layer(1).thresholds, weighed) > 1e-3
 
 
 def test_repair_keeps_presets_and_name(copy: Path, source: Path) -> None:
