@@ -50,15 +50,24 @@ MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _N
 """Listed models whose widths can be measured."""
 
 
-def shapes_of(name: str) -> Shapes:
-    """The sizes of a model's experts, for its kernels.
+def sizes_of(name: str) -> Sizes:
+    """The sizes of one of them.
 
     Raises:
         UsageError: there is no such model.
     """
     if name not in MODELS:
         raise UsageError(f"There is no synthetic model {name!r}", "", f"Choose {', '.join(MODELS)}.")
-    sizes = MODELS[name]
+    return MODELS[name]
+
+
+def shapes_of(name: str) -> Shapes:
+    """The sizes of a model's experts, for its kernels.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    sizes = sizes_of(name)
     return Shapes(sizes.hidden, sizes.intermediate, group_size(sizes.hidden), among=sizes.top_k)
 
 
@@ -91,7 +100,7 @@ class Spec:
     dense: int = _PACKED.dense
 
     def __post_init__(self) -> None:
-        shapes_of(self.name)
+        sizes_of(self.name)
         published = self.published_layers
         if not 2 <= self.layers <= published:
             raise UsageError(

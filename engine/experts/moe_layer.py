@@ -165,8 +165,7 @@ class MoELayer(nn.Module):
         few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
         counts = experts.bincount(minlength=len(ruled.limits.signal))
         out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
-        shares = [Share.of(work, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
-        self._many(ruled, hidden, shares, out)
+        self._many(ruled, hidden, Share.of_each(work, counts, few), out)
         return out
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:

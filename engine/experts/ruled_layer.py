@@ -30,9 +30,18 @@ class Share:
     limits: tuple[Tensor, Tensor | None]
 
     @classmethod
-    def of(cls, work: Work, expert: int) -> Share:
-        mine = work.part(work.calls.experts == expert)
-        return cls(expert, mine.calls.tokens, mine.calls.weights[:, None], (mine.thresholds, mine.products))
+    def of_each(cls, work: Work, counts: Tensor, few: int) -> list[Share]:
+        """Those of the experts with more than `few` calls. counts: (E,) calls of each."""
+        mine = work.part(work.calls.experts.argsort(stable=True))  # once for all: a mask of each expert waits for a GPU
+        found: list[Share] = []
+        end = 0
+        for expert, count in enumerate(counts.tolist()):
+            own, end = slice(end, end + count), end + count
+            if count > few:
+                calls, products = mine.calls, mine.products
+                limits = mine.thresholds[own], None if products is None else products[own]
+                found.append(cls(expert, calls.tokens[own], calls.weights[own, None], limits))
+        return found
 
 
 class RuledLayer:

@@ -23,6 +23,7 @@ from floe_chat.engine import quality_presets
 from floe_chat.engine.bench import layers, synthetic
 from floe_chat.engine.bench.cards import mixes, offload, replay
 from floe_chat.engine.bench.cards.trace import record
+from floe_chat.engine.bench.cards.width import Width
 from floe_chat.engine.machine.conditions import computing
 from floe_chat.engine.machine.load import Others
 from floe_chat.engine.machine.random_weights import MIXTRAL
@@ -104,8 +105,8 @@ def virtual_cards() -> dict[str, Any]:
     pack = find("demo")
     ids = read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")).flatten().tolist()[:TOKENS]
     trace = record(pack, ids, "demo")
-    width, balanced = replay.Width(), next(p for p in quality_presets.PRESETS if p.name == "Balanced")
-    takes = Footprint.of(MODEL, PackSpec(width.up, width.rows, width.rows, width.dense))
+    width, balanced = Width(MODEL), next(p for p in quality_presets.PRESETS if p.name == "Balanced")
+    takes = width.footprint
     result: dict[str, Any] = {}
     for name in offload.CARDS:
         card = cards.named(name, study=True)

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.bench.cards import baselines, prompts
+from floe_chat.engine.bench.cards import baselines
 from floe_chat.engine.bench.cards.mixes import static
 from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
-from floe_chat.engine.bench.cards.replay import CONTEXT, KV_BYTES, Played, ReplayDevice, Width, layers_held, play, room
+from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, layers_held, play, room
 from floe_chat.engine.bench.cards.trace import Trace, record
+from floe_chat.engine.bench.cards.width import Width
+from floe_chat.engine.bench.measure import ResultTable
+from floe_chat.engine.bench.synthetic import MODELS
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.lane_rates import Rates
@@ -34,22 +37,18 @@ from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_pack
 from .driver import a_preset, open_model
-
-WIDTH = Width(hidden=256, neurons=480, layers=2, dense_weights=256 * 700, head_weights=256 * 1000)
-HALF, MORE = a_preset("half", 0.5), a_preset("more", 0.8)
-WARM = 6
+from .replaying import HALF, MIXTRAL, MORE, SMALL, WARM, WIDTH, recorded
 
 
 @pytest.fixture(scope="module")
 def trace(tiny_pack: Path) -> Trace:
-    ids = torch.randint(3, 250, (20,), generator=torch.Generator().manual_seed(5)).tolist()
-    return record(tiny_pack, ids, "tiny")
+    return recorded(tiny_pack)
 
 
 @pytest.fixture
 def small() -> Card:
     """So little memory that some rows fit, and not all."""
-    return dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=20_000_000)
+    return SMALL
 
 
 def twofold(trace: Trace) -> Trace:
@@ -130,7 +129,7 @@ def test_a_slower_link_makes_it_slower(small: Card, trace: Trace) -> None:
     for one in (HALF, MORE):
         fast = play(small, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
         assert play(slow, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300).seconds > fast.seconds
-    assert baselines.naive(slow, trace, WARM).seconds > baselines.naive(small, trace, WARM).seconds
+    assert baselines.naive(slow, MIXTRAL, trace, WARM).seconds > baselines.naive(small, MIXTRAL, trace, WARM).seconds
 
 
 @pytest.mark.parametrize(("lane", "factor"), [("link_bytes_s", 4.0), ("cpu_bytes_s", 10.0), ("cpu_bytes_s", 0.02)])
@@ -200,10 +199,10 @@ def test_it_is_the_same_with_the_definition_of_the_link(
 
 
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
-    found = baselines.naive(card("sim:rtx3060-12gb", study=True), trace, WARM)
-    width = Width(up=16, rows=16, dense=16)
-    assert found.moved == pytest.approx(2 * width.expert_bytes() * width.layers)
-    assert width.expert_bytes() == pytest.approx(3 * 4096 * 14336 * 2, rel=0.001)
+    found = baselines.naive(card("sim:rtx3060-12gb", study=True), MIXTRAL, trace, WARM)
+    width = MIXTRAL.at(16, 16, 16)
+    assert found.moved == pytest.approx(2 * width.expert_bytes * width.layers)
+    assert width.expert_bytes == pytest.approx(3 * 4096 * 14336 * 2, rel=0.001)
     seconds = found.moved / card("sim:rtx3060-12gb", study=True).link_bytes_s
     assert found.busy == pytest.approx(seconds, rel=0.01) and found.seconds > seconds
 
@@ -211,12 +210,12 @@ def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
 def test_whole_experts_that_stay_are_not_moved_again(trace: Trace) -> None:
     large = dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=200 << 30)
     little = dataclasses.replace(large, vram_bytes=6 << 30)
-    moved = [baselines.mixtral_offloading(one, trace, WARM).moved for one in (large, little)]
+    moved = [baselines.mixtral_offloading(one, MIXTRAL, trace, WARM).moved for one in (large, little)]
     assert moved[0] < 0.5 * moved[1]
-    assert baselines.fiddler(large, trace, WARM).moved == 0
-    everything = baselines.gpu_int2(large, trace, WARM)
+    assert baselines.fiddler(large, MIXTRAL, trace, WARM).moved == 0
+    everything = baselines.gpu_int2(large, MIXTRAL, trace, WARM)
     assert everything is not None and everything.moved == 0
-    assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb", study=True), trace, WARM) is None
+    assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb", study=True), MIXTRAL, trace, WARM) is None
 
 
 def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
@@ -249,9 +248,9 @@ def test_layers_of_each_kind_take_their_own_lanes(small: Card, trace: Trace) -> 
 
 @pytest.mark.parametrize("mix", [Mix(gpu=2), Mix(cpu=2), Mix(gpu=1, cpu=1)], ids=str)
 def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix) -> None:
-    rtx, width = card("sim:rtx3060-12gb"), Width()
+    rtx, width = card("sim:rtx3060-12gb"), MIXTRAL
     speeds = dataclasses.replace(machine.speeds_of(rtx, disk=1e9), host_gpu=0.0, host_ram=0.0)
-    share = speeds.of_cpu("rows", width.rows) / rtx.cpu_bytes_s
+    share = speeds.of_cpu("rows", width.spec.gate) / rtx.cpu_bytes_s
     played = play(rtx, width, trace, HALF, Parts(mix=mix), cpu_share=share, warm=WARM)
     active = sum(layer.active for layer in played.counts) / sum(layer.neurons for layer in played.counts)
     takes = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
@@ -266,7 +265,7 @@ def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times
 
     def on(layers: float) -> float:
         one = dataclasses.replace(small, launch_s=0.0, vram_bytes=round(none + layers * each))
-        return static(one, trace, WARM, host=False, width=WIDTH).seconds
+        return static(one, WIDTH, trace, WARM, host=False).seconds
 
     assert held(0) == 0 and held(1 << 40) == 2
     one = WIDTH.layer(trace.thresholds[0])
@@ -278,89 +277,71 @@ def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times
     assert times[1] == pytest.approx((times[0] + times[2]) / 2, rel=0.001)
 
 
-LENGTHS = (8, 64)
-
-
-def prompts_on(card: Card, trace: Trace, mix: Mix, *, host: bool = False) -> list[Played]:
-    """With room for half of a layer's rows besides both layers' up projections."""
-    one = WIDTH.layer(trace.thresholds[0])
-    fixed = 2 * (WIDTH.dense_bytes + CONTEXT * KV_BYTES) + 2 * WIDTH.head_bytes
-    vram = fixed + 8 * one.signal.bytes_per_expert() + one.rows.data.nbytes // 2
-    card = dataclasses.replace(card, vram_bytes=vram)
-    return prompts.played(card, trace, mix, WARM, host=host, width=WIDTH, lengths=LENGTHS)
-
-
-def test_a_prompts_experts_cross_the_link_once_or_not_at_all(small: Card, trace: Trace) -> None:
-    one = WIDTH.layer(trace.thresholds[0])
-    rows, ups = one.rows.data.nbytes, 4 * one.signal.bytes_per_expert()
-    slow = dataclasses.replace(small, cpu_flops=1e6)  # so that none is computed by the CPU
-    for played in prompts_on(slow, trace, Mix(gpu=2)):
-        assert played.moved == 0 and played.hidden is None and played.seconds > 0
-    long = prompts_on(slow, trace, Mix(cpu=2))[1]
-    assert 0 < long.moved <= 2 * rows and not long.moved % (rows // 8)  # in halves, but for those of few tokens
-    assert 0 < long.waited < long.busy
-    assert 0 < prompts_on(slow, trace, Mix(pool=1, cpu=1))[1].moved < long.moved
-    layerwise = prompts.layerwise(dataclasses.replace(slow, vram_bytes=1), trace, WIDTH, LENGTHS)[1]
-    used = sum(len(np.unique(trace.index[:, layer])) for layer in range(2))
-    assert layerwise.moved == used * (rows + ups) // 4 and layerwise.hidden == pytest.approx(0, abs=1e-9)
-
-
-def test_prompts_take_longer_the_longer_they_are_and_less_with_more_memory(small: Card, trace: Trace) -> None:
-    for mix in (Mix(gpu=2), Mix(pool=2), Mix(cpu=2), Mix(gpu=1, cpu=1)):
-        short, long = prompts_on(small, trace, mix)
-        assert short.seconds < long.seconds
-    prompt = dataclasses.replace(small, launch_s=0.0, cpu_flops=1e6)
-    ways = [prompts_on(prompt, trace, Mix(gpu=2 - layers, cpu=layers))[1].seconds for layers in range(3)]
-    assert ways == sorted(ways)
-    counted = prompts_on(small, trace, Mix(pool=2), host=True)[1]
-    assert 0 < counted.host <= counted.seconds
-
-
-@pytest.mark.parametrize("baseline", [prompts.layerwise, prompts.fiddler])
-def test_others_prompts_obey_the_card(small: Card, trace: Trace, baseline: Any) -> None:
-    def seconds(**changed: float) -> list[float]:
-        one = dataclasses.replace(small, **changed)
-        return [played.seconds for played in baseline(one, trace, WIDTH, LENGTHS)]
-
-    plain = seconds()
-    assert plain == seconds()
-    assert all(slow > fast for slow, fast in zip(seconds(link_bytes_s=1e8, cpu_flops=1e9), plain, strict=True))
-    # Together: with more memory one of them alone came out 2 % slower here.
-    assert sum(seconds(vram_bytes=1 << 30)) <= sum(plain)
-
-
-def test_first_tokens_are_compared_by_size_of_memory(trace: Trace) -> None:
-    told: list[str] = []
-    rtx = dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=8 * 2**30)
-    found = prompts.sections(rtx, trace, WARM, lambda text, _done, _of: told.append(text))
-    assert [section.title.split(":")[0] for section in found] == ["rtx3060-12gb, 6 GB", "rtx3060-12gb, 8 GB"] and told
-    for section in found:
-        assert len(section.rows) == 4 * len(prompts.LENGTHS)
-        assert all((row.speedup is None) == (prompts.LAYERWISE in row.name) for row in section.rows)
-
-
 def test_a_card_without_room_is_refused(trace: Trace) -> None:
     with pytest.raises(ValueError, match="for rows"):
         room(dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=1 << 20), WIDTH, trace)
 
 
+def test_a_trace_stands_for_a_model_of_more_experts(trace: Trace) -> None:
+    wide, long = trace.widened(30, 5), len(trace.index)
+    assert wide.heard is not None
+    assert wide.index.shape == (long, 2, 5) and wide.scores.shape == wide.heard.shape == (long, 2, 30)
+    assert wide.values.shape == wide.ahead.shape == (long, 2, 30, 96) and wide.index.max() < 30
+    assert np.allclose(wide.weights.sum(2), 1) and np.allclose(wide.heard[:, :, :28].sum(2), 7 / 8, atol=1e-3)
+    for token, layer in itertools.product(range(long), range(2)):
+        chosen = wide.index[token, layer].tolist()
+        assert len(set(chosen)) == 5
+        places = {expert: (token + expert // 4 * long // 8) % long for expert in chosen}  # 8 blocks of 4, the last cut
+        assert all(expert % 4 in trace.index[at, layer] for expert, at in places.items())
+        for expert, at in places.items():
+            assert (wide.values[token, layer, expert] == trace.values[at, layer, expert % 4]).all()
+            assert (wide.plain[layer][expert] == trace.plain[layer][expert % 4]).all()
+    assert (np.diff(wide.weights, axis=2) <= 0).all()  # the most of all blocks' choices
+    assert trace.widened(4, 2) is trace
+    for experts, top_k in ((3, 2), (4, 1)):
+        with pytest.raises(UsageError, match="4 experts, 2 for each token"):
+            trace.widened(experts, top_k)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixtral-8x7b"])
+def test_other_models_are_replayed_at_their_own_widths(trace: Trace, name: str) -> None:
+    width = Width(MODELS[name])
+    wide, takes = trace.widened(width.sizes.experts, width.sizes.top_k), width.footprint
+    layer = width.layer(wide.thresholds[0])
+    assert layer.rows.data.shape == (width.sizes.experts, width.neurons, takes.row)
+    assert layer.signal.bytes_per_expert() + layer.rows.data[0].numel() == width.expert_bytes
+    little = dataclasses.replace(
+        card("sim:rtx3060-12gb", study=True), vram_bytes=width.fixed + takes.ups + takes.rows // 4
+    )
+    played = play(little, width, wide, HALF, Parts(), warm=WARM)
+    assert played.moved > 0 and played.seconds > 0
+    whole = baselines.naive(little, width, wide, WARM)
+    assert whole.moved == pytest.approx(width.sizes.top_k * width.at(16, 16, 16).expert_bytes * width.layers)
+    assert played.seconds < whole.seconds
+
+
 def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
     told: list[str] = []
-    words = "experts and neurons, " * 40
-    table = run(
-        tiny_pack,
-        "tiny",
-        words,
-        ["sim:rtx4060-8gb"],
-        tokens=12,
-        skew=None,
-        report=lambda what, _done, _total: told.append(what),
-    )
+
+    def replay(text: str, tokens: int) -> ResultTable:
+        return run(
+            tiny_pack,
+            "tiny",
+            text,
+            ["sim:rtx4060-8gb"],
+            tokens=tokens,
+            skew=None,
+            synthetic="mixtral-8x7b",
+            report=lambda what, _done, _total: told.append(what),
+        )
+
+    table = replay("experts and neurons, " * 40, tokens=12)
+    assert "mixtral-8x7b" in str(table.facts["model"])
     counted, free, *first = table.sections
     for section in (counted, free):
         names = [row.name for row in section.rows]
         assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
-        assert names[3:] == [*(step[0] for step in steps()), *PLACED] and len(told) > len(names)
+        assert names[3:] == [*(step[0] for step in steps(MIXTRAL)), *PLACED] and len(told) > len(names)
         assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
         assert "all of it on the GPU" in section.title
     assert COUNTED in counted.title and FREE in free.title
@@ -372,4 +353,13 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
             assert ours.ms != row.ms and "host" in ours.note and "host" not in row.note
     assert all("first tokens" in section.title for section in first) and len(first) == 2
     with pytest.raises(UsageError, match="The text has"):
-        run(tiny_pack, "tiny", "a", ["sim:rtx4060-8gb"], tokens=50, skew=None, report=lambda _w, _d, _t: None)
+        run(
+            tiny_pack,
+            "tiny",
+            "a",
+            ["sim:rtx4060-8gb"],
+            tokens=50,
+            skew=None,
+            synthetic="mixtral-8x7b",
+            report=lambda _w, _d, _t: None,
+        )

@@ -87,17 +87,25 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
 
 @bench.command(short_help="Compare engines on cards smaller than the model.")
 @click.argument("model", default="demo", metavar="[MODEL]")
+@click.option(
+    "--synthetic",
+    default="mixtral-8x7b",
+    show_default=True,
+    metavar="NAME",
+    help="At whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
+)
 @click.option("--card", "cards", multiple=True, metavar="NAME", help="A virtual card, such as sim:rtx3060-12gb@8gb.")
 @click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="Tokens that the model reads.")
 @click.option(
     "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
-def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
+def offload(model: str, synthetic: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
     """Compare engines where the model is larger than the card, on virtual cards.
 
-    MODEL reads a text, and its routing drives this engine and others at Mixtral's width. Nothing is downloaded and no
-    GPU is needed. Times are virtual, with and without the time of floe-chat's own code. A card takes two minutes.
+    MODEL reads a text, and its routing drives this engine and others at a published model's width. Where that has more
+    experts, each block of them is routed as MODEL was elsewhere in the text. Nothing is downloaded and no GPU is
+    needed. Times are virtual, with and without the time of floe-chat's own code. A card takes two minutes.
 
     Example: floe-chat bench offload --card sim:rtx3060-12gb
     """
@@ -107,7 +115,14 @@ def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None,
     pack, text = find(model), asset("calibration.txt").read_text(encoding="utf-8")
     with measuring() as report:
         table = bench_offload.run(
-            pack, model, text, cards or bench_offload.CARDS, tokens=tokens, skew=skew, report=report
+            pack,
+            model,
+            text,
+            cards or bench_offload.CARDS,
+            tokens=tokens,
+            skew=skew,
+            synthetic=synthetic,
+            report=report,
         )
     finish(table, as_json=as_json)
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from ...offload.cards import DENSE_LAUNCHES, Card
 from ...offload.virtual.virtual_clock import Clock
-from .replay import CONTEXT, KV_BYTES, Played, Width
+from .replay import Played
 from .trace import Trace
+from .width import Width
 
 EXPERT_LAUNCHES = 3
 
@@ -25,11 +26,9 @@ class Baseline:
     def __init__(self, card: Card, width: Width, trace: Trace) -> None:
         self.card, self.width, self.trace, self.clock = card, width, trace, Clock()
         self.layers, self.experts = trace.scores.shape[1:]
-        self.nbytes = width.expert_bytes()
+        self.nbytes = width.expert_bytes
         self.flops = 6.0 * width.hidden * width.neurons
-        fixed = width.layers * (width.dense_bytes + CONTEXT * KV_BYTES) + 2 * width.head_bytes
-        scale = self.layers / width.layers
-        room = int((card.vram_bytes - fixed) * scale // self.nbytes)
+        room = int((card.vram_bytes - width.fixed) * self.layers / width.layers // self.nbytes)
         self.room = max(0, min(room, self.layers * self.experts))
         self.moved = 0
         self.waited = self.copying = 0.0
@@ -77,9 +76,9 @@ class Baseline:
         return resident.reshape(used.shape)
 
 
-def naive(card: Card, trace: Trace, warm: int) -> Played:
+def naive(card: Card, width: Width, trace: Trace, warm: int) -> Played:
     """Every expert is fetched when needed, in 16 bit, and not cached."""
-    engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
+    engine = Baseline(card, width.at(16, 16, 16), trace)
 
     def step(_token: int, _layer: int, chosen: list[int]) -> None:
         for end in [engine.copy() for _ in chosen]:
@@ -88,11 +87,11 @@ def naive(card: Card, trace: Trace, warm: int) -> Played:
     return engine.play(step, warm)
 
 
-def mixtral_offloading(card: Card, trace: Trace, warm: int) -> Played:
+def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int) -> Played:
     """Whole quantized experts, with an LRU cache per layer and the next layer's likeliest loaded ahead (Eliseev and
     Mazur): experts of 3 bit, attention of 4, two speculative loads.
     """
-    engine = Baseline(card, Width(up=3, rows=3, dense=4), trace)
+    engine = Baseline(card, width.at(3, 3, 4), trace)
     each = engine.room // engine.layers
     kept = [OrderedDict[int, float]() for _ in range(engine.layers)]
     ahead: dict[int, float] = {}
@@ -118,11 +117,11 @@ def mixtral_offloading(card: Card, trace: Trace, warm: int) -> Played:
     return engine.play(step, warm)
 
 
-def fiddler(card: Card, trace: Trace, warm: int) -> Played:
+def fiddler(card: Card, width: Width, trace: Trace, warm: int) -> Played:
     """The most popular experts stay on the GPU, in 16 bit; each of the others is computed by the CPU or copied,
     whichever ends the layer sooner (Fiddler section 3).
     """
-    engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
+    engine = Baseline(card, width.at(16, 16, 16), trace)
     resident, cpu_s = engine.popular(), card.cpu_s(engine.nbytes, engine.flops)
     copy_s = card.link_latency_s + engine.nbytes / card.link_bytes_s
 
@@ -141,9 +140,9 @@ def fiddler(card: Card, trace: Trace, warm: int) -> Played:
     return engine.play(step, warm)
 
 
-def gpu_int2(card: Card, trace: Trace, warm: int) -> Played | None:
+def gpu_int2(card: Card, width: Width, trace: Trace, warm: int) -> Played | None:
     """Everything on the GPU, in 2 bit; None if it does not fit."""
-    engine = Baseline(card, Width(up=2, rows=2, dense=4), trace)
+    engine = Baseline(card, width.at(2, 2, 4), trace)
     if engine.room < engine.layers * engine.experts:
         return None
 

@@ -7,21 +7,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from ....models.catalog import described
-from ....models.packing.pack import PackSpec
+from ...context import CONTEXT
 from ...offload.cards import Card
 from ...offload.mix import Mix
 from ...offload.offload import Parts
 from ...planning import machine, mix_choice
-from ...planning.footprint import Footprint
 from ...planning.memory_plan import Needs
 from ...planning.mix_choice import Costs, Placed
 from ...planning.speed_estimate import Speeds, TokenWork
 from ...quality_presets import PRESETS, Preset
-from .replay import CONTEXT, Played, Width, layers_held, play
+from .replay import Played, layers_held, play
 from .trace import Trace
+from .width import Width
 
-MIXTRAL = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
 _RAM = 1 << 40  # bytes: it is not what is compared
 
 
@@ -43,32 +41,30 @@ def cpu_reached(card: Card) -> float:
     return found.of_cpu("rows", 4) / found.read
 
 
-def planned(card: Card, *, host: bool) -> Placed | None:
-    """The planner's choice for all of Mixtral; None if nothing fits."""
-    needs = Needs.of_footprint(MIXTRAL, CONTEXT)
-    work = TokenWork.of(balanced())
-    found = mix_choice.choose(Costs(MIXTRAL, work, speeds(card, host=host)), needs, card.vram_bytes, _RAM)
+def planned(card: Card, width: Width, *, host: bool) -> Placed | None:
+    """The planner's choice for the whole model; None if nothing fits."""
+    takes, work = width.footprint, TokenWork.of(balanced())
+    needs = Needs.of_footprint(takes, CONTEXT)
+    found = mix_choice.choose(Costs(takes, work, speeds(card, host=host)), needs, card.vram_bytes, _RAM)
     return None if found is None else found[0]
 
 
-def placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None:
-    """The planner's mix for all of Mixtral, in the trace's proportion."""
-    chosen = planned(card, host=host)
+def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool) -> Played | None:
+    """The planner's mix for the whole model, in the trace's proportion."""
+    chosen = planned(card, width, host=host)
     if chosen is None:
         return None
 
     def one(mix: Mix) -> list[Played]:
         parts = Parts(mix=mix)
         return [
-            play(
-                card, Width(), trace, balanced(), parts, ahead=False, cpu_share=cpu_reached(card), warm=warm, host=host
-            )
+            play(card, width, trace, balanced(), parts, ahead=False, cpu_share=cpu_reached(card), warm=warm, host=host)
         ]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
 
 
-def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Width()) -> Played:  # noqa: B008
+def static(card: Card, width: Width, trace: Trace, warm: int, *, host: bool) -> Played:
     """The dense part and all experts of as many layers as fit on the card, the other layers' experts by the CPU, as
     llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels.
     """

@@ -1,7 +1,8 @@
 """Compares the engine with others, for a model larger than the card's memory, on virtual cards.
 
-A trace of a real small model drives all of them at Mixtral's width (trace.py); the engine's own code decides for the
-engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine is added in turn.
+A trace of a real small model drives all of them at a published model's width (trace.py, width.py); the engine's own
+code decides for the engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine
+is added in turn.
 
 Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
 none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth. First tokens
@@ -22,9 +23,11 @@ from ...offload.cards import Card, named
 from ...offload.offload import Parts
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
+from ..synthetic import sizes_of
 from . import baselines, mixes, prompts
-from .replay import Played, Width, play
+from .replay import Played, play
 from .trace import Trace, record
+from .width import Width
 
 CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
 OTHERS = "FloE, 90 %"  # the baseline of all comparisons
@@ -34,32 +37,43 @@ _FLOE = Parts(eviction="lru", cpu=False)
 
 
 def run(
-    pack: Path, name: str, text: str, cards: Sequence[str], *, tokens: int, skew: float | None, report: MeasureReport
+    pack: Path,
+    name: str,
+    text: str,
+    cards: Sequence[str],
+    *,
+    tokens: int,
+    skew: float | None,
+    synthetic: str,
+    report: MeasureReport,
 ) -> ResultTable:
     """Play the trace of a pack on cards.
 
     Args:
         name: the pack's. text: what it reads. tokens: of it, of which the first third warms up.
         skew: routing drawn with that skew instead of the trace's own; None for its own.
+        synthetic: at which model's width.
 
     Raises:
-        UsageError: no such card, or too little text.
+        UsageError: no such card or model, too little text, or a pack of more experts than the model has.
     """
-    chosen = [named(card, study=True) for card in cards]
+    chosen, width = [named(card, study=True) for card in cards], Width(sizes_of(synthetic))
     report("Recording", 0, 1)
     ids = read_tokens(pack, text).flatten().tolist()[:tokens]
     if len(ids) < tokens:
         raise UsageError(f"The text has {len(ids)} tokens", f"{tokens} are needed.", "Give fewer with --tokens.")
     traces = {guesses: record(pack, ids, name, guesses) for guesses in ("auto", "partial")}
+    traces = {guesses: trace.widened(width.sizes.experts, width.sizes.top_k) for guesses, trace in traces.items()}
     if skew is not None:
         traces = {guesses: trace.skewed(skew) for guesses, trace in traces.items()}
     trace = traces["auto"]
     traces["known"] = trace.known()
     sections = list[Section]()
     for card in chosen:
-        sections += _sections(card, traces, tokens // 3, report) + prompts.sections(card, trace, tokens // 3, report)
+        sections += _sections(card, width, traces, tokens // 3, report)
+        sections += prompts.sections(card, width, trace, tokens // 3, report)
     facts: dict[str, str | int] = {
-        "model": f"Mixtral-8x7B's width, {trace.index.shape[1]} of 32 layers, memory scaled to them",
+        "model": f"the width of {synthetic}, {trace.index.shape[1]} of {width.layers} layers, memory scaled to them",
         "routing": trace.source,
         "time": "virtual, by the cards' profiles; none of the cards is here",
         "prompt": tokens,
@@ -68,7 +82,7 @@ def run(
 
 
 _NOTES = (
-    "tok/s counts all 32 layers and the head. MB is what crosses the link for one token; hidden is the share of the "
+    "tok/s counts all layers and the head. MB is what crosses the link for one token; hidden is the share of the "
     "link's time for which the GPU does not wait and in which it moves what is needed. host is the time of one layer "
     "of experts that our own code takes on this machine's processor, measured as the trace is played; the time of "
     "Python around the layers is not in it.",
@@ -85,7 +99,7 @@ _NOTES = (
 )
 
 
-def _sections(card: Card, traces: Mapping[str, Trace], warm: int, report: MeasureReport) -> list[Section]:
+def _sections(card: Card, width: Width, traces: Mapping[str, Trace], warm: int, report: MeasureReport) -> list[Section]:
     """With our host time, and without. traces: by what guesses."""
     trace = traces["auto"]
     found: dict[bool, list[Timed]] = {True: [], False: []}
@@ -99,16 +113,17 @@ def _sections(card: Card, traces: Mapping[str, Trace], warm: int, report: Measur
             return
         for counted, played in ((True, what(True) if ours else free), (False, free)):
             if played is not None:
-                found[counted].append(_timed(name, played))
+                found[counted].append(_timed(name, played, width.layers))
 
-    add("whole experts, 16 bit, on demand", lambda _host: baselines.naive(card, trace, warm))
-    add("mixtral-offloading", lambda _host: baselines.mixtral_offloading(card, trace, warm))
-    add("Fiddler", lambda _host: baselines.fiddler(card, trace, warm))
-    add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, trace, warm))
-    for step in steps():
-        add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
+    add("whole experts, 16 bit, on demand", lambda _host: baselines.naive(card, width, trace, warm))
+    add("mixtral-offloading", lambda _host: baselines.mixtral_offloading(card, width, trace, warm))
+    add("Fiddler", lambda _host: baselines.fiddler(card, width, trace, warm))
+    add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, width, trace, warm))
+    for step in steps(width):
+        ours = step[1].spec.gate < 16
+        add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=ours)  # noqa: B023
     for name, play_it in zip(PLACED, (mixes.placed, mixes.static), strict=True):
-        add(name, lambda host: play_it(card, trace, warm, host=host), ours=True)  # noqa: B023
+        add(name, lambda host: play_it(card, width, trace, warm, host=host), ours=True)  # noqa: B023
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
     title += f"; does not fit: {', '.join(missing)}" if missing else ""
     return [
@@ -116,10 +131,10 @@ def _sections(card: Card, traces: Mapping[str, Trace], warm: int, report: Measur
     ]
 
 
-def _timed(name: str, played: Played) -> Timed:
+def _timed(name: str, played: Played, layers: int) -> Timed:
     note = f"{played.moved / 1e6:,.0f} MB"
     note += "" if played.hidden is None else f", {played.hidden:.0%} hidden"
-    note += f", host {played.host / Width().layers * 1e3:.2f} ms" if played.host else ""
+    note += f", host {played.host / layers * 1e3:.2f} ms" if played.host else ""
     return Timed(name, [played.seconds], [0.0], peer=None if name == OTHERS else OTHERS, tokens=1, note=note)
 
 
@@ -137,11 +152,11 @@ def _played(card: Card, step: Variant, traces: Mapping[str, Trace], warm: int, *
 Variant = tuple[str, Width, Preset, Parts, str, bool]
 
 
-def steps() -> list[Variant]:
+def steps(own: Width) -> list[Variant]:
     """FloE as in the paper, then this engine with one more part each time: name, widths, what is skipped, parts,
     by what it guesses what to prefetch, if it does, whether rows are read in place.
     """
-    floe, own = Width(up=2, rows=16, dense=16), Width()
+    floe = own.at(2, 16, 16)
     sparse = Preset("60 %", Rule(0.6))
     weighed = Preset("weighed", Rule(0.6, 0.8, drop=0.4, major=0.4, weighed=True))
     presets = {preset.name: preset for preset in PRESETS}
@@ -158,7 +173,7 @@ def steps() -> list[Variant]:
         ("Balanced likewise, looking ahead", own, balanced, Parts(), "auto", True),
         ("Balanced likewise, ahead through attention", own, balanced, Parts(), "partial", True),
         ("Balanced likewise, if guesses were right", own, balanced, Parts(), "known", True),
-        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), "", True),
+        ("Balanced likewise, 3-bit rows", own.at(3, 3, 4), balanced, Parts(), "", True),
         ("Fast likewise", own, fast, Parts(), "", True),
         ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), "", True),
         (

@@ -19,15 +19,15 @@ from ...offload.offload import Parts
 from ..measure import MeasureReport, Section, Timed, summarise
 from . import mixes
 from .baselines import EXPERT_LAUNCHES, Baseline
-from .replay import Played, Stage, Width, played_since
+from .replay import Played, Stage, played_since
 from .trace import Trace
+from .width import Width
 
 LENGTHS = (128, 512, 2048)
 SIZES = (6, 8, 10, 12, 16, 20, 24)  # GiB of the card's memory
-_OWN = Width()
 LAYERWISE = "layer by layer"  # the baseline of all comparisons
 NOTE = (
-    "First tokens: seconds until the first token of a prompt, all 32 layers. Layer by layer: experts of as many layers "
+    "First tokens: seconds until the first token of a prompt, all layers. Layer by layer: experts of as many layers "
     "as fit are on the card, those of the others are copied before each layer, without overlap. Fiddler's placement: "
     "the most used experts are there, each of the others is computed by the CPU or copied, whichever is faster for its "
     "tokens, and copies overlap. Both at this engine's widths. hidden is the share of the link's time for which the "
@@ -35,23 +35,29 @@ NOTE = (
 )
 
 
-def sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> list[Section]:
+def sections(card: Card, width: Width, trace: Trace, warm: int, report: MeasureReport) -> list[Section]:
     """By size of the card's memory, with our host time."""
     sizes = [size for size in SIZES if size * 2**30 <= card.vram_bytes]
-    return [_section(dataclasses.replace(card, vram_bytes=size * 2**30), trace, warm, report) for size in sizes]
+    return [_section(dataclasses.replace(card, vram_bytes=size * 2**30), width, trace, warm, report) for size in sizes]
 
 
-def _section(card: Card, trace: Trace, warm: int, report: MeasureReport) -> Section:
+def _section(card: Card, width: Width, trace: Trace, warm: int, report: MeasureReport) -> Section:
     size = f"{card.vram_bytes / 2**30:.3g} GB"
     report(f"{card.name}, {size}: first tokens", 0, 1)
     in_place = dataclasses.replace(card, pack_bytes_s=math.inf)
-    ways: dict[str, Sequence[Played]] = {LAYERWISE: layerwise(card, trace), "Fiddler's placement": fiddler(card, trace)}
+    ways: dict[str, Sequence[Played]] = {
+        LAYERWISE: layerwise(card, width, trace),
+        "Fiddler's placement": fiddler(card, width, trace),
+    }
     for name, own in (("Balanced", card), ("Balanced, rows read in place", in_place)):
-        if (played := first_tokens(own, trace, warm, host=True)) is not None:
+        if (played := first_tokens(own, width, trace, warm, host=True)) is not None:
             ways[name] = played
     rows = [
         _timed(
-            f"{length:,} tokens, {name}", played[at], None if name == LAYERWISE else f"{length:,} tokens, {LAYERWISE}"
+            f"{length:,} tokens, {name}",
+            played[at],
+            None if name == LAYERWISE else f"{length:,} tokens, {LAYERWISE}",
+            width.layers,
         )
         for at, length in enumerate(LENGTHS)
         for name, played in ways.items()
@@ -59,32 +65,32 @@ def _section(card: Card, trace: Trace, warm: int, report: MeasureReport) -> Sect
     return Section(f"{card.name}, {size}: first tokens, our host time counted", summarise(rows))
 
 
-def _timed(name: str, played: Played, peer: str | None) -> Timed:
+def _timed(name: str, played: Played, peer: str | None, layers: int) -> Timed:
     note = f"{played.moved / 1e9:.1f} GB"
     note += "" if played.hidden is None else f", {played.hidden:.0%} hidden"
-    note += f", host {played.host / _OWN.layers * 1e3:.1f} ms a layer" if played.host else ""
+    note += f", host {played.host / layers * 1e3:.1f} ms a layer" if played.host else ""
     return Timed(name, [played.seconds], [0.0], peer=peer, note=note)
 
 
-def first_tokens(card: Card, trace: Trace, warm: int, *, host: bool) -> list[Played] | None:
+def first_tokens(card: Card, width: Width, trace: Trace, warm: int, *, host: bool) -> list[Played] | None:
     """The planner's mix, prompt by prompt; None if nothing fits."""
-    chosen = mixes.planned(card, host=host)
+    chosen = mixes.planned(card, width, host=host)
     if chosen is None:
         return None
     return mixes.between(
         mixes.in_proportion(chosen.mix, trace.index.shape[1]),
-        lambda mix: played(card, trace, mix, warm, host=host),
+        lambda mix: played(card, width, trace, mix, warm, host=host),
     )
 
 
 def played(
     card: Card,
+    width: Width,
     trace: Trace,
     mix: Mix,
     warm: int,
     *,
     host: bool,
-    width: Width = _OWN,
     lengths: Sequence[int] = LENGTHS,
 ) -> list[Played]:
     """Prompts on one mix, each after the trace's first `warm` tokens.
@@ -108,7 +114,7 @@ def _repeated(trace: Trace, length: int) -> list[int]:
     return [token % len(trace.index) for token in range(length)]
 
 
-def layerwise(card: Card, trace: Trace, width: Width = _OWN, lengths: Sequence[int] = LENGTHS) -> list[Played]:
+def layerwise(card: Card, width: Width, trace: Trace, lengths: Sequence[int] = LENGTHS) -> list[Played]:
     """All experts of as many layers as fit on the card; those of each other layer are copied before it is computed."""
     engine = Baseline(card, width, trace)
     there = engine.room // engine.experts
@@ -121,7 +127,7 @@ def layerwise(card: Card, trace: Trace, width: Width = _OWN, lengths: Sequence[i
     return [_prompt(engine, length, layer) for length in lengths]
 
 
-def fiddler(card: Card, trace: Trace, width: Width = _OWN, lengths: Sequence[int] = LENGTHS) -> list[Played]:
+def fiddler(card: Card, width: Width, trace: Trace, lengths: Sequence[int] = LENGTHS) -> list[Played]:
     """The most used experts are on the card; each of the others is where its tokens take less time (section 3.2)."""
     engine = Baseline(card, width, trace)
     resident = engine.popular()

@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.codes import group_size
-from ....kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
-from ....models.pack.packed_model import PackedLayer
-from ...context import CONTEXT as CONTEXT
 from ...experts.moe_layer import Control, MoELayer
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...experts.whole_layers import RamLayer, ResidentLayer
@@ -33,59 +29,7 @@ from ...offload.virtual.virtual_device import VirtualDevice
 from ...quality_presets import Preset
 from ...telemetry import LayerCounts, Telemetry, hidden
 from .trace import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Width:
-    """The sizes of the replayed model, and its bits per weight.
-
-    Attributes:
-        layers: of the whole model; budgets are scaled to those of the trace. dense_weights: of one layer's attention.
-            head_weights: of embedding's counterpart, read once a token.
-    """
-
-    hidden: int = 4096
-    neurons: int = 14336
-    layers: int = 32
-    up: int = 3
-    rows: int = 4
-    dense: int = 4
-    dense_weights: int = 2 * 4096 * (4096 + 1024)
-    head_weights: int = 32000 * 4096
-
-    @property
-    def dense_bytes(self) -> int:
-        """Of one layer's attention: codes, and scale and zero of every 64."""
-        return round(self.dense_weights * (self.dense / 8 + (0 if self.dense == 16 else 4 / 64)))
-
-    @property
-    def head_bytes(self) -> int:
-        """Of the output head, at 8 bits or more."""
-        bits = max(8, self.dense)
-        return round(self.head_weights * (bits / 8 + (0 if bits == 16 else 4 / 64)))
-
-    def layer(self, thresholds: Tensor) -> PackedLayer:
-        """A layer of these sizes, without memory."""
-        experts = len(thresholds)
-        vectors = [VectorLayout(self.hidden, bits, group_size(self.hidden)) for bits in (self.up, self.rows)]
-        layout = RowLayout(vectors[1], vectors[1], torch.bfloat16)
-        up = SignalLayout(vectors[0], torch.bfloat16)
-
-        def nothing(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(1, dtype=dtype).expand(experts, self.neurons, width)
-
-        groups = vectors[0].groups
-        weights = SignalWeights(
-            up, nothing(up.row_bytes, torch.uint8), nothing(groups, torch.float16), nothing(groups, torch.float16)
-        )
-        # A link takes only contiguous rows. These are never touched, so that no page is allocated.
-        rows = torch.empty(experts, self.neurons, layout.nbytes, dtype=torch.uint8)
-        return PackedLayer(weights, ExpertRows(layout, rows), thresholds, thresholds)
-
-    def expert_bytes(self) -> int:
-        """One whole expert: its up projection and its rows."""
-        one = self.layer(torch.zeros(1, 2))
-        return one.signal.bytes_per_expert() + one.rows.data.shape[1] * one.rows.data.shape[2]
+from .width import Width
 
 
 class ReplayDevice(VirtualDevice):
@@ -317,9 +261,6 @@ def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
     return Played(seconds, moved, waited, busy, counts, host, unused)
 
 
-KV_BYTES = 2 * 1024 * 2  # of one token in one layer of Mixtral, 16 bit
-
-
 def layers_held(card: Card, width: Width, trace: Trace) -> float:
     """How many of the trace's layers the card's memory holds with all their experts, besides everything else."""
     one = width.layer(trace.thresholds[0])
@@ -329,8 +270,7 @@ def layers_held(card: Card, width: Width, trace: Trace) -> float:
 
 def _free(card: Card, width: Width, trace: Trace) -> float:
     """Bytes of the card for experts, scaled from the whole model to the trace's layers."""
-    fixed = width.layers * (width.dense_bytes + CONTEXT * KV_BYTES) + 2 * width.head_bytes
-    return (card.vram_bytes - fixed) * trace.index.shape[1] / width.layers
+    return (card.vram_bytes - width.fixed) * trace.index.shape[1] / width.layers
 
 
 def room(card: Card, width: Width, trace: Trace, mix: Mix | None = None) -> int:

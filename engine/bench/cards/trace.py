@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.activation import applied
+from ....models.errors import UsageError
 from ....models.families import FAMILIES
 from ....models.pack.packed_model import PackedLayer
 from ....models.packing.calibration import quantile_table
@@ -57,6 +59,48 @@ class Trace:
         scores = np.zeros_like(self.scores)
         np.put_along_axis(scores, self.index, 1 + self.weights, axis=2)
         return replace(self, ahead=self.values, scores=scores, attends=False)
+
+    def widened(self, experts: int, top_k: int) -> Trace:
+        """The same tokens in a layer of more experts. Each block of this trace's experts is routed as the trace was at
+        another place of the text, and a token takes the `top_k` experts of the most weight among all blocks' choices.
+        So routing is as skewed, and as alike from one token to the next, as in the trace; guesses err as there.
+
+        Raises:
+            UsageError: the trace has more experts, or chooses more.
+        """
+        tokens, _, own = self.scores.shape
+        if experts < own or top_k < self.index.shape[2]:
+            raise UsageError(
+                f"The model has {own} experts, {self.index.shape[2]} for each token",
+                f"Its routing cannot stand for that of {experts} experts, {top_k} for each token.",
+                "Name another model.",
+            )
+        if (experts, top_k) == (own, self.index.shape[2]):
+            return self
+        blocks = -(-experts // own)
+
+        def tiled(values: NDArray[Any]) -> NDArray[Any]:
+            moved = [np.roll(values, -(block * tokens // blocks), axis=0) for block in range(blocks)]
+            return np.concatenate(moved, axis=2)[:, :, :experts]
+
+        weights = np.zeros(self.scores.shape, np.float32)
+        np.put_along_axis(weights, self.index, self.weights, axis=2)
+        weights = tiled(weights)
+        index = np.argsort(-weights, axis=2, kind="stable")[:, :, :top_k]
+        chosen = np.take_along_axis(weights, index, axis=2)
+        heard = None if self.heard is None else tiled(self.heard) / blocks
+        tables = [[table.repeat(blocks, 1)[:experts] for table in kind] for kind in (self.thresholds, self.plain)]
+        return Trace(
+            index,
+            chosen / chosen.sum(2, keepdims=True),
+            tiled(self.values),
+            tiled(self.ahead),
+            tiled(self.scores),
+            *tables,
+            source=f"{self.source}, spread over {experts} experts",
+            heard=heard,
+            attends=self.attends,
+        )
 
     def skewed(self, skew: float, seed: int = 0) -> Trace:
         """The same neurons, other routing: token by token the experts of a layer are drawn without replacement with
