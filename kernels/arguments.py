@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, indices, require
+from .codes import SHORTEST
 from .layouts import check_roles
 from .listed import Listing, Portion, Total
 from .rule import Rule
@@ -185,7 +186,9 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor, device: torch.dev
     apart("pool", pool, "records", records)
 
 
-def round_rows(left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None) -> None:
+def round_rows(
+    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None, *, short: bool
+) -> None:
     """See `kernels.round_rows`."""
     if left.ndim != 2 or not left.numel():
         raise ValueError(f"left must be float32 of shape (K, R), not {described(left)}")
@@ -193,6 +196,8 @@ def round_rows(left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, g
     require("factor", factor, (torch.float32,), (len(left), len(left)), left.device, whole=False)
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1 to 8, not {bits}")
+    if short and bits > SHORTEST:
+        raise ValueError(f"codes of {bits} bits have no scales of one byte")
     if (weight is None) == (group is None):
         raise ValueError("grids are of columns, which need weights, or of groups: one of both")
     if weight is not None:

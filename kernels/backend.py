@@ -47,7 +47,7 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
-    round_rows: Callable[[Tensor, Tensor, int, Tensor | None, int | None], tuple[Tensor, Tensor, Tensor]]
+    round_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None

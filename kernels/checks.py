@@ -12,7 +12,6 @@ import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BYTES = (torch.uint8,)
-SCALES = (torch.float16,)
 INDICES = (torch.int64,)
 NEURONS = (torch.int64, torch.int32)
 CPU = torch.device("cpu")

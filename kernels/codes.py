@@ -159,12 +159,48 @@ def group_size(n: int, wanted: int = 64) -> int:
     return next(size for size in range(min(wanted, n), 0, -1) if n % size == 0)
 
 
+SHORTEST = 4  # bits of the widest codes that may have scales and zeros of 8 bits
+_SCALE_SHIFT, _LEAST_SCALE = 6, 0x0800  # of a float16's bits: what a byte leaves out, and those of 2^-13
+LARGEST_SCALE = 7.75  # that a byte can hold
+
+
+def byte_below(scale: Tensor) -> Tensor:
+    """The bytes, as int16, of the largest scales that a byte can hold and that are not above these; 0 if none is."""
+    return ((scale.half().contiguous().view(torch.int16) - _LEAST_SCALE) >> _SCALE_SHIFT).clamp(0, 255)
+
+
+def scale_of_byte(byte: Tensor) -> Tensor:
+    """The scales, float32, that bytes stand for: float16 from 2^-13 to 7.75, with four bits of the exponent and as many
+    of the fraction.
+    """
+    return ((byte.to(torch.int16).clamp_max(255) << _SCALE_SHIFT) + _LEAST_SCALE).view(torch.float16).float()
+
+
+def zero_in_steps(zero: Tensor, bits: int) -> Tensor:
+    """The nearest zeros that a byte can hold: places among the codes, from 0 on in steps of 2^bits / 256."""
+    return (zero * (256 / 2**bits)).clamp(0, 255).add(0.5).floor() * (2**bits / 256)
+
+
+def short_scales(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros that bytes can hold as those bytes."""
+    return byte_below(scale).to(torch.uint8), (zero.float() * (256 / 2**bits)).round().to(torch.uint8)
+
+
+def widened(scale: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of either kind as float32."""
+    if scale.dtype != torch.uint8:
+        return scale.float(), zero.float()
+    return scale_of_byte(scale), zero.float() * (2**bits / 256)
+
+
 def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
     """w = (q - zero) * scale, computed in float32 as HQQ does, then rounded to `dtype`.
 
     Args:
-        packed: (N, packed_bytes(n, bits)) uint8. scale, zero: (N, n / group) float16. n: values in a vector.
+        packed: (N, packed_bytes(n, bits)) uint8. scale, zero: (N, n / group) float16, or uint8 (`short_scales`). n:
+            values in a vector.
     """
     codes = unpack_codes(packed, n, bits)
     grouped = codes.view(codes.shape[0], scale.shape[1], n // scale.shape[1]).float()
-    return ((grouped - zero.float()[..., None]) * scale.float()[..., None]).view(-1, n).to(dtype)
+    scale, zero = widened(scale, zero, bits)
+    return ((grouped - zero[..., None]) * scale[..., None]).view(-1, n).to(dtype)

@@ -9,7 +9,8 @@ chunks of 16 bytes; shifting it by 2k yields 16 consecutive values of each, so t
 stand side by side in one register (AVX-512, AVX2) and a 32-bit word on a GPU belongs to one group. 3-bit codes are
 packed 256 at a time (the rest of a vector likewise): first their lower two bits in this way, then their upper bits.
 
-Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per group of consecutive values.
+Group scales. HQQ's affine code: w = (q - zero) * scale, one pair of float16, or of bytes (`codes.scale_of_byte`), for
+each group of consecutive values.
 """
 
 from __future__ import annotations
@@ -20,19 +21,33 @@ import torch
 from torch import Tensor
 
 from .activation import Activation, Function, Projection, beside, function_of
-from .codes import align, check_width, dequantize, pack_codes, packed_bytes
+from .codes import (
+    SHORTEST,
+    align,
+    check_width,
+    dequantize,
+    pack_codes,
+    packed_bytes,
+    short_scales,
+    widened,
+    zero_in_steps,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """One stored vector of `n` values: [scales f16 | zeros f16 | codes], or plain 16-bit values.
+    """One stored vector of `n` values: [scales | zeros | codes], or plain 16-bit values.
 
-    Its scales precede its codes, so that a neuron is one contiguous read.
+    Its scales precede its codes, so that a neuron is one contiguous read; its codes begin at a whole word.
+
+    Attributes:
+        short: whether scales and zeros are bytes, where codes have at most `SHORTEST` bits; else they are float16.
     """
 
     n: int
     bits: int
     group: int
+    short: bool = False
 
     def __post_init__(self) -> None:
         check_width(self.bits)
@@ -44,22 +59,70 @@ class VectorLayout:
         return 0 if self.bits == 16 else self.n // self.group
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of stored scales and zeros."""
+        return torch.uint8 if self.short and self.bits <= SHORTEST else torch.float16
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one of them."""
+        return self.scale_dtype.itemsize
+
+    @property
+    def head(self) -> int:
+        """Bytes in front of the codes."""
+        return -(-2 * self.scale_bytes * self.groups // 4) * 4
+
+    @property
     def nbytes(self) -> int:
-        return 4 * self.groups + packed_bytes(self.n, self.bits)
+        return self.head + packed_bytes(self.n, self.bits)
+
+    @property
+    def nbytes_apart(self) -> int:
+        """Where scales and zeros are in tensors of their own."""
+        return 2 * self.scale_bytes * self.groups + packed_bytes(self.n, self.bits)
+
+    def stored(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and zeros, float16, as they are stored.
+
+        Raises:
+            ValueError: bytes cannot hold them.
+        """
+        if self.scale_dtype == torch.float16:
+            return scale, zero
+        stored = short_scales(scale, zero, self.bits)
+        if not all(map(torch.equal, widened(*stored, self.bits), (scale.float(), zero.float()))):
+            raise ValueError("scales or zeros that bytes cannot hold")
+        return stored
+
+    def nearest(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Any scales and zeros as stored, about as they are."""
+        if self.scale_dtype == torch.float16:
+            return scale.half(), zero.half()
+        return short_scales(scale, zero_in_steps(zero, self.bits), self.bits)
 
     def join(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """(N, n) uint8 codes and (N, groups) float16 scale and zero -> (N, nbytes) uint8."""
-        parts = [scale.view(torch.uint8), zero.view(torch.uint8), pack_codes(codes, self.bits)]
-        return torch.cat(parts, dim=1)
+        return self.join_packed(pack_codes(codes, self.bits), *self.stored(scale, zero))
+
+    def join_packed(self, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """(N, packed_bytes) and (N, groups) scale and zero, as stored -> (N, nbytes) uint8."""
+        scales = torch.cat([scale.view(torch.uint8), zero.view(torch.uint8)], dim=1)
+        gap = scales.new_zeros(len(scales), self.head - scales.shape[1])
+        return torch.cat([scales, gap, packed], dim=1)
+
+    def scales(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, nbytes) uint8 -> its scales and zeros as stored, (N, groups) each."""
+        # A copy, not contiguous(): one row of a record is contiguous already, but may start at an odd byte.
+        head = raw[:, : 2 * self.scale_bytes * self.groups].clone(memory_format=torch.contiguous_format)
+        scale, zero = head.view(self.scale_dtype).chunk(2, 1)
+        return scale, zero
 
     def read(self, raw: Tensor, float16: torch.dtype, dtype: torch.dtype) -> Tensor:
         """(N, nbytes) uint8 -> (N, n) values of `dtype`; 16-bit vectors hold `float16` (float16 or bfloat16)."""
         if self.bits == 16:
             return raw.clone(memory_format=torch.contiguous_format).view(float16).to(dtype)
-        # A copy, not contiguous(): one row of a record is contiguous already, but may start at an odd byte.
-        head = raw[:, : 4 * self.groups].clone(memory_format=torch.contiguous_format).view(torch.float16)
-        scale, zero = head[:, : self.groups], head[:, self.groups :]
-        return dequantize(raw[:, 4 * self.groups :], scale, zero, self.n, self.bits, dtype)
+        return dequantize(raw[:, self.head :], *self.scales(raw), self.n, self.bits, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,13 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 
 
 def round_rows(
-    left: Tensor, factor: Tensor, bits: int, *, weight: Tensor | None = None, group: int | None = None
+    left: Tensor,
+    factor: Tensor,
+    bits: int,
+    *,
+    weight: Tensor | None = None,
+    group: int | None = None,
+    short: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of rows (K, R), one row after the other; what one leaves over goes to those after it (GPTQ,
     arXiv 2210.17323).
@@ -311,14 +317,15 @@ def round_rows(
 
     Args:
         left: float32. factor: (K, K) upper triangular. bits: 1 to 8. weight: (K,), adding up to 1, of each row's
-            errors; then each column has a grid. group: otherwise each row has one for so many columns.
+            errors; then each column has a grid. group: otherwise each row has one for so many columns. short: whether
+            scales and zeros will be bytes, of 4 bits at most.
 
     Returns:
-        codes (K, R) uint8; scale and zero, (1, R) or (K, R / group) float32 that float16 can hold: numbers are
-        (code - zero) · scale. Where float16 cannot hold a grid it is not finite.
+        codes (K, R) uint8; scale and zero, (1, R) or (K, R / group) float32 that float16 can hold, or bytes: numbers
+        are (code - zero) · scale. Where float16 cannot hold a grid, or a number is none, it is not finite.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    arguments.round_rows(left, factor, bits, weight, group)
-    return choose(left.device).round_rows(left, factor, bits, weight, group)
+    arguments.round_rows(left, factor, bits, weight, group, short=short)
+    return choose(left.device).round_rows(left, factor, bits, weight, group, short=short)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import applied
-from .codes import CHUNK
+from .codes import CHUNK, LARGEST_SCALE, byte_below, scale_of_byte, zero_in_steps
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Limits, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
@@ -196,15 +196,15 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 
 
 def round_rows(
-    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None
+    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None, *, short: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.round_rows`: a fit of the grids, then row after row."""
     if weight is not None:
-        grid = tuple(part[None] for part in _fitted(left, weight[:, None], bits))
+        grid = tuple(part[None] for part in _fitted(left, weight[:, None], bits, short=short))
     else:
         values = left.reshape(-1, group or 1).T
         even = torch.full_like(values[:, :1], 1 / len(values))
-        grid = tuple(part.view(len(left), -1) for part in _fitted(values, even, bits))
+        grid = tuple(part.view(len(left), -1) for part in _fitted(values, even, bits, short=short))
     scale, zero = (part.repeat_interleave(left.shape[1] // part.shape[1], dim=1).expand(left.shape) for part in grid)
     codes = torch.empty_like(left, dtype=torch.uint8)
     for row, values in enumerate(left):
@@ -215,7 +215,7 @@ def round_rows(
     return codes, grid[0], grid[1]
 
 
-def _fitted(values: Tensor, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _fitted(values: Tensor, weight: Tensor, bits: int, *, short: bool) -> tuple[Tensor, Tensor]:
     """Scale and zero of groups (G, R), each (R,): the least squares of errors weighted by `weight` (G, 1).
 
     From grids over several shares of a group's range, the best one is taken.
@@ -234,16 +234,37 @@ def _fitted(values: Tensor, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
             fits = (spread > 1e-9) & (along > 0)  # else there is nothing to fit
             scale = torch.where(fits, along / spread, scale)
             offset = torch.where(fits, mean - scale * code, offset)
-        scale = scale.half().float()
-        zero = (-offset / scale).half().float()
-        # A group that is nearly constant, and far from 0, keeps its mean.
-        lost = (scale == 0) | ~zero.isfinite()
-        scale, zero = torch.where(lost & scale.isfinite(), 1.0, scale), torch.where(lost, -mean.half().float(), zero)
-        error = ((_codes(values, scale, zero, bits) - zero) * scale - values).square()
-        tried.append(((error * weight).sum(0), scale, zero))
+        for grid in _held_short(scale, offset, mean, bits) if short else [_held(scale, offset, mean)]:
+            error = ((_codes(values, *grid, bits) - grid[1]) * grid[0] - values).square()
+            tried.append(((error * weight).sum(0), *grid))
     best = torch.stack([error for error, _, _ in tried]).argmin(0, keepdim=True)
     scale, zero = (torch.stack([one[part] for one in tried]).gather(0, best)[0] for part in (1, 2))
     return scale, zero
+
+
+def _held(scale: Tensor, offset: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """As float16 can hold it; a group that is nearly constant, and far from 0, keeps its mean."""
+    scale = scale.half().float()
+    zero = (-offset / scale).half().float()
+    lost = (scale == 0) | ~zero.isfinite()
+    return torch.where(lost & scale.isfinite(), 1.0, scale), torch.where(lost, -mean.half().float(), zero)
+
+
+def _held_short(scale: Tensor, offset: Tensor, mean: Tensor, bits: int) -> list[tuple[Tensor, Tensor]]:
+    """As bytes can hold it (`codes.scale_of_byte`), about the same middle: by the scale below it, and the one above."""
+    top = 2**bits - 1
+    end = offset + scale * top
+    # A grid that begins above 0, or ends below it, is drawn out to there.
+    scale = torch.where(offset > 0, end / top, torch.where(end < 0, -offset / top, scale))
+    offset = torch.where(offset > 0, 0.0, torch.where(end < 0, -scale * top, offset))
+    middle = offset + scale * (top / 2)
+    # What is not finite, or too large, becomes no number.
+    none = torch.where(scale <= LARGEST_SCALE, mean - mean, torch.nan)
+    found: list[tuple[Tensor, Tensor]] = []
+    for above in (0, 1):
+        kept = scale_of_byte(byte_below(scale) + above) + none
+        found.append((kept, zero_in_steps(top / 2 - middle / kept, bits)))
+    return found
 
 
 def _codes(values: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import SCALES, described, require
+from .checks import described, require
 from .codes import dequantize, packed_bytes, split_codes, unpack_codes
 from .layouts import RowLayout, SignalLayout, VectorLayout
 
@@ -26,8 +26,8 @@ def _checked(
     """Whether all are contiguous; refuses those that do not fit the layout and each other."""
     require_rows(f"{name}.q", q, dimensions, packed_bytes(vector.n, vector.bits))
     shape = (*q.shape[:-1], vector.groups)
-    require(f"{name}.scale", scale, SCALES, shape, q.device, whole=False)
-    require(f"{name}.zero", zero, SCALES, shape, q.device, whole=False)
+    require(f"{name}.scale", scale, (vector.scale_dtype,), shape, q.device, whole=False)
+    require(f"{name}.zero", zero, (vector.scale_dtype,), shape, q.device, whole=False)
     return q.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()
 
 
@@ -41,8 +41,9 @@ class LinearWeights:
     """A dense linear layer's weight of N rows by K columns, as stored; y = x · Wᵀ.
 
     Attributes:
-        vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) float16. Never 16 bit: such a layer
-            stays the library's. whole: whether all are contiguous. native: what `cpu/weights.py` made of them.
+        vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) of vector.scale_dtype. Never 16 bit:
+            such a layer stays the library's. whole: whether all are contiguous. native: what `cpu/weights.py` made of
+            them.
 
     Raises:
         ValueError: tensors of another type or shape, or on several devices.
@@ -106,7 +107,8 @@ class Planes:
         """
         if weights.vector.bits != 2 * _LOW_BITS:
             raise ValueError(f"only codes of 8 bits have two planes, not those of {weights.vector.bits}")
-        vector, scale, zero = replace(weights.vector, bits=_LOW_BITS), weights.scale.float(), weights.zero.float()
+        vector = replace(weights.vector, bits=_LOW_BITS, short=False)
+        scale, zero = weights.scale.float(), weights.zero.float()
         wide = (scale * (1 << _LOW_BITS)).half()
         if not wide.isfinite().all():
             return None
@@ -142,8 +144,8 @@ class SignalWeights:
     """The signal projections of one layer's E experts, as stored.
 
     Attributes:
-        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. bias: (E, F) float32,
-            added to the product with x; None for none. whole: whether all are contiguous.
+        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) of the vector's scale_dtype, without groups at 16 bit.
+            bias: (E, F) float32, added to the product with x; None for none. whole: whether all are contiguous.
 
     Raises:
         ValueError: tensors of another type or shape, or on several devices.

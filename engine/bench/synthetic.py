@@ -156,7 +156,9 @@ class Spec:
         family = FAMILIES[config.model_type]
         experts, neurons = family.experts(config), family.neurons(config)
         sizes = (self.layers, experts, config.num_experts_per_tok, config.hidden_size, neurons)
-        widths = Widths(self.up, self.rows, self.rows, self.dense, "bfloat16", group_size(config.hidden_size))
+        widths = Widths(
+            self.up, self.rows, self.rows, self.dense, "bfloat16", group_size(config.hidden_size), short=True
+        )
         return Manifest(
             name=self.name,
             source=PackSource("random weights", None, exact=True),
@@ -197,7 +199,7 @@ def nbytes(spec: Spec) -> int:
     """The model's memory, in bytes."""
     manifest = spec.manifest()
     a, up, rows = manifest.architecture, manifest.signal_layout(), manifest.row_layout()
-    neuron = up.row_bytes + 4 * up.vector.groups + rows.nbytes
+    neuron = up.vector.nbytes_apart + rows.nbytes
     return dense_bytes(spec) + a.layers * a.experts * a.intermediate * neuron
 
 
@@ -323,19 +325,21 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
         if vector.bits == 16:
             part.view(rows.float16).copy_(_normal(vector.n).to(rows.float16))
         else:
-            head = part[:, :, : 4 * vector.groups].view(torch.float16)
-            head[:, :, : vector.groups], head[:, :, vector.groups :] = _scale(vector.bits), _zero(vector.bits)
+            heads = vector.nearest(*(torch.full((vector.groups,), of(vector.bits)) for of in (_scale, _zero)))
+            head = torch.cat([one.view(torch.uint8) for one in heads])
+            part[:, :, : len(head)] = head
     if up.vector.bits == 16:
         q = _normal(*shape, up.vector.n).to(up.float16).view(torch.uint8)
     else:
         q = filled(*shape, up.row_bytes, hugepages=hugepages)
     # Codes repeat every MiB; different scales tell neurons with the same codes apart.
-    scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
+    scale = _scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))
+    heads = up.vector.nearest(scale, torch.full_like(scale, _zero(up.vector.bits)))
     bias, down_bias = None, None
     if rows.biased:
         data[:, :, rows.bias_at : rows.bias_at + 4].view(torch.float32).copy_(_normal(*shape, 1))
         bias, down_bias = _normal(*shape), _normal(a.experts, a.hidden)
-    weights = SignalWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)), bias)
+    weights = SignalWeights(up, q, *heads, bias)
     thresholds, products = torch.zeros(2, a.experts, manifest.calibration.quantiles)
     return PackedLayer(weights, ExpertRows(rows, data), thresholds, products, down_bias)
 
@@ -367,7 +371,7 @@ def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
         layer = name.removesuffix(".weight")
         if (bits := _dense_width(layer, spec, family)) < 16:
             vector = layout_of(shape[1], bits)
-            tensors[f"{layer}.q"] = filled(shape[0], vector.nbytes - 4 * vector.groups)
+            tensors[f"{layer}.q"] = filled(shape[0], vector.nbytes - vector.head)
             tensors[f"{layer}.scale"] = torch.full((shape[0], vector.groups), _scale(bits)).half()
             tensors[f"{layer}.zero"] = torch.full((shape[0], vector.groups), _zero(bits)).half()
         else:

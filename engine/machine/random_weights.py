@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -41,11 +41,11 @@ class Shapes:
 
     def vector(self, bits: int) -> VectorLayout:
         """A row of H values."""
-        return VectorLayout(self.hidden, bits, self.group)
+        return VectorLayout(self.hidden, bits, self.group, short=True)
 
     def up_bytes(self, bits: int) -> int:
         """Bytes of one expert's up projection."""
-        return self.neurons * self.vector(bits).nbytes
+        return self.neurons * self.vector(bits).nbytes_apart
 
     def row_layout(self, bits: int) -> RowLayout:
         """A neuron's record, gate and down of `bits` each."""
@@ -101,7 +101,7 @@ def filled(*shape: int, hugepages: bool = False) -> Tensor:
 def make_up(shapes: Shapes, bits: int, experts: int) -> SignalWeights:
     """The up projections of `experts` experts."""
     layout = SignalLayout(shapes.vector(bits), torch.bfloat16)
-    heads = _heads(bits, experts, shapes.neurons, layout.vector.groups)
+    heads = _heads(layout.vector, experts, shapes.neurons)
     return SignalWeights(layout, filled(experts, shapes.neurons, layout.row_bytes), *heads)
 
 
@@ -109,23 +109,24 @@ def make_rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool = Fals
     """The records of `experts` experts, gate and down of `bits` (below 16) each."""
     vector, layout = shapes.vector(bits), shapes.row_layout(bits)
     data = filled(experts, shapes.neurons, layout.nbytes, hugepages=hugepages)
+    heads = vector.nearest(torch.full((vector.groups,), 0.01), torch.full((vector.groups,), (1 << bits) / 2))
+    head = torch.cat([part.view(torch.uint8) for part in heads])
     for start in (0, vector.nbytes):
-        head = data[:, :, start : start + 4 * vector.groups].view(torch.float16)
-        head[:, :, : vector.groups] = 0.01
-        head[:, :, vector.groups :] = (1 << bits) / 2
+        data[:, :, start : start + len(head)] = head
     return ExpertRows(layout, data)
 
 
 def make_linear(shapes: Shapes, bits: int) -> LinearWeights:
     """A square H × H matrix, as attention has them."""
-    vector = shapes.vector(bits)
-    codes = filled(shapes.hidden, vector.nbytes - 4 * vector.groups)
-    return LinearWeights(vector, codes, *_heads(bits, shapes.hidden, vector.groups))
+    vector = replace(shapes.vector(bits), short=False)
+    codes = filled(shapes.hidden, vector.nbytes - vector.head)
+    return LinearWeights(vector, codes, *_heads(vector, shapes.hidden))
 
 
-def _heads(bits: int, *shape: int) -> tuple[Tensor, Tensor]:
-    """Scales and zeros that make small weights around 0."""
-    return (0.01 + 0.01 * torch.rand(shape)).half(), (((1 << bits) - 1) * (0.4 + 0.2 * torch.rand(shape))).half()
+def _heads(vector: VectorLayout, *shape: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros, as stored, that make small weights around 0."""
+    scale, zero = torch.rand(2, *shape, vector.groups)
+    return vector.nearest(0.01 + 0.01 * scale, ((1 << vector.bits) - 1) * (0.4 + 0.2 * zero))
 
 
 def next_calls(turn: int, experts: int, among: int = 2) -> Calls:

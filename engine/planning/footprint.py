@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.codes import group_size, packed_bytes
+from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Sizes
@@ -42,7 +42,7 @@ class Footprint:
     def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
         """At the widths of `spec`; of 16-bit layers too."""
         gate, down, up = (
-            VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group))
+            VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group), spec.short)
             for bits in (spec.gate, spec.down, spec.up)
         )
         biased = FAMILIES[sizes.model_type].biased
@@ -54,7 +54,7 @@ class Footprint:
             attention=-(-beside // sizes.layers),
             head=0 if sizes.tied and spec.dense == 16 else head,
             kept=2 * (sizes.embedding + sizes.small),
-            up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups + (4 if biased else 0)),
+            up=sizes.intermediate * (up.nbytes_apart + (4 if biased else 0)),
             row=RowLayout(gate, down, torch.bfloat16, biased=biased).nbytes,
         )
 
@@ -62,7 +62,7 @@ class Footprint:
     def of_pack(cls, manifest: Manifest, config: Any) -> Footprint:
         """Of a pack; `config`: as config.json has it."""
         w = manifest.widths
-        return cls.of(sizes_of(manifest, config), PackSpec(w.up, w.gate, w.down, w.dense, w.group))
+        return cls.of(sizes_of(manifest, config), PackSpec(w.up, w.gate, w.down, w.dense, w.group, short=w.short))
 
     @property
     def dense(self) -> int:

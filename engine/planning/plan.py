@@ -130,8 +130,8 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     """The order in which to show plans of one machine; the first is recommended (see `recommended`).
 
     Models that answer at reading speed come first, by `size_rule`; of equals those made for everything, that answer
-    without thinking first, that need no accepted terms, and the fastest. Then slower ones, the fastest first, base
-    models, and what does not fit, the smallest first.
+    without thinking first, that need no accepted terms, the newest, and the fastest. Then slower ones, the fastest
+    first, base models, and what does not fit, the smallest first.
     """
 
     def key(plan: Plan) -> tuple[object, ...]:
@@ -139,7 +139,8 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
         stands = standing(entry, chosen)
         if chosen is None:
             return STANDINGS.index(stands), entry.chat is None, entry.sizes.parameters, entry.name
-        ties = (bool(entry.made_for), entry.thinks, bool(entry.gated), -chosen.decode.mid, entry.name)
+        newest = tuple(-int(part) for part in entry.released.split("-") if part)
+        ties = (bool(entry.made_for), entry.thinks, bool(entry.gated), newest, -chosen.decode.mid, entry.name)
         first = -chosen.decode.mid if stands == "slower" else -size_rule(entry, chosen.kl)
         return STANDINGS.index(stands), first, *ties
 
@@ -180,7 +181,7 @@ def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
     if not entry.packed or entry.folder is None:
         return WIDTHS
     widths = Manifest.read(entry.folder).widths
-    return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group),)
+    return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group, short=widths.short),)
 
 
 def _expert_weights(sizes: Sizes) -> int:

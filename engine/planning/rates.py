@@ -281,7 +281,9 @@ def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
         if vector.bits == 16:
             part.view(layout.float16).copy_(torch.randn(vector.n).to(layout.float16))
         else:
-            part[:, :, : 4 * vector.groups].view(torch.float16).fill_(0.01)
+            heads = vector.nearest(*torch.full((2, vector.groups), 0.01))
+            head = torch.cat([one.view(torch.uint8) for one in heads])
+            part[:, :, : len(head)] = head
     return data
 
 

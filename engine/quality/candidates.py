@@ -62,11 +62,11 @@ class Taken:
     active: float = 0.0
     kept: float = 0.0
 
-    def nbytes(self, setting: Candidate, hidden: int, neurons: int) -> float:
-        """Bytes of weights that this work reads, scales included."""
-        group = group_size(hidden)
-        up, gate, down = (VectorLayout(hidden, bits, group).nbytes for bits in (setting.up, setting.gate, setting.down))
-        factors = setting.rank * (hidden + neurons / 2) * _FACTOR_BYTES
+    def nbytes(self, setting: Candidate, row: VectorLayout, neurons: int) -> float:
+        """Bytes of weights that this work reads, scales included; `row`: of H values, at any width."""
+        gate, down = (replace(row, bits=bits).nbytes for bits in (setting.gate, setting.down))
+        up = replace(row, bits=setting.up).nbytes_apart
+        factors = setting.rank * (row.n + neurons / 2) * _FACTOR_BYTES
         return self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
 
     def add(self, halves: float, active: float, kept: float) -> None:
@@ -113,12 +113,15 @@ def compute(
     keep: int,
     report: Callable[[str], None],
     signals: Sequence[Projection] = (),
+    *,
+    short: bool = True,
 ) -> list[Outcome]:
     """Run every setting over the same windows.
 
     Args:
         passages: (C, T) int64, to calibrate thresholds on. windows: (N, T). keep: positions to give logits of, from
-            each window's end. signals: of each layer with experts; empty: up in all of them.
+            each window's end. signals: of each layer with experts; empty: up in all of them. short: whether scales
+            are bytes (`VectorLayout.short`).
 
     Raises:
         CheckpointError: a tensor cannot be read or is missing.
@@ -129,7 +132,7 @@ def compute(
 
     def experts(layer: int, router: nn.Module) -> nn.Module:
         signal = signals[layer] if signals else "up"
-        layers.append(_Experts(checkpoint, layer, router, settings, lead, size, signal))
+        layers.append(_Experts(checkpoint, layer, router, settings, lead, size, signal, short=short))
         return layers[-1]
 
     if checkpoint.family.experts_by != "silu":
@@ -165,10 +168,13 @@ class _Experts(nn.Module):
         lead: int,
         size: int,
         signal: Projection,
+        *,
+        short: bool,
     ) -> None:
         super().__init__()
         self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
         self._signal: Projection = signal
+        self._short = short
         self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
         self._probabilities, self._normalized = torch.empty(0), checkpoint.family.normalizes(router)
@@ -191,7 +197,9 @@ class _Experts(nn.Module):
         for number in range(self._checkpoint.experts):
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
             seen = (hidden[token], worths[token, slot, None]) if token.numel() else (hidden[:lead], torch.ones(lead, 1))
-            expert = _Expert(*self._checkpoint.expert(self._layer, number), *seen, inputs, self._signal)
+            expert = _Expert(
+                *self._checkpoint.expert(self._layer, number), *seen, inputs, self._signal, short=self._short
+            )
             y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
@@ -248,10 +256,12 @@ class _Expert:
         worth: Tensor,
         inputs: Callable[[], Felt],
         signal: Projection,
+        *,
+        short: bool,
     ) -> None:
         """seen (T, H) are its calibration tokens, worth (T, 1) as `calibration.worths` gives it."""
         gate, up, self._down, self._inputs = gate.float(), up.float(), down.float(), inputs
-        self._seen, self._worth = seen, worth
+        self._seen, self._worth, self._short = seen, worth, short
         self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
         self._by: Function = function_of(signal, "silu")
         self._beside: Function = function_of(beside(signal), "silu")
@@ -308,14 +318,18 @@ class _Expert:
 
     def _rounded(self, matrix: Tensor, bits: int) -> Tensor:
         """A projection's rows as a pack of that width represents them."""
-        return matrix if bits == 16 else _values(round_for(self._inputs(), matrix, bits, group_size(matrix.shape[1])))
+        if bits == 16:
+            return matrix
+        group = group_size(matrix.shape[1])
+        return _values(round_for(self._inputs(), matrix, bits, group, short=self._short))
 
     def _rounded_down(self, bits: int) -> Tensor:
         """(F, H): down's columns likewise, which are rounded by falling importance."""
         down = self._down.T
         if bits == 16:
             return down
-        codes = round_down(self._hidden[:, self._order], down[self._order], bits, group_size(down.shape[1]))
+        hidden = self._hidden[:, self._order]
+        codes = round_down(hidden, down[self._order], bits, group_size(down.shape[1]), short=self._short)
         return torch.empty_like(down).index_copy_(0, self._order, _values(codes))
 
     def _once(self, key: tuple[str | int, ...], make: Callable[[], Tensor]) -> Tensor:

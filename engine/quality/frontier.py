@@ -16,6 +16,8 @@ import psutil
 from torch import Tensor
 
 from ...kernels.activation import Projection
+from ...kernels.codes import group_size
+from ...kernels.layouts import VectorLayout
 from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
 from ..quality_presets import LEVELS
@@ -115,6 +117,7 @@ def search(
     *,
     widths: bool = True,
     signals: Sequence[Projection] = (),
+    short: bool = True,
 ) -> Frontier:
     """Measure dials alone, then the most promising combinations.
 
@@ -122,11 +125,11 @@ def search(
 
     Args:
         own: the widths of the pack. passages: (C, T) for thresholds. windows: (N, T), the last `keep` tokens of each
-            predicted. widths: whether other widths than the pack's are tried. signals: of the pack's layers, see
-            `candidates.compute`.
+            predicted. widths: whether other widths than the pack's are tried. signals: of the pack's layers;
+            short: its kind of scales, see `candidates.compute`.
     """
     even = checkpoint.neurons % 2 == 0
-    measure = _Measure(checkpoint, passages, windows, keep, report, signals)
+    measure = _Measure(checkpoint, passages, windows, keep, report, signals, short=short)
     alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
@@ -179,12 +182,16 @@ class _Measure:
         keep: int,
         report: Callable[[str], None],
         signals: Sequence[Projection] = (),
+        *,
+        short: bool = True,
     ) -> None:
         self._checkpoint, self._passages, self._windows, self._keep = checkpoint, passages, windows, keep
         self._report, self._signals = report, signals
+        self._short = short
         config = checkpoint.config
-        self.shape = (config.hidden_size, checkpoint.neurons)
-        self._weights = len(checkpoint.layers) * config.num_experts_per_tok * 3 * self.shape[0] * self.shape[1]
+        hidden, neurons = config.hidden_size, checkpoint.neurons
+        self.shape = VectorLayout(hidden, 16, group_size(hidden), short), neurons
+        self._weights = len(checkpoint.layers) * config.num_experts_per_tok * 3 * hidden * neurons
 
     def __call__(self, settings: Sequence[Candidate], what: str) -> list[Point]:
         room = _MEMORY_SHARE * psutil.virtual_memory().available
@@ -207,6 +214,7 @@ class _Measure:
             self._keep,
             report,
             self._signals,
+            short=self._short,
         )
         expected = source.logits()
         return [self._point(outcome, expected) for outcome in rest]

@@ -87,7 +87,8 @@ def run(
     prompts = cut_prompts(ids, checkpoint.config)
     unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():
-        found = frontier.search(checkpoint, own, passages, windows, keep, told.step, widths=widths, signals=signals)
+        given = (checkpoint, own, passages, windows, keep, told.step)
+        found = frontier.search(*given, widths=widths, signals=signals, short=w.short)
     presets: list[TunedPreset] = []
     for name, point in found.presets().items():
         preset = quality_presets.ruled(name, point.setting.rule)

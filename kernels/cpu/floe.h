@@ -53,10 +53,11 @@ enum { FLOE_FLOAT32, FLOE_FLOAT16, FLOE_BFLOAT16 };
 
 // ---- experts
 
-// One stored vector of `n` values: layouts.VectorLayout. `bfloat16` says what 16-bit values are.
+// One stored vector of `n` values: layouts.VectorLayout. `bfloat16` says what 16-bit values are; scale_bytes: of a
+// group's scale, and of its zero: 2 for float16, 1 for codes of them.
 typedef struct {
     int64_t n, group;
-    int32_t bits, bfloat16;
+    int32_t bits, bfloat16, scale_bytes;
 } floe_vector;
 
 // The function of a projection's product with x, with its bias added: activation.FUNCTIONS, in their order.

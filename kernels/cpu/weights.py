@@ -24,7 +24,8 @@ FLOAT32 = (torch.float32,)
 def vector(layout: VectorLayout, float16: torch.dtype) -> Any:
     """`floe_vector`."""
     bfloat16 = int(float16 == torch.bfloat16)
-    return records.vector(n=layout.n, group=layout.group, bits=layout.bits, bfloat16=bfloat16)
+    given = {"n": layout.n, "group": layout.group, "bits": layout.bits, "scale_bytes": layout.scale_bytes}
+    return records.vector(**given, bfloat16=bfloat16)
 
 
 def signal_record(signal: SignalWeights) -> Any:
@@ -89,7 +90,7 @@ def projection_record(name: str, projection: Projection, rows: int, columns: int
         return linear_record(weight, bias)
     if not isinstance(weight, Tensor):
         raise ValueError(f"{name} must be one matrix, not two planes")
-    row = records.vector(n=columns, group=columns, bits=32, bfloat16=0)
+    row = records.vector(n=columns, group=columns, bits=32, bfloat16=0, scale_bytes=2)
     given = required(name, weight, (rows, columns))
     return records.matrix(row=row, rows=rows, q=given, scale=None, zero=None, bias=bias)
 

@@ -96,6 +96,11 @@ def group_of(word, INDEX: tl.constexpr, V: tl.constexpr):
 @device_code()
 def load_scale(scale, zero, row, group, live, V: tl.constexpr):
     """Scale and zero of a group of every row."""
+    if V.scale_bytes == 1:
+        at = row * V.scale_row + group
+        s = (tl.load(scale + at + V.scales, mask=live, other=0).to(tl.int16) << 6) + 0x0800  # codes.scale_of_byte
+        z = tl.load(zero + at + V.zeros, mask=live, other=0)
+        return s.to(tl.float16, bitcast=True).to(tl.float32), z.to(tl.float32) * ((1 << V.bits) / 256)
     if V.fast:
         at = row * (V.scale_row // 2) + group
         s = tl.load(scale.to(tl.pointer_type(tl.float16)) + V.scales // 2 + at, mask=live, other=0.0)

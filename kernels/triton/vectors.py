@@ -29,7 +29,8 @@ class Vector(NamedTuple):
         n, bits, group: as in `VectorLayout`. bfloat16: what 16-bit values are.
         fast: whether it may be read in 32-bit words.
         row, codes: bytes from one row to the next, and from a row's start to the codes.
-        scale_row, scales, zeros: likewise for the float16 scales and zeros, which may be in their own tensors.
+        scale_row, scales, zeros: likewise for the scales and zeros, which may be in their own tensors. scale_bytes: of
+            each of them.
         words: 32-bit words of a vector, or its values where they are read one by one.
         per_chunk, lanes: words of a chunk; neighbouring codes that share a plane.
         shifts, columns: bit and column of each field of a word. sets: scales per word, one or one per plane.
@@ -45,6 +46,7 @@ class Vector(NamedTuple):
     scale_row: int
     scales: int
     zeros: int
+    scale_bytes: int
     words: int
     per_chunk: int
     lanes: int
@@ -82,6 +84,7 @@ def _describe(
         scale_row=scale_row,
         scales=scales,
         zeros=zeros,
+        scale_bytes=layout.scale_bytes,
         words=layout.n // (planes * lanes),
         per_chunk=CHUNK // (planes * lanes),
         lanes=lanes,
@@ -97,7 +100,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 @cache
 def _apart(layout: VectorLayout, float16: torch.dtype, row: int, fast: bool) -> Vector:
-    return _describe(layout, float16, fast, row, 0, 2 * layout.groups, 0, 0)
+    return _describe(layout, float16, fast, row, 0, layout.scale_bytes * layout.groups, 0, 0)
 
 
 def signal_vector(layout: SignalLayout, q: Tensor, scale: Tensor, zero: Tensor) -> Vector:
@@ -115,7 +118,7 @@ def linear_vector(weights: LinearWeights) -> Vector:
 def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
     vectors: list[Vector] = []
     for part, start in ((layout.other, 0), (layout.down, layout.down_at)):
-        scales, zeros, codes = start, start + 2 * part.groups, start + 4 * part.groups
+        scales, zeros, codes = start, start + part.scale_bytes * part.groups, start + part.head
         vectors.append(_describe(part, layout.float16, fast, layout.nbytes, codes, layout.nbytes, scales, zeros))
     return vectors[0], vectors[1]
 

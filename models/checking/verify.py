@@ -200,7 +200,7 @@ def _numbers(raw: Tensor, layout: VectorLayout, float16: torch.dtype) -> Tensor:
     """The floating-point part of stored vectors (N, nbytes): scales and zeros, or the values at 16 bit."""
     if layout.bits == 16:
         return raw.contiguous().view(float16)
-    return raw[:, : 4 * layout.groups].contiguous().view(torch.float16)
+    return torch.cat(layout.scales(raw), 1)
 
 
 def _bad_dense(packed: PackedModel) -> str | None:

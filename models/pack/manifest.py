@@ -33,6 +33,7 @@ UNFINISHED = "packing.json"  # is in the folder from the first byte until the ma
 _LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
+_SHORT_VERSION = 7  # of packs whose experts' scales are bytes
 _MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
@@ -168,7 +169,7 @@ class Manifest:
         return RowLayout(other, down, self.float16, signal, family.experts_by, family.biased)
 
     def _vector(self, bits: int) -> VectorLayout:
-        return VectorLayout(self.architecture.hidden, bits, self.widths.group)
+        return VectorLayout(self.architecture.hidden, bits, self.widths.group, self.widths.short)
 
     def layer_plan(self, signal: Projection = "up") -> TensorShapes:
         """The tensors of the file of a layer with this signal."""
@@ -179,8 +180,8 @@ class Manifest:
         return {
             "rows": (torch.uint8, (*shape, self.row_layout(signal).nbytes)),
             q: (torch.uint8, (*shape, of.row_bytes)),
-            scale: (torch.float16, (*shape, of.vector.groups)),
-            zero: (torch.float16, (*shape, of.vector.groups)),
+            scale: (of.vector.scale_dtype, (*shape, of.vector.groups)),
+            zero: (of.vector.scale_dtype, (*shape, of.vector.groups)),
             "threshold": table,
             "product": table,
             **(_bias_plan(a, signal) if self.family.biased else {}),
@@ -190,7 +191,7 @@ class Manifest:
     def layer_bytes(self) -> int:
         """Bytes of one layer's experts, without its tables."""
         a, signal = self.architecture, self.signal_layout()
-        neuron = self.row_layout().nbytes + signal.row_bytes + 4 * signal.vector.groups
+        neuron = self.row_layout().nbytes + signal.vector.nbytes_apart
         biases = 4 * (a.intermediate + a.hidden) if self.family.biased else 0
         return a.experts * (a.intermediate * neuron + biases)
 
@@ -203,6 +204,8 @@ class Manifest:
                 del fields[name]
         if not self.calibration.weighed:
             del fields["calibration"]["weighed"]
+        if not self.widths.short:
+            del fields["widths"]["short"]
         fields = {"format": FORMAT, "version": self._version, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
@@ -210,6 +213,8 @@ class Manifest:
     @property
     def _version(self) -> int:
         """The first one that can read this."""
+        if self.widths.short:
+            return _SHORT_VERSION
         return _WEIGHED_VERSION if self.calibration.weighed else _SIGNALS_VERSION if self.signals else VERSION
 
     @staticmethod
@@ -242,17 +247,17 @@ class Manifest:
                 "Some of its experts have fewer bits than the others, which this version no longer supports.",
                 "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
-        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION):
+        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION, _SHORT_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {as_name(repr(version))}; this program reads version {_WEIGHED_VERSION}.",
+                f"It is version {as_name(repr(version))}; this program reads version {_SHORT_VERSION}.",
                 "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
             found = dataclasses.replace(_parse(fields), sealed=seal is not None)
-            if found._version != version:
+            if found._version != version or (found.widths.short and not found.calibration.weighed):
                 raise ValueError("its version")
             return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:

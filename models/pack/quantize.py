@@ -130,13 +130,13 @@ def store_matrix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The stored form of a matrix with its scales apart, as signals and dense linear layers are kept.
 
-    (N, n) -> q (N, packed bytes) uint8, scale and zero (N, groups) float16.
+    (N, n) -> q (N, packed bytes) uint8, scale and zero (N, groups) of the layout's scale_dtype.
     """
     if layout.bits == 16:
         empty = torch.empty(matrix.shape[0], 0, dtype=torch.float16)
         return _bytes(matrix, float16), empty, empty
     codes, scale, zero = by(matrix, layout.bits, layout.group)
-    return pack_codes(codes, layout.bits), scale, zero
+    return (pack_codes(codes, layout.bits), *layout.stored(scale, zero))
 
 
 def store_vectors(matrix: Tensor, layout: VectorLayout, float16: torch.dtype, by: Quantizer = quantize) -> Tensor:

@@ -11,6 +11,7 @@ class Widths:
 
     `up` is the width of the signal and `gate` that of the other projection, named for what they are in a layer whose
     signal is up. `float16` says what 16-bit expert values are: "bfloat16" or "float16". `group` values share a scale.
+    `short`: whether experts' scales are bytes (`VectorLayout.short`).
     """
 
     up: int
@@ -19,6 +20,7 @@ class Widths:
     dense: int
     float16: str
     group: int
+    short: bool = False
 
     def describe(self) -> str:
         """In words, for a screen: "up 2, gate and down 4, attention 8 bits"."""

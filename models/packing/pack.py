@@ -51,6 +51,7 @@ class PackSpec:
     are what lost least for the bytes that a token reads (BENCHMARKS.md, the frontier). `device` computes the experts'
     codes; those of a GPU differ in a few places from the CPU's. `signal` is the projection by which neurons are
     skipped; with "auto" each layer's is the one that loses less. `up` is the signal's width, `gate` the other one's.
+    `short`: see `Widths`.
     """
 
     up: int = 3
@@ -60,6 +61,7 @@ class PackSpec:
     group: int = 64
     device: str = "cpu"
     signal: Literal["auto", "up", "gate"] = "auto"
+    short: bool = True
 
     def __post_init__(self) -> None:
         for part, bits, valid in (
@@ -180,7 +182,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             hidden=config.hidden_size,
             intermediate=source.neurons,
         ),
-        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group),
+        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group, spec.short),
         calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True),
         files={},
     )

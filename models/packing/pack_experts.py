@@ -142,7 +142,7 @@ class PackingExperts(nn.Module):
             own, besides = (0, 1) if self._signal == "gate" else (1, 0)
             sides, down, biases = (source.gate, source.up), source.down, source.biases
             signal, other = sides[own], sides[besides]
-            across = partial(round_down, (g * u)[:, order].to(self._device))
+            across = partial(round_down, (g * u)[:, order].to(self._device), short=rows.down.short)
             signal, other, down = (matrix[order].to(self._device) for matrix in (signal, other, down.T))
             q, scale, zero = store_matrix(signal, signals.vector, signals.float16, self._along)
             records = rows.join(
@@ -163,7 +163,7 @@ class PackingExperts(nn.Module):
         return v, h, down
 
     def _along(self, matrix: Tensor, bits: int, group: int) -> Codes:
-        return round_for(self._inputs(), matrix, bits, group)
+        return round_for(self._inputs(), matrix, bits, group, short=self._signals.vector.short)
 
     def _compute(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> the signal and silu(gate·x) up·x, (T, F), and down (F, H) of an expert as it is packed."""

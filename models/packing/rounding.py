@@ -73,25 +73,28 @@ class Feeling:
         return self._last[1]
 
 
-def round_for(inputs: Felt, matrix: Tensor, bits: int, group: int) -> Codes:
+def round_for(inputs: Felt, matrix: Tensor, bits: int, group: int, *, short: bool = False) -> Codes:
     """Codes of a matrix (N, n) that n inputs meet, each row in groups of consecutive values.
 
-    Errors pass along a row. HQQ makes codes of HQQ_BITS.
+    Errors pass along a row. HQQ makes codes of HQQ_BITS. short: for `VectorLayout.short`.
 
     Raises:
-        ValueError: a value is not finite, or too large for float16 scales.
+        ValueError: a value is not finite, or too large for its scale.
     """
     if bits == HQQ_BITS:
         return quantize(matrix, bits, group)
     factor, weight = (part.to(matrix.device) for part in inputs)
     weights = weight.split(group)
     codes, scale, zero = _passed_on(
-        matrix.T, group, factor, lambda part, own, at: round_rows(part, own, bits, weight=_shares(weights[at]))
+        matrix.T,
+        group,
+        factor,
+        lambda part, own, at: round_rows(part, own, bits, weight=_shares(weights[at]), short=short),
     )
     return Codes(*(part.T.clone(memory_format=torch.contiguous_format) for part in (codes, scale, zero)))
 
 
-def round_down(hidden: Tensor, down: Tensor, bits: int, group: int) -> Codes:
+def round_down(hidden: Tensor, down: Tensor, bits: int, group: int, *, short: bool = False) -> Codes:
     """Codes of down columns (F, H) for the hidden values (T, F) that tokens give its neurons.
 
     Errors pass from a neuron to those after it, which are less important, within parts of `_TOGETHER`.
@@ -104,7 +107,9 @@ def round_down(hidden: Tensor, down: Tensor, bits: int, group: int) -> Codes:
     parts: list[Codes] = []
     for rows, values in zip(down.split(_TOGETHER), _loud(hidden).split(_TOGETHER, dim=1), strict=True):
         factor = felt(values, _DOWN_DAMPING).factor.to(down.device)
-        parts.append(_passed_on(rows, _CHUNK, factor, lambda part, own, _: round_rows(part, own, bits, group=group)))
+        parts.append(
+            _passed_on(rows, _CHUNK, factor, lambda part, own, _: round_rows(part, own, bits, group=group, short=short))
+        )
     return Codes(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -125,7 +130,7 @@ def _passed_on(
         left[later:].addmm_(factor[start:later, later:].T, part, alpha=-1)
     codes, scale, zero = (torch.cat(column).cpu() for column in zip(*found, strict=True))
     if not bool((scale.isfinite() & zero.isfinite()).all()):
-        raise ValueError("the weights are too large for float16 scales")
+        raise ValueError("the weights are too large for their scales")
     return Codes(codes, scale.half(), zero.half())
 
 

@@ -84,7 +84,7 @@ def test_the_pack_measures_about_what_the_frontier_said(text: Path, tmp_path: Pa
     ran = run_tune(tmp_path / "pack", source, "--text", str(text), "--json", "--no-widths")
     fields = json.loads(ran.out)
     own = next(entry for entry in fields["points"] if entry["setting"] == {"up": 2, "gate": 4, "down": 4})
-    assert own["kl"] == pytest.approx(fields["unskipped_kl"], rel=0.2)
+    assert own["kl"] == pytest.approx(fields["unskipped_kl"], rel=0.3)
     assert not any("rank" in entry["setting"] for entry in fields["points"])
 
 

@@ -55,7 +55,8 @@ def with_worthless_weights(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(operations, name)
 
         def wrapped(x: torch.Tensor, up: SignalWeights, *given: object, **more: object) -> object:
-            bad = dataclasses.replace(up, scale=torch.full_like(up.scale, torch.nan))
+            wide = dataclasses.replace(up.layout, vector=dataclasses.replace(up.layout.vector, short=False))
+            bad = SignalWeights(wide, up.q, *torch.full((2, *up.scale.shape), torch.nan).half())
             calls = next(one for one in given if isinstance(one, Calls))
             if up.scale.numel():  # 16-bit weights have none
                 assert neurons(real(x, bad, *given, **more)) == calls.experts.numel() * up.q.shape[1], name

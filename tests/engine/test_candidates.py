@@ -10,6 +10,7 @@ import pytest
 import torch
 from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Outcome, Taken, compute
 from floe_chat.kernels.activation import Projection
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -22,6 +23,7 @@ WHOLE = Taken(halves=2 * TOP_K * LAYERS, active=TOP_K * LAYERS * NEURONS, kept=T
 PASSAGES = torch.randint(3, 250, (8, 40), generator=torch.Generator().manual_seed(3))
 WINDOWS = torch.randint(3, 250, (3, 40), generator=torch.Generator().manual_seed(4))
 KEEP = 20
+ROW = VectorLayout(HIDDEN, 16, 64, short=True)
 
 
 def skipping(**fields: float) -> Candidate:
@@ -69,7 +71,7 @@ def test_widths_are_those_of_a_pack(tmp_path: Path, widths: tuple[int, int, int]
     gate_bytes = layer.rows.layout.other.nbytes
     down_bytes = layer.rows.layout.down.nbytes
     stored = layer.signal.bytes_per_expert() + NEURONS * (gate_bytes + down_bytes)
-    assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * stored
+    assert found.taken.nbytes(found.setting, ROW, NEURONS) == TOP_K * stored
 
 
 def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_compensator_of_full_rank_undoes_the_rounding(tiny_checkpoint: Path) -
     )
     loss = [relative_rms(outcome.logits(), plain.logits()) for outcome in (rounded, some, all_of_it)]
     assert loss[0] > 1.3 * loss[1] and loss[2] < 1e-3
-    taken = [outcome.taken.nbytes(outcome.setting, HIDDEN, NEURONS) for outcome in (rounded, some)]
+    taken = [outcome.taken.nbytes(outcome.setting, ROW, NEURONS) for outcome in (rounded, some)]
     factors = TOP_K * LAYERS * 24 * (2 * HIDDEN + NEURONS) * (1 + 4 / 64)
     assert taken[1] - taken[0] == pytest.approx(factors)
 

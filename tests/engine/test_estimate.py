@@ -49,7 +49,7 @@ class TestFootprint:
         folder = find("demo") if where == "demo" else tiny_pack
         manifest = Manifest.read(folder)
         w = manifest.widths
-        takes = Footprint.of(described(folder).sizes, PackSpec(w.up, w.gate, w.down, w.dense, w.group))
+        takes = Footprint.of(described(folder).sizes, PackSpec(w.up, w.gate, w.down, w.dense, w.group, short=w.short))
         assert takes.row == manifest.row_layout().nbytes
         files = {name: entry.size for name, entry in manifest.files.items()}
         assert takes.dense == pytest.approx(files["dense.safetensors"], rel=0.02, abs=8192)

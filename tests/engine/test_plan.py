@@ -47,7 +47,7 @@ class TestWhere:
         held = dict(found.chosen.vram)
         free = held.pop("free")
         assert sum(held.values()) + free == 12 * GB and free >= int(KEPT_FREE * 12 * GB)
-        assert held["pool"] == found.chosen.pool_rows * 4608 and 0 < found.chosen.pool_share < 1
+        assert held["pool"] == found.chosen.pool_rows * 4352 and 0 < found.chosen.pool_share < 1
         assert any("The GPU holds part of it" in sentence for sentence in found.why)
 
     def test_a_card_too_small_for_the_dense_part_is_left_alone(self) -> None:
@@ -95,7 +95,7 @@ class TestWhere:
 
     def test_the_demo_is_planned_as_it_is_packed(self) -> None:
         found = plan.make(a_machine(ram=8, disk=0.01), described("demo"))
-        assert found.chosen and len(found.options) == 1 and found.chosen.spec == PackSpec(4, 4, 4, 8)
+        assert found.chosen and len(found.options) == 1 and found.chosen.spec == PackSpec(4, 4, 4, 8, short=False)
         assert found.chosen.disk == {"pack": 0, "peak": 0} and found.pack_s is None and found.download_s is None
         assert "already packed" in found.why[0]
 
@@ -176,10 +176,13 @@ class TestRecommendation:
         found = on(card, ram)
         draw = random.Random(ram)
         for entry in (SMALL, MIXTRAL):
-            chosen = plan.make(found, entry).chosen
+            planned = plan.make(found, entry)
+            chosen = planned.chosen
+            # What fits RAM but for a hundredth or two may be chosen, or what is smaller: that much is what changes.
+            edge = {option.spec for option in planned.options if 0.98 < option.ram_share < 1}
             for _ in range(3):
                 again = plan.make(perturbed(found, draw), entry).chosen
-                assert (again and again.spec) == (chosen and chosen.spec)
+                assert (again and again.spec) == (chosen and chosen.spec) or (again and again.spec in edge)
 
     @pytest.mark.parametrize(
         ("card", "ram", "bits"),

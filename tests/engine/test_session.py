@@ -33,9 +33,10 @@ from floe_chat.engine.events import (
 )
 from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.session import Session
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
-from ..helpers import edit_tensors, reseal
+from ..helpers import edit_tensors, make_pack, reseal
 from .driver import DEADLINE_S, Engine, answer, asking, layer_by_layer, open_model
 
 PROMPT = [5, 6, 7, 8]
@@ -376,8 +377,9 @@ def test_a_weight_of_the_dense_part_that_is_no_number_is_named(
     assert "damaged" in failed.title and name in failed.cause and str(pack) in failed.hint
 
 
-def test_experts_that_make_no_numbers_are_named_by_their_layer(tiny_pack: Path, tmp_path: Path) -> None:
-    pack = shutil.copytree(tiny_pack, tmp_path / "pack")
+def test_experts_that_make_no_numbers_are_named_by_their_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "pack"
+    make_pack(tiny_checkpoint, pack, PackSpec(short=False))  # no byte is a scale that is no number
 
     def change(key: str, tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, torch.nan) if key == "up.scale" else tensor

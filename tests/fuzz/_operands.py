@@ -66,11 +66,12 @@ def codes(rng: Random, *shape: int) -> Tensor:
 
 def vector(rng: Random, hidden: int, widths: Sequence[int] = (2, 3, 4, 8, 16)) -> VectorLayout:
     groups = [size for size in (1, 2, 10, 20, 32, 64, hidden) if hidden % size == 0]
-    return VectorLayout(hidden, rng.choice(widths), rng.choice(groups))
+    return VectorLayout(hidden, rng.choice(widths), rng.choice(groups), short=rng.random() < 0.5)
 
 
-def _scales(rng: Random, *shape: int) -> tuple[Tensor, Tensor]:
-    return uniform(rng, *shape, low=0.01, high=0.2).half(), uniform(rng, *shape, low=0.0, high=8.0).half()
+def _scales(rng: Random, layout: VectorLayout, *shape: int) -> tuple[Tensor, Tensor]:
+    shape = *shape, layout.groups
+    return layout.nearest(uniform(rng, *shape, low=0.01, high=0.2), uniform(rng, *shape, low=0.0, high=8.0))
 
 
 def _values(rng: Random, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -84,7 +85,7 @@ def up_weights(rng: Random, experts: int, neurons: int, hidden: int) -> SignalWe
     q = codes(rng, *shape, layout.row_bytes)
     if layout.vector.bits == 16:
         q = _values(rng, layout.float16, *shape, hidden)
-    return SignalWeights(layout, q, *_scales(rng, *shape, layout.vector.groups))
+    return SignalWeights(layout, q, *_scales(rng, layout.vector, *shape))
 
 
 def _records(rng: Random, layout: RowLayout, count: int) -> Tensor:
@@ -93,8 +94,7 @@ def _records(rng: Random, layout: RowLayout, count: int) -> Tensor:
         if part.bits == 16:
             parts.append(_values(rng, layout.float16, count, part.n))
         else:
-            heads = [scale.view(torch.uint8) for scale in _scales(rng, count, part.groups)]
-            parts.append(torch.cat([*heads, codes(rng, count, part.nbytes - 4 * part.groups)], 1))
+            parts.append(part.join_packed(codes(rng, count, part.nbytes - part.head), *_scales(rng, part, count)))
     return layout.join(*parts)
 
 
@@ -105,8 +105,8 @@ def expert_rows(rng: Random, experts: int, neurons: int, hidden: int) -> ExpertR
 
 def linear_weights(rng: Random, rows: int, columns: int) -> LinearWeights:
     layout = vector(rng, columns, (2, 3, 4, 8))
-    q = codes(rng, rows, layout.nbytes - 4 * layout.groups)
-    return LinearWeights(layout, q, *_scales(rng, rows, layout.groups))
+    q = codes(rng, rows, layout.nbytes - layout.head)
+    return LinearWeights(layout, q, *_scales(rng, layout, rows))
 
 
 def calls(rng: Random, tokens: int, experts: int) -> Calls:

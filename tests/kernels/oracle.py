@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from floe_chat.kernels.activation import Activation, Projection
-from floe_chat.kernels.codes import pack_codes
+from floe_chat.kernels.codes import pack_codes, widened
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, SignalWeights
@@ -18,23 +18,27 @@ SIZES = [(1, 1, 1, 1), (3, 7, 40, 20), (6, 37, 96, 32), (2, 7, 130, 26), (4, 7, 
 
 @dataclass(frozen=True)
 class Form:
-    """Which projection is the signal, what an expert's activation is, and whether both projections have biases."""
+    """Which projection is the signal, what an expert's activation is, whether both projections have biases, and whether
+    scales and zeros are bytes.
+    """
 
     signal: Projection = "up"
     activation: Activation = "silu"
     biased: bool = False
+    short: bool = False
 
     def __str__(self) -> str:
-        return f"{self.signal}-{self.activation}" + ("-biased" if self.biased else "")
+        return f"{self.signal}-{self.activation}" + "-biased" * self.biased + "-short" * self.short
 
 
 FORMS = [
     Form(),
-    Form("gate"),
+    Form("gate", short=True),
     Form("gate", "clamped", biased=True),
-    Form("up", "clamped", biased=True),
-    Form("up", "gelu"),
+    Form("up", "clamped", biased=True, short=True),
+    Form("up", "gelu", short=True),
     Form("gate", "gelu"),
+    Form(short=True),
 ]
 # (signal, other, down)
 WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
@@ -84,7 +88,7 @@ def make_layer(
     """Random codes, scales and zeros (or 16-bit values) of one layer."""
     experts, neurons, hidden, group = size
     generator = torch.Generator().manual_seed(seed)
-    layouts = [VectorLayout(hidden, bits, group) for bits in widths]
+    layouts = [VectorLayout(hidden, bits, group, form.short) for bits in widths]
     parts = [_random(experts * neurons, layout, generator) for layout in layouts]
     signal_layout = SignalLayout(layouts[0], torch.bfloat16, form.signal, form.activation)
     row_layout = RowLayout(layouts[1], layouts[2], torch.bfloat16, form.signal, form.activation, form.biased)
@@ -95,7 +99,7 @@ def make_layer(
         for layout, part in zip(layouts[1:], parts[1:], strict=True)
     ]
     shape = (experts, neurons, -1)
-    scales = scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
+    scales = [part.view(*shape[:2], part.shape[1]) for part in layouts[0].stored(scale, zero)]
     biases = torch.randn(2, experts, neurons, generator=generator) * form.biased
     own, its = (biases[0], biases[1].flatten()) if form.biased else (None, None)
     return Layer(
@@ -124,8 +128,9 @@ def _random(count: int, layout: VectorLayout, generator: torch.Generator) -> _Pa
         empty = torch.empty(count, 0, dtype=torch.float16)
         return _Part((values, empty, empty), values.double())
     codes = torch.randint(0, 1 << layout.bits, (count, layout.n), generator=generator, dtype=torch.uint8)
-    scale = (torch.rand(count, layout.groups, generator=generator) * 0.2 + 0.05).half()
-    zero = (torch.rand(count, layout.groups, generator=generator) * (1 << layout.bits)).half()
+    scale = torch.rand(count, layout.groups, generator=generator) * 0.2 + 0.05
+    zero = torch.rand(count, layout.groups, generator=generator) * (1 << layout.bits)
+    scale, zero = (part.half() for part in widened(*layout.nearest(scale, zero), layout.bits))
     wide_scale, wide_zero = (part.double().repeat_interleave(layout.group, dim=1) for part in (scale, zero))
     return _Part((codes, scale, zero), (codes.double() - wide_zero) * wide_scale)
 

@@ -72,8 +72,8 @@ def test_each_field_of_a_record_is_asked_for_by_name() -> None:
     with pytest.raises(TypeError, match="bfloat16"):
         records.vector(n=64, group=64, bits=4)
     with pytest.raises(TypeError, match="width"):
-        records.vector(n=64, group=64, bits=4, bfloat16=0, width=3)
-    assert records.vector(n=64, group=64, bits=4, bfloat16=0).bits == 4
+        records.vector(n=64, group=64, bits=4, bfloat16=0, scale_bytes=2, width=3)
+    assert records.vector(n=64, group=64, bits=4, bfloat16=0, scale_bytes=2).bits == 4
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.codes import WIDTHS, align, dequantize, group_size, pack_codes, packed_bytes, unpack_codes
+from floe_chat.kernels.codes import (
+    LARGEST_SCALE,
+    WIDTHS,
+    align,
+    byte_below,
+    dequantize,
+    group_size,
+    pack_codes,
+    packed_bytes,
+    scale_of_byte,
+    unpack_codes,
+    widened,
+    zero_in_steps,
+)
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 from hqq.core.quantize import Quantizer
 
@@ -145,3 +158,40 @@ def test_record_holds_gate_then_down_then_padding(hidden: int, gate: int, down: 
 def test_layouts_that_cannot_be_are_refused(bits: int, group: int) -> None:
     with pytest.raises(ValueError):
         VectorLayout(40, bits, group)
+
+
+def test_scales_of_a_byte_are_steps_of_a_sixteenth() -> None:
+    scales = scale_of_byte(torch.arange(256))
+    assert float(scales[0]) == 2**-13 and float(scales[255]) == LARGEST_SCALE == 7.75
+    steps = scales[1:] / scales[:-1]
+    assert bool((steps > 1).all()) and float(steps.max()) == 1 + 1 / 16
+    assert torch.equal(byte_below(scales), torch.arange(256).to(torch.int16))
+    between = (scales[:-1] + scales[1:]) / 2
+    assert torch.equal(byte_below(between), torch.arange(255).to(torch.int16))
+    assert byte_below(torch.tensor([0.0, 1e-9, 1e4])).tolist() == [0, 0, 255]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_zeros_of_a_byte_are_places_among_the_codes(bits: int) -> None:
+    zeros = zero_in_steps(torch.linspace(-1, 2**bits + 1, 1000), bits)
+    assert float(zeros.min()) == 0 and float(zeros.max()) == 2**bits * 255 / 256
+    assert len(zeros.unique()) == 256
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_short_vectors_come_back(bits: int) -> None:
+    layout = VectorLayout(130, bits, 26, short=True)
+    assert layout.scale_dtype == (torch.uint8 if bits <= 4 else torch.float16) and layout.head % 4 == 0
+    drawn = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (7, 130), dtype=torch.uint8, generator=drawn)
+    scale, zero = widened(*layout.nearest(*torch.rand(2, 7, 5, generator=drawn)), bits)
+    raw = layout.join(codes, scale.half(), zero.half())
+    assert raw.shape == (7, layout.nbytes) and layout.nbytes == layout.head + packed_bytes(130, bits)
+    assert layout.nbytes_apart == packed_bytes(130, bits) + 10 * layout.scale_bytes
+    wide = VectorLayout(130, bits, 26)
+    expected = wide.read(wide.join(codes, scale.half(), zero.half()), torch.bfloat16, torch.float32)
+    assert torch.equal(layout.read(raw, torch.bfloat16, torch.float32), expected)
+    if bits <= 4:
+        for bad in ((scale * 1.01, zero), (scale, zero + 2**bits), (scale, -zero - 1)):
+            with pytest.raises(ValueError, match="bytes cannot hold"):
+                layout.stored(*(part.half() for part in bad))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from floe_chat.kernels.activation import Projection
-from floe_chat.kernels.codes import WIDTHS, group_size, pack_codes
+from floe_chat.kernels.codes import WIDTHS, group_size, pack_codes, widened
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
@@ -45,10 +45,12 @@ def vectors(seed: int, shape: tuple[int, ...], layout: VectorLayout, float16: to
         none = torch.empty(*shape, 0, dtype=torch.float16)
         return raw.view(torch.uint8).view(*shape, -1), none, none, raw.double().view(*shape, -1)
     codes = torch.randint(0, 1 << layout.bits, (count, layout.n), dtype=torch.uint8, generator=g)
-    scale = (0.2 + torch.rand(count, layout.groups, generator=g)).half()
-    zero = (torch.rand(count, layout.groups, generator=g) * ((1 << layout.bits) - 1)).half()
+    scale = 0.2 + torch.rand(count, layout.groups, generator=g)
+    zero = torch.rand(count, layout.groups, generator=g) * ((1 << layout.bits) - 1)
+    scale, zero = layout.nearest(scale, zero)
     grouped = codes.double().view(count, layout.groups, layout.group)
-    dense = (grouped - zero.double()[..., None]) * scale.double()[..., None]
+    factor, shift = (part.double()[..., None] for part in widened(scale, zero, layout.bits))
+    dense = (grouped - shift) * factor
     packed = pack_codes(codes, layout.bits)
     return tuple(t.reshape(*shape, -1) for t in (packed, scale, zero, dense))
 
@@ -68,8 +70,7 @@ def make_rows(
     dense: list[Tensor] = []
     for seed, vector in ((2, gate), (3, down)):
         q, scale, zero, values = vectors(seed, (e * f,), vector, float16)
-        parts = [q] if vector.bits == 16 else [scale.view(torch.uint8), zero.view(torch.uint8), q]
-        halves.append(torch.cat(parts, dim=1))
+        halves.append(q if vector.bits == 16 else vector.join_packed(q, scale, zero))
         dense.append(values.view(e, f, -1))
     return ExpertRows(layout, layout.join(*halves).view(e, f, -1)), dense[0], dense[1]
 
@@ -124,10 +125,12 @@ def choose_active(p: int, f: int, share: float, *, shuffled: bool) -> Active:
     return Active(offsets, torch.cat(lists), torch.randn(int(offsets[-1]), generator=g))
 
 
-@covering({"isa": native.ISAS, "bits": WIDTHS, "size": SIZES}, {"signal": ["up", "gate"]})
-def test_signal_gemv_equals_float64(isa: str, size: tuple[int, int, int], bits: int, signal: Projection) -> None:
+@covering({"isa": native.ISAS, "bits": WIDTHS, "size": SIZES, "short": [False, True]}, {"signal": ["up", "gate"]})
+def test_signal_gemv_equals_float64(
+    isa: str, size: tuple[int, int, int], bits: int, signal: Projection, *, short: bool
+) -> None:
     h, f, group = size
-    up, dense = make_up(3, f, VectorLayout(h, bits, group_size(h, group)))
+    up, dense = make_up(3, f, VectorLayout(h, bits, group_size(h, group), short))
     x, calls = make_x(3, h), make_calls(3, 3, 5)
     poison(5 * f)
     up = replace(up, layout=replace(up.layout, projection=signal))
@@ -170,12 +173,15 @@ def test_signal_gemv_keeps_what_reaches_the_threshold(isa: str, signal: Projecti
         assert bool(((found.values[chosen] - v[neurons]).abs() <= error).all())
 
 
-@covering({"isa": native.ISAS, "widths": PAIRS, "size": SIZES}, {"share": [1.0, 0.4], "signal": ["up", "gate"]})
+@covering(
+    {"isa": native.ISAS, "widths": PAIRS, "size": SIZES, "short": [False, True]},
+    {"share": [1.0, 0.4], "signal": ["up", "gate"]},
+)
 def test_sparse_swiglu_equals_float64(
-    isa: str, size: tuple[int, int, int], widths: tuple[int, int], share: float, signal: Projection
+    isa: str, size: tuple[int, int, int], widths: tuple[int, int], share: float, signal: Projection, *, short: bool
 ) -> None:
     h, f, group = size
-    gate, down = (VectorLayout(h, bits, group_size(h, group)) for bits in widths)
+    gate, down = (VectorLayout(h, bits, group_size(h, group), short) for bits in widths)
     rows, dense_gate, dense_down = make_rows(3, f, gate, down, torch.bfloat16)
     x, calls, active = make_x(3, h), make_calls(3, 3, 4), choose_active(4, f, share, shuffled=share < 1)
     x *= 0.02
@@ -197,8 +203,9 @@ def test_sparse_swiglu_takes_16_bit_x(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("widths", [(4, 4), (3, 4), (2, 3), (8, 8)])
 @pytest.mark.parametrize("h", [512, 576, 4096])
-def test_sparse_swiglu_with_fewer_bits(isa: str, h: int, widths: tuple[int, int]) -> None:
-    gate, down = (VectorLayout(h, bits, 64) for bits in widths)
+@pytest.mark.parametrize("short", [False, True])
+def test_sparse_swiglu_with_fewer_bits(isa: str, h: int, widths: tuple[int, int], *, short: bool) -> None:
+    gate, down = (VectorLayout(h, bits, 64, short) for bits in widths)
     rows, dense_gate, dense_down = make_rows(3, 37, gate, down, torch.bfloat16)
     x, calls, active = make_x(3, h) * 0.02, make_calls(3, 3, 4), choose_active(4, 37, 0.7, shuffled=False)
     poison(3 * h)

@@ -252,7 +252,7 @@ def test_an_expert_is_down_of_silu_of_gate_times_up(form: Form) -> None:
     check_whole(layer, x, (F.silu(x.double() @ gate[1].T) * (x.double() @ up[1].T)) @ layer.down[1])
 
 
-@pytest.mark.parametrize("form", FORMS[4:], ids=str)
+@pytest.mark.parametrize("form", FORMS[4:6], ids=str)
 def test_a_gelu_expert_is_gemma(form: Form) -> None:
     layer, x = make_layer((2, 37, 96, 32), (16, 16, 16), form), make_x(TOKENS, 96, torch.float32)
     gate, up = (layer.signal, layer.other) if form.signal == "gate" else (layer.other, layer.signal)
@@ -285,7 +285,7 @@ def test_rows_made_for_another_signal_are_refused(form: Form) -> None:
     layer, x, calls = make_layer((3, 7, 40, 20), (2, 4, 4), form), make_x(1, 40, torch.float32), make_calls([0], [1])
     for other in FORMS:
         rows = make_layer((3, 7, 40, 20), (2, 4, 4), other).rows
-        if other != form:
+        if (other.signal, other.activation) != (form.signal, form.activation):
             with pytest.raises(ValueError, match="the signal is"):
                 kernels.moe_step(x, layer.stored, rows, calls, torch.zeros(1))
             with pytest.raises(ValueError, match="the signal is"):

@@ -9,6 +9,7 @@ import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
 from floe_chat.kernels.cpu.native_rounding import round_rows
+from floe_chat.kernels.layouts import VectorLayout
 from torch import Tensor
 
 from ..covering import covering
@@ -45,15 +46,20 @@ def error_of(values: Tensor, scale: Tensor, zero: Tensor, bits: int, weight: Ten
     return wrong.square() * weight[:, None]
 
 
-@covering({"isa": ["avx512", "avx2", "portable"], "bits": [2, 3, 4]}, {"shape": SHAPES, "kind": ["columns", "groups"]})
-def test_rows_are_rounded_as_defined(isa: str, bits: int, shape: tuple[int, int], kind: str) -> None:
+@covering(
+    {"isa": ["avx512", "avx2", "portable"], "bits": [2, 3, 4], "short": [False, True]},
+    {"shape": SHAPES, "kind": ["columns", "groups"]},
+)
+def test_rows_are_rounded_as_defined(isa: str, bits: int, shape: tuple[int, int], kind: str, *, short: bool) -> None:
     given, factor, weight = problem(*shape)
     by = grid_arguments(shape[1], weight, kind)
     left = given.clone()
-    codes, scale, zero = round_rows(left, factor, bits, *by)
+    codes, scale, zero = round_rows(left, factor, bits, *by, short=short)
     assert codes.max() <= 2**bits - 1
     for grid in (scale, zero):
         assert torch.equal(grid, grid.half().float()) and bool(grid.isfinite().all())
+    if short:
+        VectorLayout(1, bits, 1, short=True).stored(scale.half(), zero.half())  # refuses what bytes cannot hold
     # From row to row: what is left of each, its code the nearest, the rest passed on.
     rest, scales, zeros = given.double(), each(scale, given.shape).double(), each(zero, given.shape).double()
     for row in range(shape[0]):
@@ -63,10 +69,10 @@ def test_rows_are_rounded_as_defined(isa: str, bits: int, shape: tuple[int, int]
         torch.testing.assert_close(left[row].double(), error, rtol=1e-3, atol=1e-4)
         rest[row + 1 :] -= factor[row, row + 1 :, None] * error
     # The grids leave as little over as those of the definition.
-    _, scale, zero = reference.round_rows(given.clone(), factor, bits, *by)
+    _, scale, zero = reference.round_rows(given.clone(), factor, bits, *by, short=short)
     mine, theirs = (
         error_of(given, *grid, bits, weight if kind == "columns" else torch.ones_like(weight)).sum()
-        for grid in (round_rows(given.clone(), factor, bits, *by)[1:], (scale, zero))
+        for grid in (round_rows(given.clone(), factor, bits, *by, short=short)[1:], (scale, zero))
     )
     assert float(mine) <= 1.01 * float(theirs) + 1e-7
 
@@ -86,6 +92,46 @@ def test_values_on_a_grid_stay_as_they_are(bits: int, kind: str) -> None:
     back = (found - each(zero, values.shape)) * each(scale, values.shape)
     torch.testing.assert_close(back, values, rtol=0, atol=1e-4)
     assert float(left.abs().max()) <= 1e-3
+
+
+@covering({"bits": [2, 3, 4], "kind": ["columns", "groups"]})
+def test_scales_of_a_byte_cost_next_to_nothing(bits: int, kind: str) -> None:
+    given, factor, weight = problem(64, 128)
+    lost = [
+        kernels.round_rows(
+            left := given.clone(),
+            factor,
+            bits,
+            weight=weight if kind == "columns" else None,
+            group=64 if kind == "groups" else None,
+            short=short,
+        )
+        and float((left * factor.diag()[:, None]).square().sum())
+        for short in (False, True)
+    ]
+    assert lost[1] <= 1.05 * lost[0]
+
+
+@pytest.mark.usefixtures("on_backend")
+@pytest.mark.parametrize("middle", [0.5, -0.5, 3.0, -3.0])
+def test_grids_of_bytes_reach_values_far_from_zero(middle: float) -> None:
+    """Their zeros are among the codes: what is all above 0, or below, takes a wider grid from there."""
+    values = (torch.rand(64, 8, generator=torch.Generator().manual_seed(1)) - 0.5) * 0.4 + middle
+    even = torch.full((64,), 1 / 64)
+    codes, scale, zero = kernels.round_rows(values.clone(), torch.eye(64), 4, weight=even, short=True)
+    wrong = (codes - each(zero, values.shape)) * each(scale, values.shape) - values
+    assert float(wrong.square().mean().sqrt()) <= 0.4 * (abs(middle) + 0.2) / 15
+
+
+@pytest.mark.usefixtures("on_backend")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e3])
+def test_what_a_byte_cannot_hold_shows(value: float) -> None:
+    values, factor, weight = problem(16, 32)
+    values[3, 5] = value
+    _, scale, zero = kernels.round_rows(values, factor, 4, weight=weight, short=True)
+    assert (scale.isfinite() & zero.isfinite()).sum() == 31
+    with pytest.raises(ValueError, match="no scales of one byte"):
+        kernels.round_rows(values, factor, 8, weight=weight, short=True)
 
 
 @pytest.mark.usefixtures("on_backend")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..covering import covering
 from ..helpers import relative_rms
-from .oracle import Layer, each, make_calls, make_layer, make_x
+from .oracle import Form, Layer, each, make_calls, make_layer, make_x
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -63,9 +63,11 @@ def test_rounding_of_nothing_and_of_no_number() -> None:
 
 
 @every_isa
-@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 2, 5, 9]})
-def test_linear_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
-    layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 2, 5, 9], "short": [False, True]})
+def test_linear_is_the_product_of_rounded_x(
+    size: tuple[int, int, int, int], bits: int, tokens: int, *, short: bool
+) -> None:
+    layer, x = make_layer(size, (bits, 4, 4), Form(short=short)), make_x(tokens, size[2], torch.float32)
     x[:, ::37] *= 30  # hidden states have a few large values
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
     y = native.linear(x, linear_of(layer), 8)
@@ -73,9 +75,9 @@ def test_linear_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bit
 
 
 @every_isa
-@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES})
-def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bits: int) -> None:
-    layer, x = make_layer(size, (bits, 4, 4)), make_x(3, size[2], torch.float32)
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES, "short": [False, True]})
+def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bits: int, *, short: bool) -> None:
+    layer, x = make_layer(size, (bits, 4, 4), Form(short=short)), make_x(3, size[2], torch.float32)
     calls = make_calls([0, 1, 2], [0, size[0] - 1, 0])
     torch.full((3 * size[1],), float("nan"))
     found = native.signal_gemv(x, layer.stored, calls, torch.zeros(3), 8)
@@ -86,10 +88,13 @@ def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bi
 
 @every_isa
 @covering(
-    {"isa": native.ISAS, "widths": [(4, 4), (3, 8), (2, 3), (8, 2), (4, 16)], "size": SIZES}, {"share": [1.0, 0.3]}
+    {"isa": native.ISAS, "widths": [(4, 4), (3, 8), (2, 3), (8, 2), (4, 16)], "size": SIZES, "short": [False, True]},
+    {"share": [1.0, 0.3]},
 )
-def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tuple[int, int], share: float) -> None:
-    layer, x = make_layer(size, (2, *widths)), make_x(1, size[2], torch.float32) * 0.05
+def test_sparse_swiglu_of_rounded_x(
+    size: tuple[int, int, int, int], widths: tuple[int, int], share: float, *, short: bool
+) -> None:
+    layer, x = make_layer(size, (2, *widths), Form(short=short)), make_x(1, size[2], torch.float32) * 0.05
     neurons = torch.arange(size[1])[: max(1, round(share * size[1]))]
     v = torch.randn(len(neurons), generator=torch.Generator().manual_seed(1))
     active = Active(torch.tensor([0, len(neurons)]), neurons, v)
@@ -107,9 +112,9 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
 
 
 @every_isa
-@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 9]})
-def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
-    layer, x = make_layer(size, (bits, bits, 4)), make_x(tokens, size[2], torch.float32)
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 9], "short": [False, True]})
+def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int, *, short: bool) -> None:
+    layer, x = make_layer(size, (bits, bits, 4), Form(short=short)), make_x(tokens, size[2], torch.float32)
     torch.full(x.shape, float("nan"))
     y, *_ = native.expert_swiglu(x, layer.stored, layer.rows, 0, each(x, 0.0), None, 8)
     rough = seen(x, size[3])

@@ -202,7 +202,7 @@ def test_a_pack_whose_experts_have_different_widths_is_refused_with_the_way_out(
     assert "fewer bits" in caught.value.cause and "floe-chat pack SOURCE" in caught.value.hint
 
 
-@pytest.mark.parametrize("version", [0, 2, 7, "3", None, 2.5, [3]], ids=repr)
+@pytest.mark.parametrize("version", [0, 2, 8, "3", None, 2.5, [3]], ids=repr)
 def test_other_versions_are_named(pack: Path, version: Any) -> None:
     (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))
     with pytest.raises(PackError, match="version") as caught:
@@ -222,8 +222,12 @@ def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
 
 def test_packs_of_before_keep_their_version(tiny_pack: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(tiny_pack)
-    assert manifest.calibration.weighed and manifest_of(tiny_pack)["version"] == 6
-    before = replace(manifest, calibration=replace(manifest.calibration, weighed=False), signals=())
+    assert manifest.calibration.weighed and manifest_of(tiny_pack)["version"] == 7
+    wide = replace(manifest, widths=replace(manifest.widths, short=False))
+    wide.write(tmp_path)
+    assert manifest_of(tmp_path)["version"] == 6 and "short" not in manifest_of(tmp_path)["widths"]
+    assert Manifest.read(tmp_path) == wide
+    before = replace(wide, calibration=replace(manifest.calibration, weighed=False), signals=())
     before.write(tmp_path)
     fields = manifest_of(tmp_path)
     assert fields["version"] == 3 and "weighed" not in fields["calibration"]

@@ -101,10 +101,25 @@ SENSELESS: dict[str, tuple[str, str, float]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def wide(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack with float16 scales, as those of before: of bytes none can be wrong."""
+    folder = tmp_path_factory.mktemp("wide") / "pack"
+    make_pack(source, folder, PackSpec(short=False))
+    return folder
+
+
+@pytest.fixture
+def wide_copy(wide: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(wide, tmp_path / "wide"))
+
+
 @pytest.mark.parametrize(("file", "name", "value"), SENSELESS.values(), ids=SENSELESS)
 def test_values_that_make_no_sense_are_found_behind_a_right_sha256(
-    copy: Path, file: str, name: str, value: float
+    wide_copy: Path, file: str, name: str, value: float
 ) -> None:
+    copy = wide_copy
+
     def change(found: str, tensor: Tensor) -> Tensor:
         if found != name:
             return tensor
@@ -120,7 +135,9 @@ def test_values_that_make_no_sense_are_found_behind_a_right_sha256(
     assert set(damaged(copy)) == {file}
 
 
-def test_row_scales_that_are_not_finite_are_found(copy: Path) -> None:
+def test_row_scales_that_are_not_finite_are_found(wide_copy: Path) -> None:
+    copy = wide_copy
+
     def change(name: str, tensor: Tensor) -> Tensor:
         if name != "rows":
             return tensor
@@ -181,19 +198,19 @@ def test_repair_with_another_text_says_so_and_leaves_a_sound_pack(copy: Path, so
     assert PackedModel.open(copy, recheck=True)
 
 
-def test_a_pack_of_before_is_repaired_with_tables_as_it_has_them(copy: Path, source: Path) -> None:
+def test_a_pack_of_before_is_repaired_with_tables_as_it_has_them(wide_copy: Path, source: Path) -> None:
     """Of the signal alone, not of the signal times the router's weight; its manifest stays one of before."""
-    now = PackedModel.open(copy)
+    now = PackedModel.open(wide_copy)
     manifest = dataclasses.replace(
         now.manifest, calibration=dataclasses.replace(now.manifest.calibration, weighed=False)
     )
     weighed, rows = now.layer(1).thresholds.clone(), now.layer(1).rows.data.clone()
-    manifest.write(copy)
-    spoil(copy / "layer_01.safetensors")
-    assert repair(Checkpoint(source), copy, ["layer_01.safetensors"], calibration_tokens(), silent_left) == [
+    manifest.write(wide_copy)
+    spoil(wide_copy / "layer_01.safetensors")
+    assert repair(Checkpoint(source), wide_copy, ["layer_01.safetensors"], calibration_tokens(), silent_left) == [
         "layer_01.safetensors"
     ]
-    mended = PackedModel.open(copy, recheck=True)
+    mended = PackedModel.open(wide_copy, recheck=True)
     assert not mended.manifest.calibration.weighed and torch.equal(mended.layer(1).rows.data, rows)
     assert relative_rms(mended.layer(1).thresholds, weighed) > 1e-3
 

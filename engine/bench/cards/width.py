@@ -85,7 +85,7 @@ class Width:
         """A layer of these sizes, without memory."""
         experts, spec = len(thresholds), self.spec
         signal, other, down = (
-            VectorLayout(self.hidden, bits, group_size(self.hidden, spec.group))
+            VectorLayout(self.hidden, bits, group_size(self.hidden, spec.group), spec.short)
             for bits in (spec.up, spec.gate, spec.down)
         )
         biased = FAMILIES[self.sizes.model_type].biased
@@ -98,8 +98,8 @@ class Width:
         weights = SignalWeights(
             up,
             nothing(up.row_bytes, torch.uint8),
-            nothing(signal.groups, torch.float16),
-            nothing(signal.groups, torch.float16),
+            nothing(signal.groups, signal.scale_dtype),
+            nothing(signal.groups, signal.scale_dtype),
             torch.zeros(1, 1).expand(experts, self.neurons) if biased else None,
         )
         # A link takes only contiguous rows. These are never touched, so that no page is allocated.

@@ -80,8 +80,7 @@ def make_expert(shapes: Shapes, up_bits: int, row_bits: int, dtype: torch.dtype,
     data = torch.zeros(shapes.experts, shapes.neurons, layout.nbytes, dtype=torch.uint8, device=device)
     for expert in range(shapes.experts):
         for seed, start in ((100, 0), (200, vector.nbytes)):
-            codes, scale, zero = _stored(shapes.neurons, vector, dtype, seed + expert, device)
-            whole = torch.cat([scale.view(torch.uint8), zero.view(torch.uint8), codes], dim=1)
+            whole = vector.join_packed(*_stored(shapes.neurons, vector, dtype, seed + expert, device))
             data[expert, :, start : start + vector.nbytes] = whole
     generator = torch.Generator(device).manual_seed(7)
     x = torch.randn(1, shapes.hidden, generator=generator, device=device).to(dtype)
@@ -101,15 +100,15 @@ def make_expert(shapes: Shapes, up_bits: int, row_bits: int, dtype: torch.dtype,
 def _stored(
     count: int, layout: VectorLayout, float16: torch.dtype, seed: int, device: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random codes with float16 scales and zeros that make weights of about 0.02, or such weights in 16 bit."""
+    """Random codes with scales and zeros, as stored, that make weights of about 0.02, or such weights in 16 bit."""
     generator = torch.Generator(device).manual_seed(seed)
     if layout.bits == 16:
         values = torch.empty(count, layout.n, dtype=float16, device=device).normal_(0, 0.02, generator=generator)
         nothing = torch.empty(count, 0, dtype=torch.float16, device=device)
         return values.view(torch.uint8), nothing, nothing
-    code_bytes = layout.nbytes - 4 * layout.groups
+    code_bytes = layout.nbytes - layout.head
     codes = torch.randint(0, 256, (count, code_bytes), generator=generator, device=device, dtype=torch.uint8)
     shape, levels = (count, layout.groups), 1 << layout.bits
     scale = (0.04 + 0.04 * torch.rand(shape, generator=generator, device=device)) / levels
     zero = (levels - 1) * (0.4 + 0.2 * torch.rand(shape, generator=generator, device=device))
-    return codes, scale.half(), zero.half()
+    return codes, *layout.nearest(scale, zero)

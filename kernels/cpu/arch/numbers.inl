@@ -33,6 +33,12 @@ inline float half_to_float(uint16_t h) {
     return bits_to_float(value | (uint32_t)(h & 0x8000u) << 16);
 }
 
+// A scale of one byte as float16: four bits of its exponent and as many of its fraction (codes.scale_of_byte).
+constexpr int kScaleShift = 6;
+constexpr uint16_t kLeastScale = 0x0800; // 2^-13
+
+inline uint16_t half_of_byte(uint8_t byte) { return (uint16_t)((byte << kScaleShift) + kLeastScale); }
+
 // The nearest, and of two as near the even one; what is too large becomes infinite.
 inline uint16_t float_to_half(float f) {
     const uint32_t bits = float_to_bits(f), magnitude = bits & 0x7fffffffu;

@@ -11,6 +11,7 @@ struct RoundBlock {
     int64_t rows, columns, pitch;
     bool each_row;       // a grid for each row, of all these columns; else one for each column, of all rows
     float top;           // the largest code
+    bool bytes;          // whether grids are held in bytes, else in float16
     const float *weight; // of each row's errors where grids are of columns; they add up to 1
     const float *factor; // upper triangular
     int64_t factor_pitch;

@@ -24,6 +24,7 @@ typedef float Lanes;
 constexpr int64_t kWide = 2 * kStep;            // groups whose grids are fitted side by side
 constexpr float kClips[] = {1.0f, 0.85f, 0.7f}; // these and the steps: as reference.py has them
 constexpr int kSteps = 6;
+constexpr float kLargestScale = 7.75f; // of one byte
 
 inline int64_t padded(int64_t n) { return (n + kWide - 1) / kWide * kWide; }
 
@@ -82,8 +83,36 @@ inline void hold(float &scale, float &zero, float offset, float mean) {
     zero = -half_to_float(float_to_half(mean));
 }
 
+// As bytes can hold it (codes.scale_of_byte): the scale below it, or the one above, about the same middle. A grid that
+// begins above 0, or ends below it, is drawn out to there.
+inline void hold_bytes(float &scale, float &zero, float offset, float mean, float top, bool above) {
+    const float end = offset + scale * top, steps = 256 / (top + 1);
+    if (offset > 0) scale = end / top, offset = 0;
+    else if (end < 0) scale = -offset / top, offset = -scale * top;
+    const float middle = offset + scale * (top * 0.5f);
+    const int32_t below = ((int32_t)float_to_half(scale) - kLeastScale) >> kScaleShift;
+    const int32_t kept = (below < 0 ? 0 : below > 255 ? 255 : below) + above;
+    // What is not finite, or too large, becomes no number.
+    mean = scale <= kLargestScale ? mean - mean : bits_to_float(0x7fc00000u);
+    scale = half_to_float(half_of_byte((uint8_t)(kept > 255 ? 255 : kept))) + mean;
+    const float place = top * 0.5f - middle / scale, step = place * steps;
+    zero = (float)(int32_t)((step > 0 ? step < 255 ? step : 255 : 0) + 0.5f) / steps;
+}
+
+// The sum of a grid's weighted squared errors.
+inline Lanes lost(const float *values, int64_t count, const float *weight, Lanes s, Lanes z, Lanes top) {
+    const Lanes factor = 1.0f / s;
+    Lanes sum = {};
+    for (int64_t i = 0; i < count; i++) {
+        const Lanes value = load(values + i * kWide);
+        const Lanes wrong = value - s * (nearest(value * factor + z, top) - z);
+        sum += wrong * wrong * weight[i];
+    }
+    return sum;
+}
+
 // Of kWide groups side by side: values (count, kWide).
-void fit(const float *values, int64_t count, const float *weight, Lanes top, float *scales, float *zeros) {
+void fit(const float *values, int64_t count, const float *weight, float top, bool bytes, float *scales, float *zeros) {
     Lanes low[2], high[2], mean[2] = {};
     for (int h = 0; h < 2; h++) low[h] = high[h] = load(values + h * kStep);
     for (int64_t i = 0; i < count; i++)
@@ -102,22 +131,22 @@ void fit(const float *values, int64_t count, const float *weight, Lanes top, flo
             grid.scale[h] = scale > least ? scale : least;
             grid.offset[h] = (low[h] + high[h]) * 0.5f - grid.scale[h] * (top * 0.5f);
         }
-        for (int step = 0; step < kSteps; step++) improve(grid, values, count, weight, mean, top);
-        float scale[kWide], zero[kWide], offset[kWide], error[kWide];
-        for (int h = 0; h < 2; h++) store(scale + h * kStep, grid.scale[h]), store(offset + h * kStep, grid.offset[h]);
-        for (int64_t l = 0; l < kWide; l++) hold(scale[l], zero[l], offset[l], means[l]);
-        for (int h = 0; h < 2; h++) {
-            const Lanes s = load(scale + h * kStep), z = load(zero + h * kStep), factor = 1.0f / s;
-            Lanes sum = {};
-            for (int64_t i = 0; i < count; i++) {
-                const Lanes value = load(values + i * kWide + h * kStep);
-                const Lanes wrong = value - s * (nearest(value * factor + z, top) - z);
-                sum += wrong * wrong * weight[i];
+        for (int step = 0; step < kSteps; step++) improve(grid, values, count, weight, mean, all(top));
+        float fitted[kWide], offset[kWide], scale[kWide], zero[kWide], error[kWide];
+        for (int h = 0; h < 2; h++) store(fitted + h * kStep, grid.scale[h]), store(offset + h * kStep, grid.offset[h]);
+        for (int above = 0; above < (bytes ? 2 : 1); above++) {
+            for (int64_t l = 0; l < kWide; l++) {
+                scale[l] = fitted[l];
+                if (bytes) hold_bytes(scale[l], zero[l], offset[l], means[l], top, above != 0);
+                else hold(scale[l], zero[l], offset[l], means[l]);
             }
-            store(error + h * kStep, sum);
+            for (int h = 0; h < 2; h++)
+                store(error + h * kStep, lost(values + h * kStep, count, weight, load(scale + h * kStep),
+                                              load(zero + h * kStep), all(top)));
+            for (int64_t l = 0; l < kWide; l++)
+                if ((clip == kClips[0] && above == 0) || error[l] < best[l])
+                    best[l] = error[l], scales[l] = scale[l], zeros[l] = zero[l];
         }
-        for (int64_t l = 0; l < kWide; l++)
-            if (clip == kClips[0] || error[l] < best[l]) best[l] = error[l], scales[l] = scale[l], zeros[l] = zero[l];
     }
 }
 
@@ -143,7 +172,7 @@ void round_block(const RoundBlock &b, float *scratch) {
                 const int64_t grid = g + l < grids ? g + l : g;
                 values[i * kWide + l] = b.each_row ? left[grid * width + i] : left[i * width + grid];
             }
-        fit(values, count, b.each_row ? even : b.weight, top, scale + g, zero + g);
+        fit(values, count, b.each_row ? even : b.weight, b.top, b.bytes, scale + g, zero + g);
     }
     for (int64_t g = 0; g < grids; g++) {
         b.scale[g * (b.each_row ? b.grid_pitch : 1)] = scale[g];

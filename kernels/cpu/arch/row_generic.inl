@@ -38,6 +38,17 @@ struct Pace {
     }
 };
 
+// Of one group. A byte stands for a float16 (numbers.inl), or for a place among the codes in steps of 2^bits / 256.
+inline float scale_at(const floe_vector &v, const Stored &w, int64_t g) {
+    return half_to_float(v.scale_bytes == 1 ? half_of_byte(w.scale[g]) : load16(w.scale + 2 * g));
+}
+
+inline float zero_step(const floe_vector &v) { return (float)(1 << v.bits) / 256; }
+
+inline float zero_at(const floe_vector &v, const Stored &w, int64_t g) {
+    return v.scale_bytes == 1 ? (float)w.zero[g] * zero_step(v) : half_to_float(load16(w.zero + 2 * g));
+}
+
 inline int64_t group_count(const floe_vector &v) { return v.bits == 16 ? 0 : v.n / v.group; }
 
 inline int64_t plane_bytes(int64_t n, int bits) { return (n * bits + 7) / 8; }
@@ -113,8 +124,7 @@ inline float unpacked_dot(const floe_vector &v, const Stored &w, const Token &to
         for (; i + 16 <= v.group; i += 16)
             for (int l = 0; l < 16; l++) lanes[l] += (float)q[i + l] * x[i + l];
         for (; i < v.group; i++) lanes[i & 15] += (float)q[i] * x[i];
-        const float zero = half_to_float(load16(w.zero + 2 * g));
-        total += half_to_float(load16(w.scale + 2 * g)) * (sum16(lanes) - zero * token.sums[g]);
+        total += scale_at(v, w, g) * (sum16(lanes) - zero_at(v, w, g) * token.sums[g]);
     }
     return total;
 }
@@ -141,8 +151,7 @@ inline void generic_axpy_one(const floe_vector &v, const Stored &w, float a, flo
     }
     unpack(v.bits, v.n, w.codes, scratch);
     for (int64_t g = 0; g < groups; g++) {
-        const float scale = a * half_to_float(load16(w.scale + 2 * g));
-        const float zero = half_to_float(load16(w.zero + 2 * g));
+        const float scale = a * scale_at(v, w, g), zero = zero_at(v, w, g);
         const uint8_t *q = scratch + g * v.group;
         float *out = y + g * v.group;
         for (int64_t i = 0; i < v.group; i++) out[i] += scale * ((float)q[i] - zero);
@@ -167,7 +176,7 @@ inline void generic_expand(const floe_vector &v, const Stored &w, int64_t from, 
     }
     unpack(v.bits, to - from, w.codes + code_bytes_of(from, v.bits), scratch);
     for (int64_t g = from / v.group; g * v.group < to; g++) {
-        const float scale = half_to_float(load16(w.scale + 2 * g)), zero = half_to_float(load16(w.zero + 2 * g));
+        const float scale = scale_at(v, w, g), zero = zero_at(v, w, g);
         const int64_t start = g * v.group > from ? g * v.group : from;
         const int64_t end = (g + 1) * v.group < to ? (g + 1) * v.group : to;
         for (int64_t i = start; i < end; i++) *in_tile(out, i - from) = ((float)scratch[i - from] - zero) * scale;

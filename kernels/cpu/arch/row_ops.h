@@ -29,7 +29,12 @@ constexpr int kBatch = 8;                  // vectors, and tokens, that one call
 constexpr int64_t kTile = 64;                  // neurons whose down columns many tokens share at a time
 constexpr int64_t kTileBlock = kTile * kChunk; // floats of a block of their columns
 
-// Where a vector's parts lie. Scales and zeros are float16, one per group, at any alignment.
+// Bytes of a vector's scales and zeros where they lie in front of its codes, which begin at a whole word.
+static inline int64_t head_bytes(const floe_vector &v) {
+    return v.bits == 16 ? 0 : (2 * v.scale_bytes * (v.n / v.group) + 3) / 4 * 4;
+}
+
+// Where a vector's parts lie. Scales and zeros are of scale_bytes each, one per group, at any alignment.
 struct Stored {
     const uint8_t *scale;
     const uint8_t *zero;

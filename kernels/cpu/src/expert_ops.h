@@ -46,8 +46,7 @@ void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, c
 
 // The parts of a vector whose scales lie in front of its codes.
 inline Stored stored(const floe_vector &v, const uint8_t *at) {
-    const int64_t groups = groups_of(v);
-    return {at, at + 2 * groups, at + 4 * groups};
+    return {at, at + v.scale_bytes * groups_of(v), at + head_bytes(v)};
 }
 
 inline float silu(float z) { return z / (1.0f + std::exp(-z)); }
@@ -79,12 +78,10 @@ inline bool complete(const floe_signal &signal, const floe_rows &rows) {
 }
 
 // Parts of a row: the other projection's values, a bias at a whole word, and the down column (layouts.RowLayout).
-inline int64_t bias_at(const floe_rows &rows) {
-    return (4 * groups_of(rows.other) + code_bytes(rows.other) + 3) / 4 * 4;
-}
+inline int64_t bias_at(const floe_rows &rows) { return (head_bytes(rows.other) + code_bytes(rows.other) + 3) / 4 * 4; }
 
 inline int64_t down_at(const floe_rows &rows) {
-    return rows.biased ? bias_at(rows) + 16 : 4 * groups_of(rows.other) + code_bytes(rows.other);
+    return rows.biased ? bias_at(rows) + 16 : head_bytes(rows.other) + code_bytes(rows.other);
 }
 
 inline float bias_of(const floe_rows &rows, int64_t at, const uint8_t *row) {

@@ -67,7 +67,7 @@ const PoolOps *pool_ops() { return chosen().ops == avx512_ops() ? avx512_pool() 
 int64_t code_bytes(const floe_vector &v) {
     if (v.n < 1) return FLOE_BAD_SHAPE;
     if (v.bits == 16) return 2 * v.n;
-    if (v.group < 1 || v.n % v.group) return FLOE_BAD_SHAPE;
+    if (v.group < 1 || v.n % v.group || v.scale_bytes != 2 && (v.scale_bytes != 1 || v.bits > 4)) return FLOE_BAD_SHAPE;
     if (v.bits == 3) return v.n / 256 * 96 + plane(v.n % 256, 2) + plane(v.n % 256, 1);
     return v.bits == 2 || v.bits == 4 || v.bits == 8 ? plane(v.n, v.bits) : (int64_t)FLOE_BAD_SHAPE;
 }
@@ -120,7 +120,7 @@ Token *prepare_tokens(const floe_vector &v, const float *x, int64_t count, int d
 
 void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, const uint8_t *zero, int64_t start,
                  int count, Stored *rows, Ahead *ahead) {
-    const int64_t bytes = code_bytes(v), scale_bytes = 2 * groups_of(v);
+    const int64_t bytes = code_bytes(v), scale_bytes = v.scale_bytes * groups_of(v);
     // Beyond the two rows that are multiplied at once, and so far that a busy memory has brought it by then: half of it
     // is late (Zen 4), twice of it reads what another thread works on.
     const int64_t ahead_bytes = 2 * bytes > 8192 ? 2 * bytes : 8192;

@@ -180,7 +180,7 @@ void compute_down(void *opaque, int64_t item, int worker) {
     const int64_t neurons = c.rows->neurons;
     const int64_t from = item * c.columns, to = from + c.columns < v.n ? from + c.columns : v.n;
     const int64_t first_group = v.bits == 16 ? 0 : from / v.group;
-    const int64_t group_bytes = v.bits == 16 ? 0 : 2 * ((to - 1) / v.group + 1 - first_group);
+    const int64_t group_bytes = v.bits == 16 ? 0 : v.scale_bytes * ((to - 1) / v.group + 1 - first_group);
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     float *tile = (float *)scratch;
     float *y = tile + kTile * kColumns; // of its own: in c.y the tokens lie so far apart that they push each other out
@@ -191,8 +191,8 @@ void compute_down(void *opaque, int64_t item, int worker) {
         for (int64_t n = 0; n < here; n++) {
             const uint8_t *at = c.row(start + n) + c.other_bytes;
             const Stored ahead = stored(v, at + kNeuronsAhead * c.rows->row_bytes);
-            prefetch(ahead.scale + 2 * first_group, group_bytes);
-            prefetch(ahead.zero + 2 * first_group, group_bytes);
+            prefetch(ahead.scale + v.scale_bytes * first_group, group_bytes);
+            prefetch(ahead.zero + v.scale_bytes * first_group, group_bytes);
             prefetch(ahead.codes + from * v.bits / 8, (to - from) * v.bits / 8);
             row_ops().expand(v, stored(v, at), from, to, tile + n * kChunk, codes);
         }
@@ -237,7 +237,7 @@ int floe_expert_swiglu(const float *x, int64_t tokens, const floe_signal *signal
         digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     const int64_t other_bytes = down_at(*rows);
-    if (rows->row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (rows->row_bytes < other_bytes + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
     if (expert < 0 || expert >= signal->experts || expert >= rows->experts) return FLOE_BAD_INDEX;
     threads = clamped(threads);
     const int64_t tiles = (neurons + kTile - 1) / kTile;

@@ -43,8 +43,8 @@ struct Rounded {
             return;
         }
         const int64_t grid = r.each_row ? item : first, pitch = r.each_row ? blocks() : r.columns;
-        ops.round({r.rows, columns, r.columns, r.each_row != 0, (float)((1 << r.bits) - 1), weight, factor,
-                   r.factor_pitch, left + first, codes + first, scale + grid, zero + grid, pitch},
+        ops.round({r.rows, columns, r.columns, r.each_row != 0, (float)((1 << r.bits) - 1), r.scale_bytes == 1, weight,
+                   factor, r.factor_pitch, left + first, codes + first, scale + grid, zero + grid, pitch},
                   scratch);
     }
 };
@@ -58,6 +58,7 @@ int floe_round_rows(const floe_rounding *rounding, const float *weight, const fl
                     uint8_t *codes, float *scale, float *zero) {
     const floe_rounding &r = *rounding;
     if (r.rows < 1 || r.rows > kMostRows || r.columns < 1 || r.bits < 1 || r.bits > 8) return FLOE_BAD_SHAPE;
+    if (r.scale_bytes != 2 && (r.scale_bytes != 1 || r.bits > 4)) return FLOE_BAD_SHAPE;
     if (r.factor_pitch < r.rows || (r.each_row != 0) == (weight != nullptr)) return FLOE_BAD_SHAPE;
     if (r.each_row && (r.group < 1 || r.group > kMostRows || r.columns % r.group)) return FLOE_BAD_SHAPE;
     Rounded work = {r, weight, factor, left, codes, scale, zero, {false}};

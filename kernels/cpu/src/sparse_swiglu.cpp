@@ -160,7 +160,7 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
         of_rows.experts < 0 || neurons < 0 || count < 0 || with_digits < 1 || with_digits > 3)
         return FLOE_BAD_SHAPE;
     other_bytes = down_at(of_rows);
-    if (of_rows.row_bytes < other_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (of_rows.row_bytes < other_bytes + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(of_calls.token, count, tokens) || !in_range(of_calls.expert, count, of_rows.experts))
         return FLOE_BAD_INDEX;
     if (const int error = check_active(count, offsets, of_active.neurons, neurons, buffer_)) return error;

@@ -102,13 +102,14 @@ def call_operations(case: str) -> None:
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
-    own, other, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
+    short = "wide" not in options
+    own, other, down = (VectorLayout(hidden, int(bits), group, short) for bits in widths.split("/"))
     signal = "gate" if "gate" in options else "up"
     biased = "clamped" in options
     activation = "clamped" if biased else "gelu" if "gelu" in options else "silu"
     layout = RowLayout(other, down, float16, signal, activation, biased)
     signal_layout = SignalLayout(own, float16, signal, activation)
-    scales = [torch.empty(EXPERTS, F, own.groups, dtype=torch.float16) for _ in range(2)]
+    scales = [torch.empty(EXPERTS, F, own.groups, dtype=own.scale_dtype) for _ in range(2)]
     bias = torch.empty(EXPERTS, F) if biased else None
     stored = SignalWeights(signal_layout, untouched(EXPERTS, F, signal_layout.row_bytes), *scales, bias=bias)
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))

@@ -57,7 +57,7 @@ def test_expert_swiglu_equals_the_sparse_operations(form: Form, device: torch.de
     layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4), form), make_x(3, 192, torch.float32).to(device)
     calls = calls_on(device, Calls(torch.arange(3), torch.full((3,), 1), torch.ones(3)))
     thresholds = torch.tensor([3.0, 4.0, 5.0], device=device)
-    for limits in (None, thresholds / 2):
+    for limits in (None, 2 * thresholds):
         y, active, kept = kernels.expert_swiglu(x, layer.stored, layer.rows, 1, thresholds, limits)
         step, counts = kernels.moe_step(x, layer.stored, layer.rows, calls, thresholds, limits)
         assert counts.sum(0).tolist() == [active, kept] and 0 < active < 3 * 37

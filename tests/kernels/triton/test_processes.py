@@ -52,6 +52,7 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("2/4/4-float16", "80", id="float16"),
         pytest.param("2/4/4-float32", "75", id="float32"),
         pytest.param("3/3/2-bfloat16", "120", id="3 bit, 2-bit down"),
+        pytest.param("3/4/4-bfloat16-wide", "86", id="float16 scales"),
         pytest.param("4/2/3-float16", "75", id="4-bit up, 2-bit gate, 3-bit down"),
         pytest.param("8/8/8-bfloat16", "86", id="8 bit"),
         pytest.param("16/16/16-bfloat16", "75", id="bfloat16 weights"),

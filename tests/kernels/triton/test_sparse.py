@@ -44,8 +44,10 @@ SWIGLU_WIDTHS: list[Widths] = [(2, 2, 3), (2, 3, 2), (2, 4, 8), (2, 8, 4), (2, 1
 
 
 def form_of(bits: int, size: Size) -> Form:
-    """A form, so that all cases have about as many of each, whatever the width and the size."""
-    return FORMS[(5 * bits + size[2] + size[3]) % 7 % 4]
+    """A form, so that all cases have about as many of each, whatever the width and the size. Codes of 8 bits make such
+    large values here that a clamped form has many alike, between which no threshold is.
+    """
+    return FORMS[(5 * bits + size[2] + size[3]) % 7 % (2 if bits == 8 else 4)]
 
 
 def some_calls(experts: int) -> Calls:

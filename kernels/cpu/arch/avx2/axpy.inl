@@ -8,14 +8,14 @@ inline void factors_for_axpy(const floe_vector &v, const Stored &w, float a, flo
     const int64_t groups = v.n / v.group, per_group = v.group / kChunk;
     int64_t g = 0;
     for (; g + 8 <= groups; g += 8) {
-        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(a), _mm256_cvtph_ps(load128(w.scale + 2 * g)));
-        const __m256 zero = _mm256_cvtph_ps(load128(w.zero + 2 * g));
+        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(a), scales8(v, w, g));
+        const __m256 zero = zeros8(v, w, g);
         _mm256_storeu_ps(scales + g, scale);
         _mm256_storeu_ps(bias + g, _mm256_fnmadd_ps(scale, zero, _mm256_loadu_ps(bias + g)));
     }
     for (; g < groups; g++) {
-        scales[g] = a * half(w.scale + 2 * g);
-        bias[g] -= scales[g] * half(w.zero + 2 * g);
+        scales[g] = a * scale_at(v, w, g);
+        bias[g] -= scales[g] * zero_at(v, w, g);
     }
     for (int64_t c = v.n / kChunk - 1; per_group > 1 && c >= 0; c--) scales[c] = scales[c / per_group];
 }
@@ -73,12 +73,13 @@ template <int DIGITS> inline __m256i pair_up(__m256i first, __m256i second) {
 }
 
 // Eight chunks from c on. False if a factor is not finite.
-template <int DIGITS> inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, Factors &out) {
+template <int DIGITS>
+inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, int count, int64_t c, Factors &out) {
     constexpr float kMost = DIGITS == 2 ? 32767 : 127;
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 factors[kBatch], largest = _mm256_setzero_ps(), finite = _mm256_setzero_ps();
     for (int r = 0; r < count; r++) {
-        factors[r] = _mm256_mul_ps(_mm256_set1_ps(a[r]), _mm256_cvtph_ps(load128(w[r].scale + 2 * c)));
+        factors[r] = _mm256_mul_ps(_mm256_set1_ps(a[r]), scales8(v, w[r], c));
         largest = _mm256_max_ps(_mm256_andnot_ps(sign, factors[r]), largest); // of two that are not ordered, the second
         finite = _mm256_add_ps(finite, _mm256_sub_ps(factors[r], factors[r])); // 0, or not a number
     }
@@ -91,7 +92,7 @@ template <int DIGITS> inline bool make_factors(const Stored *w, const float *a, 
     __m256i whole[kBatch] = {};
     for (int r = 0; r < count; r++) {
         whole[r] = _mm256_cvtps_epi32(_mm256_mul_ps(factors[r], inverse));
-        share = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), _mm256_cvtph_ps(load128(w[r].zero + 2 * c)), share);
+        share = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), zeros8(v, w[r], c), share);
     }
     for (int p = 0; p < kBatch / 2; p++)
         _mm256_storeu_si256((__m256i *)(out.pairs[p] + c), pair_up<DIGITS>(whole[2 * p], whole[2 * p + 1]));
@@ -169,7 +170,7 @@ bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int cou
     if (chunks % kSection != 0) return false;
     Factors factors;
     for (int64_t c = 0; c < chunks; c += kSection)
-        if (!make_factors<DIGITS>(w, a, count, c, factors)) return false;
+        if (!make_factors<DIGITS>(v, w, a, count, c, factors)) return false;
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Columns next(ahead, count, chunks);
     for (int64_t c = 0; c < chunks; c++, y += kChunk) {

@@ -118,28 +118,66 @@ template <int BITS, class Use> inline void each_eight(const uint8_t *p, const ui
 // lower lane and the odd ones in the upper lane, so that one permutation within lanes serves both.
 template <int BITS> inline int64_t place_of(int64_t i) { return Width<BITS>::kChunks == 2 ? i / 2 + i % 2 * 4 : i; }
 
-template <int BITS> inline __m256 section_halves(const uint8_t *p) {
-    __m128i raw = load128(p);
-    if (Width<BITS>::kChunks == 2)
-        raw = _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+// Eight scales, or zeros, of SIZE bytes each (floe_vector.scale_bytes).
+template <int SIZE> inline __m256 eight_scales(__m128i raw) {
+    if (SIZE == 1)
+        raw = _mm_add_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(raw), kScaleShift), _mm_set1_epi16(kLeastScale));
     return _mm256_cvtph_ps(raw);
 }
 
-// float16 of the groups that a section's chunks belong to, in the chunks' places; zero behind the last chunk.
-template <int BITS> FLOE_NOINLINE __m256 gather_halves(const floe_vector &v, const uint8_t *p, int64_t start) {
+template <int SIZE> inline __m256 eight_zeros(__m128i raw, float step) {
+    if (SIZE != 1) return _mm256_cvtph_ps(raw);
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw)), _mm256_set1_ps(step));
+}
+
+template <int SIZE> inline __m128i eight_at(const uint8_t *p) {
+    return SIZE == 1 ? _mm_loadl_epi64((const __m128i *)p) : load128(p);
+}
+
+// Of groups g to g + 7.
+inline __m256 scales8(const floe_vector &v, const Stored &w, int64_t g) {
+    return v.scale_bytes == 1 ? eight_scales<1>(eight_at<1>(w.scale + g))
+                              : eight_scales<2>(eight_at<2>(w.scale + 2 * g));
+}
+
+inline __m256 zeros8(const floe_vector &v, const Stored &w, int64_t g) {
+    return v.scale_bytes == 1 ? eight_zeros<1>(eight_at<1>(w.zero + g), zero_step(v))
+                              : eight_zeros<2>(eight_at<2>(w.zero + 2 * g), 0);
+}
+
+// Those of a section whose chunks have one each, in the chunks' places.
+template <int BITS, int SIZE> inline __m128i placed(const uint8_t *p) {
+    const __m128i raw = eight_at<SIZE>(p);
+    if (Width<BITS>::kChunks != 2) return raw;
+    if (SIZE == 1) return _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 0, 2, 4, 6, 1, 3, 5, 7));
+    return _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+}
+
+// Scales and zeros of the groups that a section's chunks belong to, in the chunks' places; zero behind the last chunk.
+template <int BITS>
+FLOE_NOINLINE void gather_scales(const floe_vector &v, const Stored &w, int64_t start, __m256 *scale, __m256 *zero) {
     const int64_t per_group = v.group / kChunk, here = v.n / kChunk - start;
-    float values[kSection] = {};
-    for (int64_t i = 0; i < kSection && i < here; i++)
-        values[place_of<BITS>(i)] = half(p + 2 * ((start + i) / per_group));
-    return _mm256_loadu_ps(values);
+    float scales[kSection] = {}, zeros[kSection] = {};
+    for (int64_t i = 0; i < kSection && i < here; i++) {
+        scales[place_of<BITS>(i)] = scale_at(v, w, (start + i) / per_group);
+        zeros[place_of<BITS>(i)] = zero_at(v, w, (start + i) / per_group);
+    }
+    *scale = _mm256_loadu_ps(scales);
+    *zero = _mm256_loadu_ps(zeros);
 }
 
 // Scales of a section's chunks in their places, and scale · zero.
 template <int BITS, bool FULL>
 inline void section_scales(const floe_vector &v, const Stored &w, int64_t start, __m256 *scale, __m256 *zero) {
-    const bool direct = FULL && v.group == kChunk;
-    *scale = direct ? section_halves<BITS>(w.scale + 2 * start) : gather_halves<BITS>(v, w.scale, start);
-    *zero = direct ? section_halves<BITS>(w.zero + 2 * start) : gather_halves<BITS>(v, w.zero, start);
+    if (!FULL || v.group != kChunk) {
+        gather_scales<BITS>(v, w, start, scale, zero);
+    } else if (v.scale_bytes == 1) {
+        *scale = eight_scales<1>(placed<BITS, 1>(w.scale + start));
+        *zero = eight_zeros<1>(placed<BITS, 1>(w.zero + start), zero_step(v));
+    } else {
+        *scale = eight_scales<2>(placed<BITS, 2>(w.scale + 2 * start));
+        *zero = eight_zeros<2>(placed<BITS, 2>(w.zero + 2 * start), 0);
+    }
     *zero = _mm256_mul_ps(*scale, *zero);
 }
 

@@ -107,18 +107,19 @@ struct Sum {
 
 // Whole sections `from`..`to` (in chunks) of one vector with one token: what a decode step consists of. Like
 // add_section with a scale per chunk, but few enough numbers are alive that all of them stay in registers.
-template <int BITS, int DIGITS>
+template <int BITS, int DIGITS, int SIZE>
 FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, int64_t to, Sum &sum_so_far, Pace &pace) {
     constexpr int64_t kChunks = Width<BITS>::kChunks, kRegister = BITS == 8 ? 1 : Width<BITS>::kPlanes;
     constexpr int kDigits = BITS == 8 ? 1 : DIGITS;
-    const uint8_t *p = chunk_at<BITS>(w.codes, from), *scales = w.scale + 2 * from, *zeros = w.zero + 2 * from;
+    const uint8_t *p = chunk_at<BITS>(w.codes, from), *scales = w.scale + SIZE * from;
+    const uint8_t *zeros = w.zero + SIZE * from;
     const int8_t *digits = token.digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
     const float *steps = token.scale + from, *sums = token.sums + from, *const end = token.scale + to;
     __m256 total = sum_so_far.total, shift = sum_so_far.shift;
     while (steps < end) {
-        __m256 scale = section_halves<BITS>(scales);
-        const __m256 zero = _mm256_mul_ps(scale, section_halves<BITS>(zeros));
-        shift = _mm256_fmadd_ps(zero, _mm256_loadu_ps(sums), shift);
+        __m256 scale = eight_scales<SIZE>(placed<BITS, SIZE>(scales));
+        const __m256 zero = eight_zeros<SIZE>(placed<BITS, SIZE>(zeros), (float)(1 << BITS) / 256);
+        shift = _mm256_fmadd_ps(_mm256_mul_ps(scale, zero), _mm256_loadu_ps(sums), shift);
         scale = _mm256_mul_ps(scale, _mm256_loadu_ps(steps));
         pace.step();
         // Addresses of registers of digits, and in their middle: displacements that take one byte, since Zen's cache of
@@ -142,8 +143,8 @@ FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, in
         }
         p = chunk_at<BITS>(p, kSection);
         digits += step_digits<BITS, DIGITS>(kSection);
-        scales += 2 * kSection;
-        zeros += 2 * kSection;
+        scales += SIZE * kSection;
+        zeros += SIZE * kSection;
         steps += kSection;
         sums += kSection;
     }
@@ -156,7 +157,8 @@ template <int BITS, int DIGITS>
 void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, const uint8_t *wanted,
              float (*out)[kBatch], const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
-    const bool scattered = w->codes == w->scale + 4 * chunks;
+    const bool scattered = w->codes == w->scale + head_bytes(v);
+    const auto add = BITS < 8 && v.scale_bytes == 1 ? add_one<BITS, DIGITS, 1> : add_one<BITS, DIGITS, 2>;
     const int64_t span = scattered ? kSection : whole;
     Sum sums[kBatch];
     Pace paces[kBatch];
@@ -165,7 +167,7 @@ void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token
         for (int r = 0; r < rows; r++) {
             if (!is_wanted(wanted, r, 0)) continue;
             if (from == 0) paces[r] = Pace(ahead[r], chunks / kSection);
-            add_one<BITS, DIGITS>(w[r], token, from, from + span, sums[r], paces[r]);
+            add(w[r], token, from, from + span, sums[r], paces[r]);
         }
     const Token *const tokens = &token;
     for (int r = 0; r < rows; r++) {

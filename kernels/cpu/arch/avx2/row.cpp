@@ -79,8 +79,7 @@ void prepare(const floe_vector &v, Token &token) {
 template <int BITS> void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
     const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
     for (int64_t c = from / kChunk; c < to / kChunk; c++, out += kTileBlock) {
-        const float scale = half(w.scale + 2 * (c / per_group));
-        const float zero = scale * half(w.zero + 2 * (c / per_group));
+        const float scale = scale_at(v, w, c / per_group), zero = scale * zero_at(v, w, c / per_group);
         each_eight<BITS>(
             chunk_at<BITS>(w.codes, c), BITS == 3 ? top_at(w.codes, c, chunks) : nullptr, [&](int j, __m256i q) {
                 _mm256_storeu_ps(out + 8 * j,

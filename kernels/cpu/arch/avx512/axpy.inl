@@ -11,8 +11,8 @@ inline void factors_for_axpy(const floe_vector &v, const Stored &w, float a, flo
     const __m512 factor = _mm512_set1_ps(a);
     for (int64_t g = 0; g < groups; g += 16) {
         const __mmask16 here = first(groups - g);
-        const __m512 scale = _mm512_mul_ps(factor, halves(w.scale + 2 * g, groups - g));
-        const __m512 zero = halves(w.zero + 2 * g, groups - g);
+        const __m512 scale = _mm512_mul_ps(factor, scales16(v, w, g, groups - g));
+        const __m512 zero = zeros16(v, w, g, groups - g);
         _mm512_mask_storeu_ps(scales + g, here, scale);
         _mm512_mask_storeu_ps(zeros + g, here, _mm512_fnmadd_ps(scale, zero, _mm512_setzero_ps()));
     }
@@ -94,12 +94,13 @@ inline __m512i side_by_side(const __m512i *digits) {
 
 // 16 chunks from c on, or as many as there are. False if a factor is not finite.
 template <int DIGITS>
-inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, int64_t chunks, Factors &out) {
+inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, int count, int64_t c, Factors &out) {
     constexpr float kMost = DIGITS == 2 ? 127 * 128 : 127;
+    const int64_t chunks = v.n / kChunk;
     const __mmask16 here = first(chunks - c);
     __m512 factors[kBatch], largest = _mm512_setzero_ps(), finite = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
-        factors[r] = _mm512_mul_ps(_mm512_set1_ps(a[r]), halves(w[r].scale + 2 * c, chunks - c));
+        factors[r] = _mm512_mul_ps(_mm512_set1_ps(a[r]), scales16(v, w[r], c, chunks - c));
         largest = _mm512_max_ps(_mm512_abs_ps(factors[r]), largest); // of two that are not ordered, the second
         finite = _mm512_add_ps(finite, _mm512_sub_ps(factors[r], factors[r])); // 0, or not a number
     }
@@ -112,7 +113,7 @@ inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, 
     __m512i high[kBatch] = {}, low[kBatch] = {};
     for (int r = 0; r < count; r++) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(factors[r], inverse));
-        share = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), halves(w[r].zero + 2 * c, chunks - c), share);
+        share = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), zeros16(v, w[r], c, chunks - c), share);
         high[r] = DIGITS == 2 ? _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7) : whole;
         low[r] = _mm512_sub_epi32(whole, _mm512_slli_epi32(high[r], 7));
     }
@@ -185,7 +186,7 @@ bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int cou
     if (chunks % 2 != 0) return false;
     Factors factors;
     for (int64_t c = 0; c < chunks; c += 16)
-        if (!make_factors<DIGITS>(w, a, count, c, chunks, factors)) return false;
+        if (!make_factors<DIGITS>(v, w, a, count, c, factors)) return false;
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Pace paces[kBatch];
     for (int r = 0; r < count; r++) paces[r] = Pace(ahead[r], chunks / 2);

@@ -19,8 +19,18 @@ inline __m512i load(const void *p) { return _mm512_loadu_si512(p); }
 
 inline __mmask16 first(int64_t count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
 
-inline __m512 halves(const uint8_t *p, int64_t count) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+// Scales, or zeros, of 16 groups from g on; of `here` if there are fewer, and zeros behind them.
+inline __m512 scales16(const floe_vector &v, const Stored &w, int64_t g, int64_t here) {
+    if (v.scale_bytes != 1) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(here), w.scale + 2 * g));
+    const __m128i bytes = _mm_maskz_loadu_epi8(first(here), w.scale + g);
+    const __m256i above = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), kScaleShift);
+    return _mm512_maskz_cvtph_ps(first(here), _mm256_add_epi16(above, _mm256_set1_epi16(kLeastScale)));
+}
+
+inline __m512 zeros16(const floe_vector &v, const Stored &w, int64_t g, int64_t here) {
+    if (v.scale_bytes != 1) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(here), w.zero + 2 * g));
+    const __m128i bytes = _mm_maskz_loadu_epi8(first(here), w.zero + g);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), _mm512_set1_ps(zero_step(v)));
 }
 
 // How codes of a width fill registers (arch/row_generic.inl: Fill) and memory.
@@ -79,15 +89,13 @@ template <bool FULL>
 inline void chunk_scales(const floe_vector &v, const Stored &w, int64_t c, __m512 *scale, __m512 *zero) {
     const int64_t per_group = v.group / kChunk, here = v.n / kChunk - c;
     if (per_group == 1) {
-        *scale = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.scale + 2 * c)))
-                      : halves(w.scale + 2 * c, here);
-        *zero = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.zero + 2 * c)))
-                     : halves(w.zero + 2 * c, here);
+        *scale = scales16(v, w, c, FULL ? 16 : here);
+        *zero = zeros16(v, w, c, FULL ? 16 : here);
     } else {
         float s[16] = {}, z[16] = {};
         for (int64_t i = 0; i < 16 && i < here; i++) {
-            s[i] = half_to_float(load16(w.scale + 2 * ((c + i) / per_group)));
-            z[i] = half_to_float(load16(w.zero + 2 * ((c + i) / per_group)));
+            s[i] = scale_at(v, w, (c + i) / per_group);
+            z[i] = zero_at(v, w, (c + i) / per_group);
         }
         *scale = _mm512_loadu_ps(s);
         *zero = _mm512_loadu_ps(z);

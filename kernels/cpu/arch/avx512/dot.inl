@@ -153,7 +153,7 @@ void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *con
         for (int t = 0; t < count; t++) products += is_wanted(wanted, r, t);
     // Vectors of records, which lie scattered, arrive sooner when several are read side by side, line by line; those of
     // a matrix, whose scales lie elsewhere, one after the other.
-    const bool scattered = w->codes == w->scale + 4 * (v.n / v.group);
+    const bool scattered = w->codes == w->scale + head_bytes(v);
     const int fine = scattered && BITS == 4 && DIGITS < 3 && count == 1 && wanted == nullptr ? rows / 4 * 4 : 0;
     const int64_t sections = v.n / kChunk / 16;
     Pace paces[kBatch];

@@ -71,8 +71,7 @@ void prepare(const floe_vector &v, Token &token) {
 template <int BITS> void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
     const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
     for (int64_t c = from / kChunk; c < to / kChunk; c++, out += kTileBlock) {
-        const float scale = half_to_float(load16(w.scale + 2 * (c / per_group)));
-        const float zero = -scale * half_to_float(load16(w.zero + 2 * (c / per_group)));
+        const float scale = scale_at(v, w, c / per_group), zero = -scale * zero_at(v, w, c / per_group);
         const uint8_t *p = chunk_at<BITS>(w.codes, c);
         if (BITS == 8) {
             for (int j = 0; j < 4; j++)

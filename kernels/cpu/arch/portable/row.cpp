@@ -19,8 +19,7 @@ float digit_dot(const floe_vector &v, const Stored &w, const Token &token, const
         const int8_t *x = token.digits + c * kChunk;
         int32_t sum = 0;
         for (int64_t i = 0; i < kChunk; i++) sum += (int16_t)codes[i] * (int16_t)x[i];
-        const float scale = half_to_float(load16(w.scale + 2 * (c / per_group)));
-        const float zero = half_to_float(load16(w.zero + 2 * (c / per_group)));
+        const float scale = scale_at(v, w, c / per_group), zero = zero_at(v, w, c / per_group);
         total += scale * ((float)sum * token.scale[c] - zero * token.sums[c]);
     }
     return total;

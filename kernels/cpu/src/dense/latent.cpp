@@ -109,7 +109,10 @@ void Latent::make_values(void *opaque, int64_t head, int) {
     floe_matrix own = a.l_.made;
     const int64_t first = a.made_at(head) + a.l_.still;
     own.rows = a.l_.value, own.q += first * row_bytes(own);
-    if (own.row.bits != 32) own.scale += 2 * first * groups_of(own.row), own.zero += 2 * first * groups_of(own.row);
+    if (own.row.bits != 32) {
+        const int64_t skipped = own.row.scale_bytes * first * groups_of(own.row);
+        own.scale += skipped, own.zero += skipped;
+    }
     const int code = multiply(own, a.seen_ + head * a.l_.rank, a.digits_, 1, a.out + head * a.l_.value);
     if (code != FLOE_OK) shared(a.failed_).store(code, std::memory_order_relaxed);
 }
