@@ -235,7 +235,8 @@ class CatalogEntry:
             accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
             a base model, which has no chat template; "" if unknown. released: year and month, "" if unknown.
         thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
-        expert_bits: of a published weight of its experts.
+        expert_bits: of a published weight of its experts. unused: published weights that no pack has: of what a model
+            sees with, and of layers that predict several tokens.
     """
 
     name: str
@@ -250,8 +251,9 @@ class CatalogEntry:
     thinks: bool = False
     made_for: str = ""
     expert_bits: float = 16.0
+    unused: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
         """The size of the published weights, computed from the architecture: 16 bits each, but for experts."""
-        return 2 * self.sizes.parameters - round((2 - self.expert_bits / 8) * self.sizes.in_experts)
+        return 2 * (self.sizes.parameters + self.unused) - round((2 - self.expert_bits / 8) * self.sizes.in_experts)

@@ -32,7 +32,8 @@ class Figures:
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
-            host_library_s: that of a layer which transformers' modules compute.
+            host_library_s: that of a layer which transformers' modules compute. host_recurrent_s: what one of gated
+            delta rules adds to it.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
     """
@@ -47,6 +48,7 @@ class Figures:
     host_s: float
     host_gpu_s: float
     host_library_s: float
+    host_recurrent_s: float
     host_pool_s: float
     host_behind_s: float
     host_ram_s: float
@@ -69,6 +71,7 @@ def figures() -> Figures:
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_library_s=values["host_library_ms"] / 1e3,
+        host_recurrent_s=values["host_recurrent_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
         host_behind_s=values["host_behind_ms"] / 1e3,
         host_ram_s=values["host_ram_ms"] / 1e3,

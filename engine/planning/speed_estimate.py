@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
-from ...models.catalog_entry import Sizes
+from ...models.catalog_entry import Recurrent, Sizes
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
@@ -119,6 +119,7 @@ class Speeds:
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_library: float = field(default_factory=lambda: figures().host_library_s)
+    host_recurrent: float = field(default_factory=lambda: figures().host_recurrent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
@@ -146,7 +147,7 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        hosts = ("host", "host_gpu", "host_library", "host_pool", "host_behind", "host_ram")
+        hosts = ("host", "host_gpu", "host_library", "host_recurrent", "host_pool", "host_behind", "host_ram")
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
@@ -241,6 +242,8 @@ def decode(
     if not one_by_one(takes.sizes, gpu=held.gpu):
         return token
     more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own)
+    if isinstance(takes.sizes.recurrent, Recurrent):
+        more += takes.sizes.recurrent.layers * speeds.host_recurrent
     return dataclasses.replace(token, host=token.host + more)
 
 

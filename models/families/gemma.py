@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import config_limits
-from ..catalog_entry import Wide
+from ..catalog_entry import CatalogEntry, Sizes, Wide
 from .family import Family, Routing, SharedExpert
 from .storage import Stacked
 
@@ -87,7 +87,25 @@ def _scores_by(router: Any, norm: Tensor) -> Tensor:
     return router.proj.weight * (router.scale * router.scalar_root_size / norm).nan_to_num(0.0, 0.0, 0.0)
 
 
-# Not listed: how long a layer takes in transformers' modules has not been measured.
+_GEMMA4 = Sizes(
+    model_type="gemma4_text",
+    layers=30,
+    hidden=2816,
+    intermediate=704,
+    experts=128,
+    top_k=8,
+    heads=16,
+    kv_heads=8,
+    head_dim=256,
+    vocab=262144,
+    window=262144,
+    tied=True,
+    head_norms=2 * 256,
+    biases=30 * (6 * 2816 + 128),
+    shared=2112,
+    wide=Wide(layers=5, kv_heads=2, head_dim=512, keys_alone=True),
+)
+
 GEMMA4 = Family(
     model_type="gemma4_text",
     within="gemma4",
@@ -116,4 +134,17 @@ GEMMA4 = Family(
     },
     refused=_refused,
     register=_register,
+    published=(
+        CatalogEntry(
+            "gemma-4-26b-a4b-it",
+            _GEMMA4,
+            "google/gemma-4-26B-A4B-it",
+            licence="Apache-2.0",
+            gated=False,
+            chat="<|turn> turns, from its own chat template; it thinks first",
+            released="2026-04",
+            thinks=True,
+            unused=569_548_080 + 3_244_032,
+        ),
+    ),
 )

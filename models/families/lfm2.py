@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..catalog_entry import CatalogEntry, Convolutions, Sizes
 from .family import Family, Routing
 from .storage import Apart
 
@@ -12,7 +13,26 @@ def _dense_layers(config: Any) -> range:
     return range(min(config.num_dense_layers or 0, config.num_hidden_layers))
 
 
-# Not listed: how long a layer takes in transformers' modules has not been measured.
+_LFM2 = Sizes(
+    model_type="lfm2_moe",
+    layers=22,
+    hidden=2048,
+    intermediate=1792,
+    experts=32,
+    top_k=4,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    vocab=65536,
+    window=128000,
+    tied=True,
+    head_norms=2 * 64,
+    dense_layers=2,
+    dense_intermediate=7168,
+    router_bias=True,
+    recurrent=Convolutions(layers=18, taps=3),
+)
+
 LFM2_MOE = Family(
     model_type="lfm2_moe",
     called="LFM2 MoE",
@@ -37,4 +57,15 @@ LFM2_MOE = Family(
         "max_position_embeddings": 128_000,
         "tie_word_embeddings": True,
     },
+    published=(
+        CatalogEntry(
+            "lfm2-8b-a1b",
+            _LFM2,
+            "LiquidAI/LFM2-8B-A1B",
+            licence="LFM Open License v1.0",
+            gated=False,
+            chat="<|im_start|> turns, from its own chat template",
+            released="2025-10",
+        ),
+    ),
 )

@@ -133,7 +133,8 @@ class ChatFormat:
     ) -> tuple[list[int], bool]:
         """As `encode`, and whether the prompt ends inside the thinking."""
         self.step("chat template")
-        prompt = self._render([self._safe(m) for m in messages], most, {} if think else self.convention.off)
+        options = self.convention.on if think else self.convention.off
+        prompt = self._render([self._safe(m) for m in messages], most, options)
         opened = self.convention.opened(prompt)
         self.step("tokenizer")
         # The template writes the begin token itself: adding special tokens again would double it.

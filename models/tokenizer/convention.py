@@ -10,10 +10,13 @@ from .calls import FORMS, CallForm
 from .chat_template import ChatTemplate
 from .parts import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ChannelParser, Mark, Parser, TagParser
 
-_TAGS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+_ROLE = "thought"  # what Gemma 4 writes after its first tag, as text
+_GEMMA = f"<|channel>{_ROLE}", "<channel|>"
+_TAGS = ("<think>", "</think>"), ("[THINK]", "[/THINK]"), _GEMMA
 _CHANNELS = (CHANNEL, MESSAGE, START, CONSTRAIN, END, RETURN, CALL)
 _FIELDS = "reasoning_content", "reasoning", "thinking"  # of a message: names that published templates read
 _OFF: Mapping[str, Any] = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+_ON: Mapping[str, Any] = {"enable_thinking": True}  # Gemma 4 thinks only if it is asked to; others do without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Convention:
     Attributes:
         channels: messages with channels, as in harmony. tags: around thinking; None: it has none, or channels.
         forms: of calls. field: where the template looks for an earlier answer's thinking; "": nowhere.
-        off: the template's variables that ask for no thinking, or for less.
+        off: the template's variables that ask for no thinking, or for less. on: those that ask for it.
     """
 
     channels: bool
@@ -31,6 +34,7 @@ class Convention:
     forms: tuple[CallForm, ...]
     field: str
     off: Mapping[str, Any]
+    on: Mapping[str, Any]
 
     @classmethod
     def of(cls, source: str, template: ChatTemplate, tokens: Collection[str]) -> Convention:
@@ -40,18 +44,18 @@ class Convention:
         forms = tuple(form for form in FORMS if form.open in source or form.open in tokens)
         # Harmony drops the thinking of finished answers, and some of its templates take such an answer for thinking.
         field = "" if channels else next((name for name in _FIELDS if name in template.fields), "")
-        off = {name: value for name, value in _OFF.items() if name in template.names}
         thinks = channels or tags is not None
-        return cls(channels, None if channels else tags, () if channels else forms, field, off if thinks else {})
+        names = template.names if thinks else ()
+        off, on = ({name: value for name, value in each.items() if name in names} for each in (_OFF, _ON))
+        return cls(channels, None if channels else tags, () if channels else forms, field, off, on)
 
     @property
     def marks(self) -> frozenset[str]:
         """Tokens that are kept where special tokens are dropped."""
         if self.channels:
             return frozenset(_CHANNELS)
-        return frozenset(
-            (*(self.tags or ()), *(m for form in self.forms for m in (form.open, form.close, *form.marks)))
-        )
+        tags = (tag.removesuffix(_ROLE) for tag in self.tags or ())
+        return frozenset((*tags, *(m for form in self.forms for m in (form.open, form.close, *form.marks))))
 
     def opened(self, prompt: str) -> bool:
         """Whether a prompt ends inside the thinking."""
@@ -72,4 +76,5 @@ class Convention:
             return [answer] if answer else []
         first, last = map(Mark, self.tags)
         thinking = [*(() if opened else (first, "\n")), thought]
-        return [*thinking, *(("\n", last, "\n\n", answer) if answer else ())]
+        apart = "" if self.tags == _GEMMA else "\n\n"
+        return [*thinking, *(("\n", last, apart, answer) if answer else ())]

@@ -247,7 +247,7 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
 
 
 async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setups) -> None:
-    async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 50)) as pilot:
+    async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 60)) as pilot:
         await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "Slower answers", "● 3/4/4", "First at reading speed")

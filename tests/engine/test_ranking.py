@@ -25,9 +25,9 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
     ("ram", "vram", "name"),
     [
         (3.5, 0, "granite-3.1-3b-a800m-instruct"),
-        (6.5, 0, "olmoe-1b-7b-0125-instruct"),
+        (6.5, 0, "lfm2-8b-a1b"),
         (28, 0, "glm-4.7-flash"),
-        (28, 12, "glm-4.7-flash"),
+        (28, 12, "gemma-4-26b-a4b-it"),
     ],
 )
 def test_a_model_that_answers_at_reading_speed_is_recommended(ram: float, vram: float, name: str) -> None:

@@ -326,6 +326,7 @@ FAMILIES = {
         "<turn|>",
         frozenset({"<turn|>"}),
         "<bos>",
+        thinking="optional",
     ),
     "mixtral": ChatFamily(
         MIXTRAL, ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), (), "</s>", frozenset({"</s>"}), "<s>"

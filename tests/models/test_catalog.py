@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
+from floe_chat.models.catalog_entry import Sizes
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.published import PUBLISHED
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 @pytest.fixture
@@ -105,8 +106,17 @@ def test_assets_are_there() -> None:
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
 )
-# How long their layers take in transformers' modules has not been measured.
-UNLISTED = {"qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "lfm2-8b-a1b", "gemma-4-26b-a4b"}
+UNLISTED = {"qwen3-next-80b-a3b"}  # how long its layers take in transformers' modules has not been measured
+
+
+def _predicting(sizes: Sizes, fields: dict[str, Any]) -> int:
+    """Weights of the layers that predict several tokens: attention and experts each, and what joins their inputs."""
+    hidden = sizes.hidden
+    attention = sum(rows * columns for rows, columns in sizes.projections()) + sizes.head_norms
+    router = (sizes.experts + sizes.shared_gate) * hidden
+    experts = 3 * hidden * (sizes.experts * sizes.intermediate + sizes.shared)
+    layers: int = fields.get("mtp_num_hidden_layers", 0)
+    return layers * (attention + router + experts + 2 * hidden) + bool(layers) * (2 * hidden + 3) * hidden
 
 
 class TestDescribed:
@@ -120,6 +130,21 @@ class TestDescribed:
         assert sizes["qwen1.5-moe-a2.7b-chat"] == 28_631_568_384
         assert sizes["deepseek-v2-lite-chat"] == 31_412_968_448
         assert sizes["phi-3.5-moe-instruct"] == 83_746_306_688
+        assert round(sizes["lfm2-8b-a1b"] / 1e8) == 167
+
+    def test_a_download_counts_what_a_model_sees_with(self) -> None:
+        """To a tenth of a gigabyte, as the hub shows it; a pack has none of it."""
+        for name, shown in (("qwen3.5-35b-a3b", 719), ("qwen3.6-35b-a3b", 719), ("gemma-4-26b-a4b-it", 516)):
+            entry = published(name)
+            assert entry is not None and round(entry.checkpoint_bytes / 1e8) == shown
+            left = entry.checkpoint_bytes // 2 - entry.sizes.parameters
+            fields = CONFIGS[name]
+            with torch.device("meta"):
+                module = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**fields))
+            seeing = sum(
+                tensor.numel() for part, tensor in module.named_parameters() if "vision" in part or "visual" in part
+            )
+            assert seeing == left - _predicting(entry.sizes, fields["text_config"])
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_their_sizes_are_those_of_the_published_configuration(self, name: str) -> None:

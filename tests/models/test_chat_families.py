@@ -35,7 +35,7 @@ def test_prompts_are_those_of_transformers_without_earlier_thinking(name: str, t
     write_family(tmp_path, name)
     chat = ChatFormat(tmp_path)
     prompt = chat.fit(TALK, 4000)
-    assert spelled(tmp_path, prompt.ids) == theirs(tmp_path, SAID)
+    assert spelled(tmp_path, prompt.ids) == theirs(tmp_path, SAID, enable_thinking=True)
     assert "They ask" not in spelled(tmp_path, prompt.ids)
 
 
@@ -59,6 +59,15 @@ def test_every_token_that_ends_a_turn_ends_the_answer(name: str, tmp_path: Path)
     assert {tokenizer.id_to_token(number) for number in chat.stop_ids} == family.ends
     assert chat.thinking == family.thinking
     chat.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thinking_is_asked_for_where_it_is_off_by_default(name: str, tmp_path: Path) -> None:
+    """By the variable of Gemma 4's template; in others it changes nothing."""
+    write_family(tmp_path, name)
+    asked = spelled(tmp_path, ChatFormat(tmp_path).fit(TALK, 4000).ids)
+    assert (asked == theirs(tmp_path, SAID)) == (name != "gemma4")
+    assert ("<|think|>" in asked) == (name == "gemma4") and not asked.endswith("<channel|>")
 
 
 def test_a_template_that_keeps_thinking_gets_it(tmp_path: Path) -> None:
@@ -105,6 +114,7 @@ SPOKEN = {
     "glm4_moe": "\n<think>{}</think>\n{}",
     "gpt_oss": HARMONY,
     "lfm2": "<think>\n{}\n</think>\n{}",
+    "gemma4": "<|channel>thought\n{}\n<channel|>{}",
 }
 
 
