@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,10 +14,10 @@ from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
-from floe_chat.kernels.entries import CODES, stored
+from floe_chat.kernels.entries import CODES, stored, values
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, ModelEnds, Projection, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, Latent, ModelEnds, Projection, Router, dense_step
 from floe_chat.kernels.types import Limits
 from floe_chat.kernels.weights import LinearWeights, Planes
 from torch import Tensor
@@ -94,17 +95,64 @@ def step(rng: Random) -> Case:
     if rng.random() < 0.5:
         given["added"] = made.uniform(rng, 1, sizes[0])
 
+    def kept_of(g: dict[str, Any]) -> Tensor:  # what is no number has more than one form as bytes
+        return values(g["kv"][g["position"]], 2 * sizes[1], sizes[2], torch.float32)
+
     def run(_m: Any, g: dict[str, Any]) -> Any:
         made_step = NativeStep(_layer(g, kept))
         found = made_step(g["x"], g.get("added"), g["rope"], g["kv"], g["position"])
-        return found.stream, found.hidden, found.routed[1], g["kv"][g["position"]].clone()
+        return found.stream, found.hidden, found.routed[1], kept_of(g)
 
     def plain(g: dict[str, Any]) -> Any:
         found = dense_step(_layer(g, kept), g["x"], g.get("added"), g["rope"], g["kv"], g["position"])
-        return found.stream, found.hidden, found.routed[1], g["kv"][g["position"]].clone()
+        return found.stream, found.hidden, found.routed[1], kept_of(g)
 
     tolerance = 1e-3 if kept == torch.float32 else 1e-2
     return Case(given, run, ("kv",), tolerance, plain, checked=False)
+
+
+def latent_step(rng: Random) -> Case:
+    """A step whose keys and values are made of one vector per token."""
+    kept = rng.choice((torch.float32, torch.float16))
+    hidden, rank, turned = rng.choice((8, 40, 64)), rng.choice((1, 20, 64)), rng.choice((2, 6))
+    heads, still, value = rng.randrange(1, 4), rng.randrange(1, 9), rng.randrange(1, 9)
+    asked, experts, dim = rng.choice((0, 0, 17, 64)), rng.randrange(1, 5), rank + turned
+    queries = heads * (still + turned)
+    given: dict[str, Any] = {
+        "before": made.uniform(rng, hidden),
+        "after": made.uniform(rng, hidden),
+        "norm": made.uniform(rng, rank),
+        "made": _weight(rng, heads * (still + value), rank),
+        "qkv": _weight(rng, (asked or queries) + dim, hidden),
+        "out": _weight(rng, hidden, heads * value),
+        "router": made.uniform(rng, experts, hidden),
+        "x": made.uniform(rng, 1, hidden),
+        "rope": made.uniform(rng, 2, turned),
+        "kv": made.uniform(rng, CAPACITY, 1, dim).to(kept),
+        "position": rng.randrange(CAPACITY),
+    }
+    if asked:
+        given |= {"asked": _weight(rng, queries, asked), "asked_norm": made.uniform(rng, asked)}
+
+    def layer(g: dict[str, Any]) -> DenseLayer:
+        of_queries = Projection(g["asked"]) if "asked" in g else None
+        own = Latent(still, turned, value, g["norm"], 1e-4, Projection(g["made"]), of_queries, g.get("asked_norm"))
+        of_heads = Heads(heads, 1, dim, 0.4, cache_dtype=kept, inside=rank)
+        qkv, out, router = Projection(g["qkv"]), Projection(g["out"]), Router(g["router"], 1, norm_topk_prob=True)
+        return DenseLayer(g["before"], g["after"], 1e-5, of_heads, qkv, out, router, latent=own)
+
+    def found(step: Callable[..., Any], g: dict[str, Any]) -> Any:
+        done = step(g["x"], None, g["rope"], g["kv"], g["position"])
+        return done.stream, done.hidden, g["kv"][g["position"]].clone()
+
+    return Case(
+        given,
+        lambda _m, g: found(NativeStep(layer(g)), g),
+        ("kv",),
+        1e-3 if kept == torch.float32 else 1e-2,
+        lambda g: found(partial(dense_step, layer(g)), g),
+        checked=False,
+    )
 
 
 def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
@@ -223,4 +271,4 @@ def read_rows(rng: Random) -> Case:
     return Case(given, run, plain=lambda g: run(None, g), checked=False)
 
 
-KINDS: tuple[Callable[[Random], Case], ...] = (step, logits, token, draw, read_rows)
+KINDS: tuple[Callable[[Random], Case], ...] = (step, latent_step, logits, token, draw, read_rows)
