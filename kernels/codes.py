@@ -161,7 +161,6 @@ def group_size(n: int, wanted: int = 64) -> int:
 
 SHORTEST = 4  # bits of the widest codes that may have scales and zeros of 8 bits
 _SCALE_SHIFT, _LEAST_SCALE = 6, 0x0800  # of a float16's bits: what a byte leaves out, and those of 2^-13
-LARGEST_SCALE = 7.75  # that a byte can hold
 
 
 def byte_below(scale: Tensor) -> Tensor:
@@ -174,6 +173,9 @@ def scale_of_byte(byte: Tensor) -> Tensor:
     of the fraction.
     """
     return ((byte.to(torch.int16).clamp_max(255) << _SCALE_SHIFT) + _LEAST_SCALE).view(torch.float16).float()
+
+
+LARGEST_SCALE = float(scale_of_byte(torch.tensor(255)))  # that a byte can hold
 
 
 def zero_in_steps(zero: Tensor, bits: int) -> Tensor:

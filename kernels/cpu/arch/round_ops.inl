@@ -24,7 +24,6 @@ typedef float Lanes;
 constexpr int64_t kWide = 2 * kStep;            // groups whose grids are fitted side by side
 constexpr float kClips[] = {1.0f, 0.85f, 0.7f}; // these and the steps: as reference.py has them
 constexpr int kSteps = 6;
-constexpr float kLargestScale = 7.75f; // of one byte
 
 inline int64_t padded(int64_t n) { return (n + kWide - 1) / kWide * kWide; }
 
@@ -93,7 +92,7 @@ inline void hold_bytes(float &scale, float &zero, float offset, float mean, floa
     const int32_t below = ((int32_t)float_to_half(scale) - kLeastScale) >> kScaleShift;
     const int32_t kept = (below < 0 ? 0 : below > 255 ? 255 : below) + above;
     // What is not finite, or too large, becomes no number.
-    mean = scale <= kLargestScale ? mean - mean : bits_to_float(0x7fc00000u);
+    mean = scale <= half_to_float(half_of_byte(255)) ? mean - mean : bits_to_float(0x7fc00000u);
     scale = half_to_float(half_of_byte((uint8_t)(kept > 255 ? 255 : kept))) + mean;
     const float place = top * 0.5f - middle / scale, step = place * steps;
     zero = (float)(int32_t)((step > 0 ? step < 255 ? step : 255 : 0) + 0.5f) / steps;
