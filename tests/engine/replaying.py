@@ -23,6 +23,7 @@ HALF, MORE = a_preset("half", 0.5), a_preset("more", 0.8)
 WARM = 6
 
 
+# So little memory that some rows fit, and not all.
 SMALL = dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=WIDTH.fixed + 5 * WIDTH.expert_bytes)
 
 

@@ -19,7 +19,6 @@ from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.bench.cards.width import Width
 from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.bench.synthetic import MODELS
-from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.mix import Mix
@@ -43,12 +42,6 @@ from .replaying import HALF, MIXTRAL, MORE, SMALL, WARM, WIDTH, recorded
 @pytest.fixture(scope="module")
 def trace(tiny_pack: Path) -> Trace:
     return recorded(tiny_pack)
-
-
-@pytest.fixture
-def small() -> Card:
-    """So little memory that some rows fit, and not all."""
-    return SMALL
 
 
 def twofold(trace: Trace) -> Trace:
@@ -96,17 +89,17 @@ def test_a_trace_is_what_the_layers_were_given(trace: Trace) -> None:
     assert np.corrcoef(right.reshape(-1), trace.ahead[:, 1].reshape(-1).astype(np.float32))[0, 1] > 0.2
 
 
-def test_with_room_for_all_nothing_is_moved_once_it_is_there(small: Card, trace: Trace) -> None:
+def test_with_room_for_all_nothing_is_moved_once_it_is_there(trace: Trace) -> None:
     every = 2 * 4 * WIDTH.neurons
     twice = twofold(trace)
-    all_there = play(small, WIDTH, twice, a_preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
+    all_there = play(SMALL, WIDTH, twice, a_preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
     assert all_there.moved == 0 and all_there.waited == 0 and all_there.hidden is None
     assert all(layer.ready == layer.active > 0 for layer in all_there.counts)
 
 
-def test_fewer_bytes_cross_the_link_the_more_is_skipped_kept_and_shared(small: Card, trace: Trace) -> None:
+def test_fewer_bytes_cross_the_link_the_more_is_skipped_kept_and_shared(trace: Trace) -> None:
     def moved(preset: Preset, parts: Parts, pool: int, *, ahead: bool = False) -> float:
-        return play(small, WIDTH, trace, preset, parts, ahead=ahead, warm=WARM, pool=pool).moved
+        return play(SMALL, WIDTH, trace, preset, parts, ahead=ahead, warm=WARM, pool=pool).moved
 
     alone, shared = Parts(cpu=False), Parts()
     assert 0 < moved(MORE, alone, 200) < moved(HALF, alone, 200)
@@ -116,30 +109,30 @@ def test_fewer_bytes_cross_the_link_the_more_is_skipped_kept_and_shared(small: C
     assert moved(HALF, alone, 2000, ahead=True) >= moved(HALF, alone, 2000)
 
 
-def test_every_active_neuron_is_counted_once(small: Card, trace: Trace) -> None:
-    played = play(small, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
+def test_every_active_neuron_is_counted_once(trace: Trace) -> None:
+    played = play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
     for layer in played.counts:
         assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active
         assert 0.3 < layer.active / (14 * 2 * WIDTH.neurons) < 0.7
     assert played.seconds > 0 and played.hidden is not None and 0 <= played.hidden <= 1
 
 
-def test_a_slower_link_makes_it_slower(small: Card, trace: Trace) -> None:
-    slow = dataclasses.replace(small, link_bytes_s=small.link_bytes_s / 10)
+def test_a_slower_link_makes_it_slower(trace: Trace) -> None:
+    slow = dataclasses.replace(SMALL, link_bytes_s=SMALL.link_bytes_s / 10)
     for one in (HALF, MORE):
-        fast = play(small, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
+        fast = play(SMALL, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
         assert play(slow, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300).seconds > fast.seconds
-    assert baselines.naive(slow, MIXTRAL, trace, WARM).seconds > baselines.naive(small, MIXTRAL, trace, WARM).seconds
+    assert baselines.naive(slow, MIXTRAL, trace, WARM).seconds > baselines.naive(SMALL, MIXTRAL, trace, WARM).seconds
 
 
 @pytest.mark.parametrize(("lane", "factor"), [("link_bytes_s", 4.0), ("cpu_bytes_s", 10.0), ("cpu_bytes_s", 0.02)])
 def test_a_lane_that_was_misjudged_is_found_out(
-    small: Card, trace: Trace, monkeypatch: pytest.MonkeyPatch, lane: str, factor: float
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, lane: str, factor: float
 ) -> None:
     """Placement goes by wrong rates at first; what is observed corrects them, also of a lane that got nothing to do.
     RAM feeds both lanes here, whatever they read.
     """
-    slow = dataclasses.replace(small, link_bytes_s=2e8, pack_bytes_s=1e15, cpu_bytes_s=3e8)
+    slow = dataclasses.replace(SMALL, link_bytes_s=2e8, pack_bytes_s=1e15, cpu_bytes_s=3e8)
     long = twofold(twofold(twofold(trace)))
     original, devices = ReplayDevice.__init__, list[ReplayDevice]()
 
@@ -174,23 +167,21 @@ def test_a_lane_that_was_misjudged_is_found_out(
     assert played() > 1.15 * right  # so it is the correction that does it
 
 
-def test_the_hosts_time_is_counted_where_asked_for(small: Card, trace: Trace) -> None:
+def test_the_hosts_time_is_counted_where_asked_for(trace: Trace) -> None:
     def played(host: bool) -> Played:
-        return play(small, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300, host=host)
+        return play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300, host=host)
 
     free, again, counted = played(False), played(False), played(True)
     assert free.host == 0 and free.seconds == again.seconds  # by the profile alone: the same on any machine
     assert 0 < counted.host <= counted.seconds  # the host does one thing after the other
 
 
-def test_it_is_the_same_with_the_definition_of_the_link(
-    small: Card, trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_same_with_the_definition_of_the_link(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_given: object, **_named: object) -> None:
         raise NativeUnavailableError("left out here")
 
     def played() -> Played:
-        return play(small, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
+        return play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
 
     compiled = played()
     monkeypatch.delenv("FLOE_CPU_ISA", raising=False)  # where it is set, nothing stands in for the library
@@ -228,8 +219,8 @@ def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
         assert (drawn.skewed(skew, seed=1).index == long.skewed(skew, seed=1).index).all()
 
 
-def test_layers_of_each_kind_take_their_own_lanes(small: Card, trace: Trace) -> None:
-    quick = dataclasses.replace(small, launch_s=0.0)  # these layers are so small that launches would be all of it
+def test_layers_of_each_kind_take_their_own_lanes(trace: Trace) -> None:
+    quick = dataclasses.replace(SMALL, launch_s=0.0)  # these layers are so small that launches would be all of it
 
     def played(mix: Mix, pool: int | None = None) -> Played:
         return play(quick, WIDTH, trace, HALF, Parts(mix=mix), warm=WARM, pool=pool)
@@ -259,12 +250,12 @@ def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix)
     assert token.seconds == pytest.approx(played.seconds, rel=0.05)
 
 
-def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times(small: Card, trace: Trace) -> None:
+def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times(trace: Trace) -> None:
     def held(vram: int) -> float:
-        return layers_held(dataclasses.replace(small, vram_bytes=vram), WIDTH, trace)
+        return layers_held(dataclasses.replace(SMALL, vram_bytes=vram), WIDTH, trace)
 
     def on(layers: float) -> float:
-        one = dataclasses.replace(small, launch_s=0.0, vram_bytes=round(none + layers * each))
+        one = dataclasses.replace(SMALL, launch_s=0.0, vram_bytes=round(none + layers * each))
         return static(one, WIDTH, trace, WARM, host=False).seconds
 
     assert held(0) == 0 and held(1 << 40) == 2

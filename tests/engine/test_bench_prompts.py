@@ -23,12 +23,6 @@ def trace(tiny_pack: Path) -> Trace:
     return recorded(tiny_pack)
 
 
-@pytest.fixture
-def small() -> Card:
-    """So little memory that some rows fit, and not all."""
-    return SMALL
-
-
 LENGTHS = (8, 64)
 
 
@@ -40,10 +34,10 @@ def prompts_on(card: Card, trace: Trace, mix: Mix, *, host: bool = False) -> lis
     return prompts.played(card, WIDTH, trace, mix, WARM, host=host, lengths=LENGTHS)
 
 
-def test_a_prompts_experts_cross_the_link_once_or_not_at_all(small: Card, trace: Trace) -> None:
+def test_a_prompts_experts_cross_the_link_once_or_not_at_all(trace: Trace) -> None:
     one = WIDTH.layer(trace.thresholds[0])
     rows, ups = one.rows.data.nbytes, 4 * one.signal.bytes_per_expert()
-    slow = dataclasses.replace(small, cpu_flops=1e6)  # so that none is computed by the CPU
+    slow = dataclasses.replace(SMALL, cpu_flops=1e6)  # so that none is computed by the CPU
     for played in prompts_on(slow, trace, Mix(gpu=2)):
         assert played.moved == 0 and played.hidden is None and played.seconds > 0
     long = prompts_on(slow, trace, Mix(cpu=2))[1]
@@ -55,21 +49,21 @@ def test_a_prompts_experts_cross_the_link_once_or_not_at_all(small: Card, trace:
     assert layerwise.moved == used * (rows + ups) // 4 and layerwise.hidden == pytest.approx(0, abs=1e-9)
 
 
-def test_prompts_take_longer_the_longer_they_are_and_less_with_more_memory(small: Card, trace: Trace) -> None:
+def test_prompts_take_longer_the_longer_they_are_and_less_with_more_memory(trace: Trace) -> None:
     for mix in (Mix(gpu=2), Mix(pool=2), Mix(cpu=2), Mix(gpu=1, cpu=1)):
-        short, long = prompts_on(small, trace, mix)
+        short, long = prompts_on(SMALL, trace, mix)
         assert short.seconds < long.seconds
-    prompt = dataclasses.replace(small, launch_s=0.0, cpu_flops=1e6)
+    prompt = dataclasses.replace(SMALL, launch_s=0.0, cpu_flops=1e6)
     ways = [prompts_on(prompt, trace, Mix(gpu=2 - layers, cpu=layers))[1].seconds for layers in range(3)]
     assert ways == sorted(ways)
-    counted = prompts_on(small, trace, Mix(pool=2), host=True)[1]
+    counted = prompts_on(SMALL, trace, Mix(pool=2), host=True)[1]
     assert 0 < counted.host <= counted.seconds
 
 
 @pytest.mark.parametrize("baseline", [prompts.layerwise, prompts.fiddler])
-def test_others_prompts_obey_the_card(small: Card, trace: Trace, baseline: Any) -> None:
+def test_others_prompts_obey_the_card(trace: Trace, baseline: Any) -> None:
     def seconds(**changed: float) -> list[float]:
-        one = dataclasses.replace(small, **changed)
+        one = dataclasses.replace(SMALL, **changed)
         return [played.seconds for played in baseline(one, WIDTH, trace, LENGTHS)]
 
     plain = seconds()
