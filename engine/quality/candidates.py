@@ -27,6 +27,7 @@ from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
 from ...models.pack.quantize import Codes
 from ...models.packing import calibration
+from ...models.packing.allotment import LayerTables
 from ...models.packing.rounding import Felt, felt, round_down, round_for
 from ..experts import substitution
 from .half_resident import RESIDENT_SHARE
@@ -194,11 +195,17 @@ class _Experts(nn.Module):
         self._probabilities = torch.empty(0)
         inputs = cache(lambda: felt(hidden[:lead]))
         worths = calibration.worths(top_k_weights[:lead])
+        shares = self._shares(hidden[:lead], top_k_index[:lead], top_k_weights[:lead])
         for number in range(self._checkpoint.experts):
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
             seen = (hidden[token], worths[token, slot, None]) if token.numel() else (hidden[:lead], torch.ones(lead, 1))
             expert = _Expert(
-                *self._checkpoint.expert(self._layer, number), *seen, inputs, self._signal, short=self._short
+                *self._checkpoint.expert(self._layer, number),
+                *seen,
+                inputs,
+                self._signal,
+                {name: layer[number] for name, layer in shares.items()},
+                short=self._short,
             )
             y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
@@ -213,6 +220,21 @@ class _Experts(nn.Module):
                         work = part * len(token[counted]), int(active[counted].sum()), int(kept[counted].sum())
                         taken[place].add(*work)
         return out
+
+    def _shares(self, hidden: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """What each expert leaves out (E, Q), 0..1, where the layer leaves out 0 to 100 %: of v, and of h."""
+        tables, worths = LayerTables(self._checkpoint.experts), calibration.worths(weights)
+        for number in range(self._checkpoint.experts):
+            token, slot = (index == number).nonzero(as_tuple=True)
+            if not token.numel():
+                continue
+            gate, up, down = (part.float() for part in self._checkpoint.expert(self._layer, number))
+            g, u = F.silu(F.linear(hidden[token], gate)), F.linear(hidden[token], up)
+            worth, h = worths[token, slot, None], g * u
+            tables.measure(
+                number, (g if self._signal == "gate" else u) * worth, h * worth, h * weights[token, slot, None], down.T
+            )
+        return dict(zip(("v", "h"), tables.shares().values(), strict=True))
 
 
 class _Route:
@@ -256,10 +278,15 @@ class _Expert:
         worth: Tensor,
         inputs: Callable[[], Felt],
         signal: Projection,
+        shares: dict[str, Tensor],
         *,
         short: bool,
     ) -> None:
-        """seen (T, H) are its calibration tokens, worth (T, 1) as `calibration.worths` gives it."""
+        """seen (T, H) are its calibration tokens, worth (T, 1) as `calibration.worths` gives it.
+
+        shares: (Q,) what it leaves out of v and of h where its layer leaves out 0 to 100 %.
+        """
+        self._shares = shares
         gate, up, self._down, self._inputs = gate.float(), up.float(), down.float(), inputs
         self._seen, self._worth, self._short = seen, worth, short
         self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
@@ -314,6 +341,8 @@ class _Expert:
         """The threshold under which a share of the values is, of those times the router's weight if it is weighed."""
         worth = self._worth if s.rule.weighed else 1.0
         table = self._once((*values, s.rule.weighed), lambda: calibration.quantile_table(make() * worth))
+        if s.rule.weighed:
+            share = float(calibration.threshold_at(self._shares[str(values[0])][None], share))
         return calibration.threshold_at(table[None], share)[0]
 
     def _rounded(self, matrix: Tensor, bits: int) -> Tensor:

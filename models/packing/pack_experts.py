@@ -23,6 +23,7 @@ from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signa
 from ..pack.quantize import Codes, store_matrix, store_vectors
 from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
+from .allotment import LayerTables
 from .journal import Journal, lost
 from .rounding import felt, round_down, round_for
 from .signal_choice import AUTO, choose, exempt, left_out, unpackable
@@ -101,14 +102,16 @@ class PackingExperts(nn.Module):
         self._given(hidden, top_k_index)
         self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
         out = torch.zeros_like(hidden)
-        lost, tokens = torch.zeros(2, self._manifest.architecture.experts, dtype=torch.float64)
+        experts = self._manifest.architecture.experts
+        lost, tokens = torch.zeros(2, experts, dtype=torch.float64)
+        tables = LayerTables(experts)
         weighed = self._manifest.calibration.weighed  # unless a pack of before is repaired
         worths = calibration.worths(top_k_weights) if weighed else torch.ones_like(top_k_weights)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
         with self._file, self._measures:
-            for expert in range(self._manifest.architecture.experts):
+            for expert in range(experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
                 # An expert that the text never reaches is measured on all tokens: a rough table is better than none.
                 x = hidden[token] if token.numel() else hidden
@@ -117,23 +120,26 @@ class PackingExperts(nn.Module):
                     v, h, down = self._compute(expert, x)
                 else:
                     self._measures["popularity"][expert] = token.numel() / max(1, top_k_index.numel())
-                    v, h, down = self._pack(expert, x, worth)
+                    v, h, down = self._pack(expert, x)
                     self._file.flush()
                     self._measures.flush()
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
+                weights = top_k_weights[token, slot, None].to(h.dtype)
+                tables.measure(expert, v * worth, h * worth, h * weights if token.numel() else None, down)
                 if token.numel():
-                    weights = top_k_weights[token, slot, None].to(h.dtype)
                     lost[expert], tokens[expert] = left_out(v, h, down, weights, worth), token.numel()
                     y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
                     out.index_add_(0, token, y * weights)
-            for expert in exempt(lost, tokens):
-                for table in ("threshold", "product"):
-                    self._file[table][expert] = NEVER if weighed else 0
+            if layer_file(self._layer) not in self._journal.files:
+                never = exempt(lost, tokens)
+                for name, table in tables.allotted(exempt=never).items() if weighed else tables.own.items():
+                    self._file[name].copy_(table)
+                    self._file[name][never] = NEVER if weighed else 0
         return out
 
-    def _pack(self, expert: int, x: Tensor, worth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write one expert, neurons by falling importance; see `_compute`. worth (T, 1): of each token's neurons."""
+    def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write one expert, neurons by falling importance; see `_compute`."""
         file, signals, rows = self._file, self._signals, self._rows
         source = self._source.whole_expert(self._layer, expert)
         g, u = calibration.both_sides(x, source, rows.activation)
@@ -157,10 +163,7 @@ class PackingExperts(nn.Module):
             parts |= {f"{self._signal}.bias": biases[own][order], DOWN_BIAS: biases.down}
         for part, tensor in parts.items():
             file[part][expert] = tensor
-        v, h, down = self._compute(expert, x)
-        file["threshold"][expert] = calibration.quantile_table(v * worth)
-        file["product"][expert] = calibration.quantile_table(h * worth)
-        return v, h, down
+        return self._compute(expert, x)
 
     def _along(self, matrix: Tensor, bits: int, group: int) -> Codes:
         return round_for(self._inputs(), matrix, bits, group, short=self._signals.vector.short)
