@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
 from .batches import TOKENS_PER_BATCH, batches
+from .own_texts import OwnTexts
 from .progress import TrainingProgress
 from .shapes import BALANCE_WEIGHT, trained, untrained
 from .vocabulary import BOS, EOS, build_tokenizer, mark_id
@@ -42,19 +44,26 @@ class Training:
 
     Attributes:
         origin: the checkpoint whose weights and vocabulary it goes on from, where texts have changed a little.
+        texts: to train on instead of the demo's dialogues.
     """
 
     shape: str
     steps: int
     seed: int
     origin: Path | None = None
+    texts: OwnTexts | None = None
 
     def begun(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         """The model before its first step, and its tokenizer."""
         if self.origin is not None:
             return trained(self.origin)
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(self.texts.read(held_out=False) if self.texts else None)
         return untrained(self.shape, tokenizer), tokenizer
+
+    def batches(self, tokenizer: PreTrainedTokenizerFast, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One worker's own, endless."""
+        seed = self.seed * WORKERS + rank
+        return self.texts.batches(tokenizer, seed) if self.texts else batches(tokenizer, seed)
 
     def rate(self, step: int) -> float:
         """The optimizer's, of one step."""
@@ -93,8 +102,8 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     keep_freed_memory()
-    steps, seed = training.steps, training.seed
-    torch.manual_seed(seed)
+    steps = training.steps
+    torch.manual_seed(training.seed)
     model, tokenizer = training.begun()
     # The library's fastest expert loop here in float32; bfloat16 is slower on CPUs without its instructions.
     model.set_experts_implementation("grouped_mm")
@@ -114,7 +123,7 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
         log.info("continuing after step %d", first)
     meeting.wait()  # both have read it before one overwrites it
     started, totals = time.monotonic(), torch.zeros(2)
-    for step, (ids, wanted) in zip(range(steps), batches(tokenizer, seed * WORKERS + rank), strict=False):
+    for step, (ids, wanted) in zip(range(steps), training.batches(tokenizer, rank), strict=False):
         if step < first:
             continue
         whole.zero_()

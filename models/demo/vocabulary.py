@@ -1,5 +1,7 @@
 """The demo model's tokenizer: byte-level BPE with Mixtral's chat form."""
 
+from collections.abc import Iterable
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,8 +35,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the vocabulary on the authored texts; the result depends on nothing but these."""
+def build_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """Trains the vocabulary on `texts`, or the authored ones; the result depends on nothing but these."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -53,7 +55,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(tokenizer_texts(), trainer)
+    tokenizer.train_from_iterator(tokenizer_texts() if texts is None else texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
