@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,8 @@ from .. import progress
 from ..progress import rounded
 from ..text import units
 from ..text.plain_text import printable
-from .comparison import TOKENS, Command, comparing, source_of, text_ids, text_name
+from .comparison import TOKENS, comparing, source_of, text_ids, text_name
+from .dials import DIALS, rule_of, with_dials
 
 if TYPE_CHECKING:
     from ...engine.quality.divergence import Divergence
@@ -41,43 +40,9 @@ _LEGEND = (
 )
 
 
-class Share(click.ParamType[float]):
-    """A share from 0 to 1, or in percent."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See click."""
-        text = str(value).strip()
-        try:
-            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            found = math.nan
-        if not 0 <= found <= 1:
-            self.fail(f"{text!r} is not a share; give one from 0 to 1, such as 0.6 or 60%.", param, ctx)
-        return found
-
-
-_BY_HAND = {
-    "sparsity": "Skip this share of the neurons, those with the weakest signal.",
-    "product": "Skip the down half of this share of the neurons.",
-    "drop": "Skip experts whose router score is below this share of the mean.",
-    "major": "Compute only half of experts whose score is below this share of the mean.",
-    "alpha": "Replace experts outside GPU memory by those inside whose score is this close: measured as if those used "
-    "last, half of each layer, were inside.",
-}
-"""What the dial of the chat (F4) sets."""
-
-
-def _by_hand(command: Command) -> Command:
-    for name, meaning in reversed(_BY_HAND.items()):
-        command = click.option(f"--{name}", type=Share(), metavar="SHARE", help=f"{meaning}  [default: none]")(command)
-    return command
-
-
 @click.command(name="eval", short_help="Measure the quality loss of a pack at each preset, or as set by hand.")
 @comparing()
-@_by_hand
+@with_dials()
 @click.option(
     "--preset",
     "-p",
@@ -131,8 +96,7 @@ def evaluate(
     try:
         told = Told(progress.step, progress.note)
         bits = None if kv_bits is None else int(kv_bits)
-        given = {name: share for name, share in by_hand.items() if share is not None}
-        rule, read = replace(Rule(), **given) if given else None, tokens or TOKENS
+        rule, read = rule_of(by_hand), tokens or TOKENS
         found = run(pack, origin, ids, presets, read, device, told, rule=rule, lenient=lenient, kv_bits=bits)
     finally:
         progress.clear()
@@ -169,7 +133,7 @@ def table(found: Evaluation, text: str) -> str:
 
 def _meaning(rule: Rule) -> str:
     """What a quality set by hand is."""
-    given = ", ".join(f"{name} {units.share(share)}" for name in _BY_HAND if (share := getattr(rule, name)))
+    given = ", ".join(f"{name} {units.share(share)}" for name in DIALS if (share := getattr(rule, name)))
     return f"{CUSTOM}: {given or 'nothing is skipped'}"
 
 

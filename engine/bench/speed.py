@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...kernels.rule import Rule
 from ..machine.conditions import backend, computing, facts
 from ..machine.load import Others, own_seconds
 from ..machine.random_weights import last_level_cache
@@ -58,7 +59,7 @@ class SpeedRun:
     Attributes:
         bench: "decode" or "prefill". presets: names; none takes all that the model can run, `quick` the default alone.
         tokens: the prompt's. threads: None takes as many as the engine would. published_layers: of the model that a
-            synthetic one stands for, None for a pack, which is whole.
+            synthetic one stands for, None for a pack, which is whole. rule: set by hand, see `choose_presets`.
     """
 
     bench: str
@@ -68,6 +69,7 @@ class SpeedRun:
     runs: int
     quick: bool
     published_layers: int | None = None
+    rule: Rule | None = None
 
 
 def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: MeasureReport) -> ResultTable:
@@ -76,7 +78,9 @@ def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Measure
     Raises:
         UsageError: a preset that the model cannot run, more threads than cores, or a prompt too long for the window.
     """
-    presets = choose_presets(plan.presets or ((DEFAULT,) if plan.quick else ()), subject.manifest)
+    presets = choose_presets(
+        plan.presets or ((DEFAULT,) if plan.quick and plan.rule is None else ()), subject.manifest, plan.rule
+    )
     a, title = subject.manifest.architecture, f"{plan.bench} of {subject.name}"
     chosen = backend(subject.device)
     with computing(plan.threads, a.hidden, a.intermediate) as threads:

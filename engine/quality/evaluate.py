@@ -85,12 +85,17 @@ class Evaluation:
     kv_bits: int | None = None
 
 
-def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
+def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None = None) -> list[Preset]:
     """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY.
 
+    Args:
+        rule: to measure after those named, or alone if none is: a quality set by hand.
+
     Raises:
-        UsageError: a name that is no preset, or one that this pack cannot run.
+        UsageError: a name that is no preset, or one that this pack cannot run, or such a rule.
     """
+    if rule is not None:
+        return [*(choose_presets(names, manifest) if names else ()), quality_presets.custom(manifest, rule)]
     runnable = quality_presets.of(manifest)
     every = [*(p for p in runnable if p.exact), NO_SPARSITY, *(p for p in runnable if not p.exact)]
     wanted = {
@@ -119,7 +124,7 @@ def run(
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
         names: presets to measure, see `choose_presets`. tokens: to read, in whole windows, start tokens among them.
         device: for the pack, as `load` takes it; the source is computed on the CPU in float32.
-        rule: to measure besides, or alone if no presets are named: a quality set by hand.
+        rule: a quality set by hand, see `choose_presets`.
         lenient: whether presets leave out weak rows, see `quality_presets.lenient`.
         kv_bits: 16 or 8: store keys and values with so many bits, and with 8 compare the pack with itself at 16 too.
 
@@ -170,20 +175,18 @@ def run(
 
 
 def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bits: int | None) -> list[Preset]:
-    """Those named, and the one set by hand.
+    """See `choose_presets`.
 
     Raises:
-        UsageError: see `choose_presets` and `quality_presets.custom`; or two things that cannot be measured together.
+        UsageError: likewise; or two things that cannot be measured together.
     """
-    if rule is None:
-        return choose_presets(names, manifest)
-    if rule.alpha and kv_bits == 8:
+    if rule is not None and rule.alpha and kv_bits == 8:
         raise UsageError(
             "--alpha and --kv-bits 8 cannot be measured together",
             "Substitution is measured in transformers' own pass, whose keys and values have 16 bits.",
             "Measure one after the other.",
         )
-    return [*(choose_presets(names, manifest) if names else ()), quality_presets.custom(manifest, rule)]
+    return choose_presets(names, manifest, rule)
 
 
 def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:

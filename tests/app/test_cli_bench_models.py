@@ -13,6 +13,7 @@ from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
+from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.models.catalog import described
 
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
@@ -79,6 +80,14 @@ def test_a_pack_is_measured_at_the_preset_that_was_named(tiny_pack: Path) -> Non
     assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, "Fast"}
 
 
+def test_a_quality_set_by_hand_is_measured(tiny_pack: Path) -> None:
+    ran = run_cli(
+        "bench", "decode", str(tiny_pack), "--device", "cpu", "--drop", "40%", "--major", "0.8", *ONCE, "--json"
+    )
+    fields = json.loads(ran.out)
+    assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, CUSTOM}
+
+
 def test_an_ablation_is_measured(tiny_pack: Path) -> None:
     for model in ((str(tiny_pack),), ("--synthetic", "tiny")):
         ran = run_cli("bench", "ablation", *model, *ONCE)
@@ -119,6 +128,7 @@ def test_startup_asks_the_model_named(tiny_pack: Path, monkeypatch: pytest.Monke
         (["--dense", "4"], "--synthetic"),
         (["--preset", "nonesuch"], "no preset"),
         (["--preset", "exact"], "cannot run Exact"),
+        (["--sparsity", "140%"], "not a share"),
         (["--tokens", "100000"], "leaves no room"),
         (["--threads", "9999"], "9999 threads"),
         (["--peer", "/nonesuch/python"], "cannot be run"),

@@ -18,6 +18,7 @@ from floe_chat.engine.bench.speed import SpeedRun
 from floe_chat.engine.bench.subject import Subject, from_pack
 from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
 from floe_chat.engine.machine import read_floor
+from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.weights import LinearWeights
 from floe_chat.models.catalog import described
@@ -132,10 +133,12 @@ def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
 
 
 @pytest.mark.usefixtures("steady")
-def test_quick_is_the_default_preset_and_a_preset_can_be_named() -> None:
+def test_quick_is_the_default_preset_and_others_can_be_named_or_set_by_hand() -> None:
     for plan, names in (
         (SpeedRun("decode", (), 8, 1, 1, quick=True), {"Balanced"}),
         (SpeedRun("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
+        (SpeedRun("decode", ("fast",), 8, 1, 1, quick=True, rule=Rule(drop=0.4, major=0.8)), {"Fast", CUSTOM}),
+        (SpeedRun("decode", (), 8, 1, 1, quick=True, rule=Rule(0.9)), {CUSTOM}),
     ):
         rows = named(speed.run(make(), plan, [], silent), "3 layers").rows
         assert {row.name for row in rows} - {read_floor.READ} == names

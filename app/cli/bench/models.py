@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....models.errors import UsageError
+from ..dials import rule_of, with_dials
 from .options import MODEL, TIMING, Option, chosen_device, with_options
 from .table import finish, measuring
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ....engine.bench.subject import Subject
     from ....engine.bench.synthetic import Spec
 
+_SPARED = ("sparsity", "product", "drop", "major")  # dials that spare work
 _SPEED: tuple[Option, ...] = (
     *MODEL,
     click.option(
@@ -51,6 +53,7 @@ _SPEED: tuple[Option, ...] = (
 
 @click.command(short_help="Time how fast MODEL answers.")
 @with_options(*_SPEED)
+@with_dials(*_SPARED)
 @click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Length of the prompt, in tokens.")
 def decode(**options: Any) -> None:
     """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
@@ -65,6 +68,7 @@ def decode(**options: Any) -> None:
 
 @click.command(short_help="Time how fast MODEL reads a prompt.")
 @with_options(*_SPEED)
+@with_dials(*_SPARED)
 @click.option(
     "--tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt, in tokens."
 )
@@ -126,14 +130,15 @@ def _speed(
     peer: str | None,
     peer_files: Path | None,
     as_json: bool,
-    **widths: int | None,
+    **given: Any,
 ) -> None:
     from ....engine.bench.speed import SpeedRun
 
-    spec = _spec(synthetic, model, widths, layers=3)
+    rule = rule_of({name: given.pop(name) for name in _SPARED})
+    spec = _spec(synthetic, model, given, layers=3)
     place = chosen_device(device)
     published = spec.published_layers if spec else None
-    plan = SpeedRun(bench, presets, tokens, threads, runs or 5, quick, published)
+    plan = SpeedRun(bench, presets, tokens, threads, runs or 5, quick, published, rule)
     with measuring() as report:
         table = _measured(model, spec, place, plan, peer, peer_files, report)
     finish(table, as_json=as_json)
