@@ -13,13 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from .batches import ROW_LENGTHS, TOKENS_PER_BATCH, Encoder
 
 HELD_OUT = 20
-LEFT_OUT = {
-    "site-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "__pycache__",
-}  # of a Python's library: others' and repetitions
+# Of a Python's library: what others wrote, and what repeats itself.
+LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
