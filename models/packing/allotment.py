@@ -48,6 +48,12 @@ class LayerTables:
             if added is not None and seen is not None:
                 self._lost[name][expert] = lost_below(values, self.own[name][expert], added, seen)
 
+    def lost(self, sparsity: float, product: float) -> tuple[Tensor, Tensor]:
+        """The energy (E,) that each expert's output loses at these shares, and on how many tokens (E,)."""
+        places = (round(share * STEPS) for share in (sparsity, product))
+        each = sum(lost[:, place] for lost, place in zip(self._lost.values(), places, strict=True))
+        return each * self._tokens, self._tokens
+
     def shares(self, exempt: Sequence[int] = ()) -> dict[str, Tensor]:
         """What each expert leaves out (E, Q), 0..1, where the layer leaves out 0 to 100 %.
 
@@ -75,7 +81,8 @@ def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor
     Returns:
         (STEPS + 1,) float64, energy by token, where 0, 1 ... STEPS of STEPS equal shares of the neurons are left out.
     """
-    values, h = values[:_MOST], h[:_MOST]
+    some = spread(len(h))
+    values, h = values[some], h[some]
     limits = table[torch.linspace(0, len(table) - 1, STEPS + 1).round().long()]
     place = torch.bucketize(values.abs().to(table.dtype), limits, right=True)
     wrong, found = torch.zeros(len(h), felt.shape[1]), torch.zeros(STEPS + 1, dtype=torch.float64)
@@ -83,6 +90,11 @@ def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor
         wrong += h.masked_fill(place != step, 0) @ felt
         found[step] = wrong.square().sum() / max(1, len(h))
     return found
+
+
+def spread(tokens: int) -> slice:
+    """Those of an expert's tokens that are measured: of every part of the text."""
+    return slice(None, None, max(1, -(-tokens // _MOST)))
 
 
 def directions(down: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from . import calibration
 from .allotment import LayerTables
 from .journal import Journal, lost
 from .rounding import felt, round_down, round_for
-from .signal_choice import AUTO, choose, exempt, left_out, unpackable
+from .signal_choice import AUTO, PRODUCT, SHARE, choose, exempt, unpackable
 
 Given = Callable[[Tensor, Tensor], None]
 
@@ -103,7 +103,6 @@ class PackingExperts(nn.Module):
         self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
         out = torch.zeros_like(hidden)
         experts = self._manifest.architecture.experts
-        lost, tokens = torch.zeros(2, experts, dtype=torch.float64)
         tables = LayerTables(experts)
         weighed = self._manifest.calibration.weighed  # unless a pack of before is repaired
         worths = calibration.worths(top_k_weights) if weighed else torch.ones_like(top_k_weights)
@@ -128,11 +127,10 @@ class PackingExperts(nn.Module):
                 weights = top_k_weights[token, slot, None].to(h.dtype)
                 tables.measure(expert, v * worth, h * worth, h * weights if token.numel() else None, down)
                 if token.numel():
-                    lost[expert], tokens[expert] = left_out(v, h, down, weights, worth), token.numel()
                     y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
                     out.index_add_(0, token, y * weights)
             if layer_file(self._layer) not in self._journal.files:
-                never = exempt(lost, tokens)
+                never = exempt(*tables.lost(SHARE, PRODUCT))
                 for name, table in tables.allotted(exempt=never).items() if weighed else tables.own.items():
                     self._file[name].copy_(table)
                     self._file[name][never] = NEVER if weighed else 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import Projection
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from .allotment import LEAST, directions, spread
 from .calibration import both_sides, worths
 
 AUTO: Literal["auto"] = "auto"  # each layer as measured
@@ -22,8 +22,6 @@ SHARE, PRODUCT = 0.6, 0.8  # skipped by the signal and by the product: about wha
 OUT_OF_PROPORTION = 10.0  # times what an expert of the layer usually loses by token
 LARGE_PART = 0.2  # of what all experts of the layer lose
 _SAMPLE = 4  # experts: the first, which are read next anyway
-_LEAST = 16  # tokens of an expert that say something
-_MOST = 1024
 
 
 def unpackable(layer: int, expert: int, cause: str) -> CheckpointError:
@@ -41,33 +39,22 @@ def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weigh
     lost, each = {"up": 0.0, "gate": 0.0}, worths(weights.float())
     for expert in range(min(_SAMPLE, source.experts)):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
-        if len(token) < _LEAST:
+        if len(token) < LEAST:
             continue
-        token, slot = token[:_MOST], slot[:_MOST]
+        some = spread(len(token))
+        token, slot = token[some], slot[some]
         found = source.whole_expert(layer, expert)
         if not all(bool(part.isfinite().all()) for part in found[:3]):
             raise unpackable(layer, expert, "Its weights hold values that are not finite.")
         x, weight, worth = hidden[token], weights[token, slot, None].float(), each[token, slot, None]
         signals = dict(zip(("gate", "up"), both_sides(x, found, source.family.experts_by), strict=True))
         h = signals["up"] * signals["gate"]
-        quiet = _weakest(h * worth, PRODUCT)
+        quiet, down = _weakest(h * worth, PRODUCT), directions(found.down.T)
         for name, v in signals.items():
             skipped = _weakest(v * worth, SHARE) | quiet
-            left = F.linear(h.masked_fill(~skipped, 0), found.down.to(h.dtype)) * weight
+            left = (h * weight).masked_fill(~skipped, 0) @ down
             lost[name] += float(left.square().sum())
     return "gate" if lost["gate"] < lost["up"] else "up"
-
-
-def left_out(v: Tensor, h: Tensor, down: Tensor, weights: Tensor, worth: Tensor) -> float:
-    """The energy of an expert's output on T tokens that those shares of its neurons would leave out.
-
-    Args:
-        v, h: (T, F) the signal and the hidden values. down: (F, H). weights: (T, 1) the router's. worth: (T, 1) as
-            `calibration.worths` gives it.
-    """
-    v, h, weights, worth = v[:_MOST], h[:_MOST], weights[:_MOST], worth[:_MOST]
-    skipped = _weakest(v * worth, SHARE) | _weakest(h * worth, PRODUCT)
-    return float(((h.masked_fill(~skipped, 0) @ down) * weights).square().sum())
 
 
 def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
@@ -75,9 +62,9 @@ def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
     arXiv 2507.23279), both by token and of all that the layer loses.
 
     Args:
-        lost: (E,) as `left_out` gives it. tokens: (E,) on how many.
+        lost: (E,) energy that their outputs lose at those shares. tokens: (E,) on how many.
     """
-    used = tokens >= _LEAST
+    used = tokens >= LEAST
     if int(used.sum()) < 2 or not float(lost[used].sum()):
         return []
     each = lost / tokens.clamp(min=1)

@@ -20,7 +20,7 @@ from .margins import clear_prompt, prompt_of
 SHARES = (0.0, 0.3, 0.9)
 """Of the memory between the least that works and all of the pack."""
 PROMPTS = [prompt_of(seed, 9)[1:] for seed in range(3, 63)]
-"""Short, since so many neurons come close to thresholds; and with no token in common, which may bring one to its own."""
+"""Short, since so many neurons come close to thresholds; with no token in common, which may bring one to its own."""
 
 
 @pytest.fixture(scope="module")
