@@ -75,8 +75,8 @@ def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor
     """What an expert's output loses on T tokens where its weakest neurons are left out.
 
     Args:
-        values: (T, F) what thresholds are compared with. table: (Q,) the quantiles of their
-            magnitudes. h: (T, F) the hidden values, times the router's weight. felt: (F, m) as `directions` gives it.
+        values: (T, F) what thresholds are compared with. table: (Q,) the quantiles of their magnitudes. h: (T, F) the
+            hidden values, times the router's weight. felt: (F, m) as `directions` gives it.
 
     Returns:
         (STEPS + 1,) float64, energy by token, where 0, 1 ... STEPS of STEPS equal shares of the neurons are left out.
