@@ -16,8 +16,10 @@ from .layouts import check_roles
 from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
-from .types import X_BITS, Active, Calls, Limits
+from .types import X_BITS, Active, Calls, Flow, Limits
 from .weights import ExpertRows, LinearWeights, SignalWeights
+
+MOST_GROUP = 256  # numbers that share a grid (kMostGroup)
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
@@ -186,24 +188,32 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor, device: torch.dev
     apart("pool", pool, "records", records)
 
 
-def round_rows(
-    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None, *, short: bool
+def round_matrix(
+    matrix: Tensor,
+    flow: Flow,
+    bits: int,
+    group: int,
+    weight: Tensor | None,
+    values: torch.dtype | None,
+    *,
+    short: bool,
 ) -> None:
-    """See `kernels.round_rows`."""
-    if left.ndim != 2 or not left.numel():
-        raise ValueError(f"left must be float32 of shape (K, R), not {described(left)}")
-    require("left", left, (torch.float32,), tuple(left.shape), left.device)
-    require("factor", factor, (torch.float32,), (len(left), len(left)), left.device, whole=False)
+    """See `kernels.round_matrix`."""
+    if matrix.ndim != 2 or not matrix.numel():
+        raise ValueError(f"matrix must be floating point of shape (N, n), not {described(matrix)}")
+    require("matrix", matrix, FLOATS[:3], tuple(matrix.shape), matrix.device)
+    places = matrix.shape[0 if weight is None else 1]
+    require("lower", flow.lower, (torch.float32,), (places, places), matrix.device)
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1 to 8, not {bits}")
     if short and bits > SHORTEST:
         raise ValueError(f"codes of {bits} bits have no scales of one byte")
-    if (weight is None) == (group is None):
-        raise ValueError("grids are of columns, which need weights, or of groups: one of both")
     if weight is not None:
-        require("weight", weight, (torch.float32,), (len(left),), left.device)
-    if group is not None and (group < 1 or left.shape[1] % group):
-        raise ValueError(f"a group of {group} does not divide {left.shape[1]} columns")
+        require("weight", weight, (torch.float32,), (places,), matrix.device)
+    if not 1 <= group <= MOST_GROUP or matrix.shape[1] % group:
+        raise ValueError(f"a group of {group} does not divide {matrix.shape[1]} columns")
+    if values not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"values must be float32 or bfloat16, not {values}")
 
 
 def calls_in_range(tokens: int, calls: Calls, experts: int) -> None:

@@ -13,7 +13,7 @@ from . import listed, reference, step
 from .cpu import native, native_rounding
 from .rule import Rule
 from .step import Heads, KeptTokens
-from .types import Active, Calls, Limits, Work
+from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
 TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
@@ -29,7 +29,8 @@ class Backend:
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one`, `round_rows` and of the operations of `listed.py` are always checked there.
+            of `attend_one`, `round_matrix` and of the operations of `listed.py` are always checked there.
+        matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
 
     name: str
@@ -47,10 +48,11 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
-    round_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    round_matrix: Callable[..., Rounded]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
+    matrix_type: torch.dtype = torch.float32
 
 
 @cache
@@ -100,7 +102,7 @@ def _cuda(index: int) -> Backend:
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,
-        round_rows=reference.round_rows,
+        round_matrix=reference.round_matrix,
         list_active=triton.list_active,
         add_listed=triton.add_listed,
     )
@@ -127,7 +129,8 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=step.attend_one,
-        round_rows=native_rounding.round_rows,
+        round_matrix=native_rounding.round_matrix,
+        matrix_type=torch.bfloat16 if native_rounding.by_bfloat16() else torch.float32,
         list_active=partial(listed.list_active, native.signal_gemv),
         add_listed=partial(listed.add_listed, native.sparse_swiglu),
     )
@@ -148,7 +151,7 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=step.attend_one,
-        round_rows=reference.round_rows,
+        round_matrix=reference.round_matrix,
         list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),
     )

@@ -12,6 +12,7 @@ weights). The fewer bits, the faster the CPU's kernels; implementations may keep
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import arguments, checks
@@ -19,7 +20,7 @@ from .backend import Backend, choose
 from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
-from .types import X_BITS, Active, Calls, Limits, Work
+from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
 __all__ = [
@@ -27,9 +28,11 @@ __all__ = [
     "Active",
     "Backend",
     "Calls",
+    "Flow",
     "Limits",
     "Listing",
     "Portion",
+    "Rounded",
     "Rule",
     "Total",
     "Work",
@@ -37,12 +40,13 @@ __all__ = [
     "attend_one",
     "choose",
     "expert_swiglu",
+    "fast_type",
     "gather_rows",
     "linear",
     "list_active",
     "moe_step",
     "pool_scatter",
-    "round_rows",
+    "round_matrix",
     "select",
     "signal_gemv",
     "sparse_swiglu",
@@ -300,32 +304,38 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     backend.pool_scatter(pool, slots, records)
 
 
-def round_rows(
-    left: Tensor,
-    factor: Tensor,
+def round_matrix(
+    matrix: Tensor,
+    flow: Flow,
     bits: int,
+    group: int,
     *,
     weight: Tensor | None = None,
-    group: int | None = None,
+    values: torch.dtype | None = None,
     short: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows (K, R), one row after the other; what one leaves over goes to those after it (GPTQ,
-    arXiv 2210.17323).
+) -> Rounded:
+    """Codes of a matrix, one number of a line after the other; what one leaves over goes to those after it (LDLQ of
+    QuIP, arXiv 2307.13304, section 3; GPTQ, arXiv 2210.17323, gives the same).
 
-    Grids are fitted before, by least squares. `left` becomes the errors, each divided by the factor's diagonal: times
-    the factor's further columns they are what rows after these are to be lessened by.
+    Lines are rows where `weight` is given, else columns. Grids are fitted by least squares when their turn comes: of
+    each group in a row, to what the numbers before it pass on to it.
 
     Args:
-        left: float32. factor: (K, K) upper triangular. bits: 1 to 8. weight: (K,), adding up to 1, of each row's
-            errors; then each column has a grid. group: otherwise each row has one for so many columns. short: whether
-            scales and zeros will be bytes, of 4 bits at most.
+        matrix: (N, n). flow: for lines of that length. bits: 1 to 8. group: consecutive numbers of a row that share a
+            grid, 256 at most. weight: (n,) of errors; those of a group add up to 1. values: the type of what the codes
+            stand for, float32 or bfloat16, if that is wanted. short: whether scales and zeros will be bytes, of 4 bits
+            at most.
 
     Returns:
-        codes (K, R) uint8; scale and zero, (1, R) or (K, R / group) float32 that float16 can hold, or bytes: numbers
-        are (code - zero) · scale. Where float16 cannot hold a grid, or a number is none, it is not finite.
+        Scales and zeros that float16 can hold, or bytes. Where they cannot, or a number is none, they are not finite.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    arguments.round_rows(left, factor, bits, weight, group, short=short)
-    return choose(left.device).round_rows(left, factor, bits, weight, group, short=short)
+    arguments.round_matrix(matrix, flow, bits, group, weight, values, short=short)
+    return choose(matrix.device).round_matrix(matrix, flow, bits, group, weight, values, short=short)
+
+
+def fast_type(device: torch.device) -> torch.dtype:
+    """bfloat16 where a device multiplies matrices of it much faster than of float32, else float32."""
+    return choose(device).matrix_type

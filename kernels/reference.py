@@ -17,8 +17,10 @@ from torch import Tensor
 from .activation import applied
 from .codes import CHUNK, LARGEST_SCALE, byte_below, scale_of_byte, zero_in_steps
 from .rule import MOST_EASE, Rule
-from .types import Active, Calls, Limits, Work
+from .types import Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
+
+ROUND_STEP = 64  # places of a column whose grids `round_matrix` fits before it rounds them
 
 
 def rounded(x: Tensor, x_bits: int) -> Tensor:
@@ -195,24 +197,44 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     pool.index_copy_(0, slots, records)
 
 
-def round_rows(
-    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None, *, short: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.round_rows`: a fit of the grids, then row after row."""
-    if weight is not None:
-        grid = tuple(part[None] for part in _fitted(left, weight[:, None], bits, short=short))
-    else:
-        values = left.reshape(-1, group or 1).T
-        even = torch.full_like(values[:, :1], 1 / len(values))
-        grid = tuple(part.view(len(left), -1) for part in _fitted(values, even, bits, short=short))
-    scale, zero = (part.repeat_interleave(left.shape[1] // part.shape[1], dim=1).expand(left.shape) for part in grid)
-    codes = torch.empty_like(left, dtype=torch.uint8)
-    for row, values in enumerate(left):
-        code = _codes(values, scale[row], zero[row], bits)
-        codes[row] = code
-        values.sub_((code - zero[row]) * scale[row]).div_(factor[row, row])
-        left[row + 1 :].addr_(factor[row, row + 1 :], values, alpha=-1)
-    return codes, grid[0], grid[1]
+def round_matrix(
+    matrix: Tensor,
+    flow: Flow,
+    bits: int,
+    group: int,
+    weight: Tensor | None,
+    values: torch.dtype | None,
+    *,
+    short: bool = False,
+) -> Rounded:
+    """See `kernels.round_matrix`: step by step, in each a fit of the grids, and place after place."""
+    down, lower = weight is None, flow.lower
+    given = (matrix if down else matrix.T).float()  # (places, lines)
+    step = ROUND_STEP if down else group
+    codes, errors = torch.empty_like(given, dtype=torch.uint8), torch.empty_like(given)
+    grids: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, len(given), step):
+        places = slice(first, first + step)
+        aim = given[places] + lower[places, :first] @ errors[:first]
+        if weight is None:
+            spread = aim.reshape(-1, group).T
+            found = _fitted(spread, torch.full_like(spread[:, :1], 1 / group), bits, short=short)
+            grid = found[0].view(len(aim), -1), found[1].view(len(aim), -1)
+            scale, zero = (part.repeat_interleave(group, dim=1) for part in grid)
+        else:
+            grid = _fitted(aim, weight[places, None], bits, short=short)
+            scale, zero = (part.expand(aim.shape) for part in grid)
+        grids.append(grid)
+        for place in range(len(aim)):
+            at = first + place
+            codes[at] = _codes(aim[place], scale[place], zero[place], bits)
+            errors[at] = given[at] - (codes[at] - zero[place]) * scale[place]
+            aim[place + 1 :].addr_(lower[at + 1 : first + len(aim), at], errors[at])
+    if not down:
+        codes = codes.T.contiguous()
+    scale, zero = (torch.cat(part) if down else torch.stack(part, 1) for part in zip(*grids, strict=True))
+    each = ((codes.view(*scale.shape, group) - zero[..., None]) * scale[..., None]).view(codes.shape)
+    return Rounded(codes, scale, zero, None if values is None else each.to(values))
 
 
 def _fitted(values: Tensor, weight: Tensor, bits: int, *, short: bool) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
-"""The arguments of operations: (token, expert) calls, thresholds, and the active neurons."""
+"""What operations are given and give: (token, expert) calls, thresholds, active neurons, and rounded matrices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 X_BITS = (22, 15, 8)  # the precisions of x that an operation may be asked to keep (kernels/operations.py)
@@ -74,3 +76,32 @@ class Work:
         calls = Calls(self.calls.tokens[which], self.calls.experts[which], self.calls.weights[which])
         products, late = (None if limits is None else limits[which] for limits in (self.products, self.late))
         return Work(calls, self.thresholds[which], products, late)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How what codes leave over passes from number to number of a line (`kernels.round_matrix`).
+
+    Attributes:
+        lower: (n, n) float32, lower triangular: number m takes up lower[m] · the errors of those before it.
+    """
+
+    lower: Tensor
+
+    @cached_property
+    def half(self) -> Tensor:
+        """The same in bfloat16, padded to even rows, for processors that multiply it much faster."""
+        return F.pad(self.lower, (0, len(self.lower) % 2)).bfloat16()
+
+
+class Rounded(NamedTuple):
+    """A matrix (N, n) as codes: (code - zero) · scale.
+
+    Attributes:
+        codes: (N, n) uint8. scale, zero: (N, n / group) float32. values: (N, n) what they stand for, if asked for.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    values: Tensor | None

@@ -25,7 +25,6 @@ from ...kernels.rule import Rule
 from ...kernels.types import Limits
 from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
-from ...models.pack.quantize import Codes
 from ...models.packing import calibration
 from ...models.packing.allotment import LayerTables
 from ...models.packing.rounding import Felt, felt, round_down, round_for
@@ -230,10 +229,8 @@ class _Experts(nn.Module):
                 continue
             gate, up, down = (part.float() for part in self._checkpoint.expert(self._layer, number))
             g, u = F.silu(F.linear(hidden[token], gate)), F.linear(hidden[token], up)
-            worth, h = worths[token, slot, None], g * u
-            tables.measure(
-                number, (g if self._signal == "gate" else u) * worth, h * worth, h * weights[token, slot, None], down.T
-            )
+            v, each = g if self._signal == "gate" else u, (token, slot, None)
+            tables.measure(number, v, g * u, down.T, worths[each], weights[each])
         return dict(zip(("v", "h"), tables.shares().values(), strict=True))
 
 
@@ -294,7 +291,7 @@ class _Expert:
         self._beside: Function = function_of(beside(signal), "silu")
         g, u = F.silu(F.linear(seen, gate)), F.linear(seen, up)
         self._hidden = g * u
-        self._order = calibration.importance(g, u, self._down).argsort(descending=True)
+        self._order = calibration.importance(self._hidden, self._down).argsort(descending=True)
         major = self._order[: -(-len(self._order) // 2)]
         self._minor = torch.ones(len(self._order), dtype=torch.bool).index_fill_(0, major, False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
@@ -350,7 +347,7 @@ class _Expert:
         if bits == 16:
             return matrix
         group = group_size(matrix.shape[1])
-        return _values(round_for(self._inputs(), matrix, bits, group, short=self._short))
+        return round_for(self._inputs(), matrix, bits, group, short=self._short).dense()
 
     def _rounded_down(self, bits: int) -> Tensor:
         """(F, H): down's columns likewise, which are rounded by falling importance."""
@@ -359,7 +356,7 @@ class _Expert:
             return down
         hidden = self._hidden[:, self._order]
         codes = round_down(hidden, down[self._order], bits, group_size(down.shape[1]), short=self._short)
-        return torch.empty_like(down).index_copy_(0, self._order, _values(codes))
+        return torch.empty_like(down).index_copy_(0, self._order, codes.dense())
 
     def _once(self, key: tuple[str | int, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:
@@ -379,12 +376,6 @@ class _Expert:
             torch.manual_seed(0)  # the factors start from a random subspace; the same command gives the same figures
             left, values, right = torch.svd_lowrank((self._signal - rounded) * weight, q=rank, niter=4)
         return rounded + (left * values) @ (right.T / weight)
-
-
-def _values(codes: Codes) -> Tensor:
-    """The values that they stand for."""
-    grouped = codes.codes.view(*codes.scale.shape, -1).float()
-    return ((grouped - codes.zero.float()[..., None]) * codes.scale.float()[..., None]).view(codes.codes.shape)
 
 
 def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:

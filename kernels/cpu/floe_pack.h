@@ -8,20 +8,25 @@
 extern "C" {
 #endif
 
-// Some rows of numbers that are rounded one after the other. each_row: whether every row has a grid for each `group` of
-// its columns; else there is one for each column. factor_pitch: from one row of the factor to the next. scale_bytes: in
-// which scales and zeros will be stored (floe_vector).
+// A matrix (rows, columns; `matrix_kind`: FLOE_FLOAT32 ...) whose rows have a grid for each `group` of their columns.
+// What one number's code leaves over goes to those after it: of its row, or, if `down`, of its column. scale_bytes: in
+// which scales and zeros will be stored (floe_vector). values_kind: FLOE_FLOAT32 or FLOE_BFLOAT16.
 typedef struct {
-    int64_t rows, columns, group, factor_pitch;
-    int32_t bits, each_row, scale_bytes;
+    int64_t rows, columns, group, pitch16;
+    int32_t bits, down, scale_bytes, matrix_kind, values_kind;
 } floe_rounding;
 
-// Fits the grids by least squares, each error of a column weighted by `weight` (rows, adding up to 1; NULL for
-// each_row), and rounds; what a row's codes leave over, divided by the factor's diagonal, times its row of the factor
-// (rows, rows; upper triangular) is taken from those after it, and stays in `left` (rows, columns). Fills codes, alike,
-// and scale and zero (grids of a row, or 1, below each other), which can be stored so or are not finite.
-FLOE_API int floe_round_rows(const floe_rounding *rounding, FLOE_OPTIONAL const float *weight, const float *factor,
-                             int threads, float *left, uint8_t *codes, float *scale, float *zero);
+// Whether `floe_round_matrix` uses `lower16` here.
+FLOE_API int floe_rounds_by_bfloat16(void);
+
+// Fits grids by least squares when their turn comes, each error weighted by `weight` (columns; those of a group add up
+// to 1; NULL if `down`), and rounds. lower (n, n; lower triangular): what is added to a number, of the errors before
+// it; lower16: the same as bfloat16, rows `pitch16` apart, used for those of other steps. Fills codes, values (what
+// codes stand for), like the matrix, and scale and zero (rows, columns / group), which can be stored so or are not
+// finite.
+FLOE_API int floe_round_matrix(const floe_rounding *rounding, FLOE_OPTIONAL const float *weight, const float *lower,
+                               FLOE_OPTIONAL const void *lower16, const void *matrix, int threads, uint8_t *codes,
+                               FLOE_OPTIONAL void *values, float *scale, float *zero);
 
 #ifdef __cplusplus
 }

@@ -1,30 +1,48 @@
-"""`round_rows` compiled from C++ (cpu/src/rounding.cpp)."""
+"""`round_matrix` compiled from C++ (cpu/src/rounding.cpp)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..types import Flow, Rounded
 from .binding import check, library, records
 
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as floe.h numbers them
 
-def round_rows(
-    left: Tensor, factor: Tensor, bits: int, weight: Tensor | None, group: int | None, *, short: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.round_rows`; checked already."""
-    rows, columns = left.shape
-    factor = factor if factor.stride(1) == 1 else factor.contiguous()
-    each = group or columns
-    scale, zero = torch.empty((2, 1 if group is None else rows, columns if group is None else columns // each)).unbind()
-    codes = torch.empty(left.shape, dtype=torch.uint8)
+
+def by_bfloat16() -> bool:
+    """Whether this processor passes errors on, and multiplies matrices, by bfloat16 (AVX512_BF16)."""
+    return bool(library().rounds_by_bfloat16())
+
+
+def round_matrix(
+    matrix: Tensor,
+    flow: Flow,
+    bits: int,
+    group: int,
+    weight: Tensor | None,
+    values: torch.dtype | None,
+    *,
+    short: bool = False,
+) -> Rounded:
+    """See `kernels.round_matrix`; checked already."""
+    rows, columns = matrix.shape
+    scale, zero = torch.empty((2, rows, columns // group)).unbind()
+    codes = torch.empty(matrix.shape, dtype=torch.uint8)
+    stand_for = None if values is None else torch.empty(matrix.shape, dtype=values)
+    half = flow.half if by_bfloat16() else None
     rounding = records.rounding(
         rows=rows,
         columns=columns,
-        group=each,
-        factor_pitch=factor.stride(0),
+        group=group,
+        pitch16=0 if half is None else half.shape[1],
         bits=bits,
-        each_row=group is not None,
+        down=weight is None,
         scale_bytes=1 if short else 2,
+        matrix_kind=_KINDS[matrix.dtype],
+        values_kind=_KINDS[values or torch.float32],
     )
-    check(library().round_rows(rounding, weight, factor, torch.get_num_threads(), left, codes, scale, zero))
-    return codes, scale, zero
+    made = codes, stand_for, scale, zero
+    check(library().round_matrix(rounding, weight, flow.lower, half, matrix, torch.get_num_threads(), *made))
+    return Rounded(codes, scale, zero, stand_for)

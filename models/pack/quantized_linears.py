@@ -17,7 +17,8 @@ from ...kernels.layouts import VectorLayout
 from ...kernels.weights import LinearWeights
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, PackError
-from .quantize import Quantizer, quantize, store_matrix
+from .quantize import Quantizer, quantize
+from .quantize import store as stored_form
 from .tensor_file import TensorShapes
 
 HEAD_BITS = 8
@@ -77,7 +78,7 @@ def store(layer: str, matrix: Tensor, bits: int, by: Quantizer = quantize) -> di
         CheckpointError: values that cannot be quantized.
     """
     try:
-        q, scale, zero = store_matrix(matrix, layout_of(matrix.shape[1], bits), torch.bfloat16, by)
+        q, scale, zero, _ = stored_form(matrix, layout_of(matrix.shape[1], bits), torch.bfloat16, by)
     except ValueError as error:
         raise CheckpointError(f"{layer} cannot be packed", str(error), "Download the checkpoint again.") from error
     return {f"{layer}.q": q, f"{layer}.scale": scale, f"{layer}.zero": zero}

@@ -34,19 +34,20 @@ class LayerTables:
         self._lost = {name: torch.zeros(experts, STEPS + 1, dtype=torch.float64) for name in self.own}
         self._tokens = torch.zeros(experts, dtype=torch.float64)
 
-    def measure(self, expert: int, v: Tensor, h: Tensor, added: Tensor | None, down: Tensor) -> None:
+    def measure(self, expert: int, v: Tensor, h: Tensor, down: Tensor, worth: Tensor, weight: Tensor | None) -> None:
         """Take in an expert.
 
         Args:
-            v, h: (T, F) its signal and hidden values, times each token's worth. added: (T, F) h times the router's
-                weight, None if no token chose it. down: (F, H).
+            v, h: (T, F) its signal and hidden values. down: (F, H). worth: (T, 1) each token's, as thresholds see it.
+                weight: (T, 1) the router's; None if no token chose it.
         """
-        seen = None if added is None else directions(down)
-        self._tokens[expert] = 0 if added is None else len(added)
+        some = spread(len(v))
+        seen = None if weight is None else directions(down)
+        self._tokens[expert] = 0 if weight is None else len(v)
         for name, values in zip(self.own, (v, h), strict=True):
-            self.own[name][expert] = quantile_table(values)
-            if added is not None and seen is not None:
-                self._lost[name][expert] = lost_below(values, self.own[name][expert], added, seen)
+            self.own[name][expert] = table = quantile_table(values, worth)
+            if weight is not None and seen is not None:
+                self._lost[name][expert] = lost_below(values[some] * worth[some], table, h[some] * weight[some], seen)
 
     def lost(self, sparsity: float, product: float) -> tuple[Tensor, Tensor]:
         """The energy (E,) that each expert's output loses at these shares, and on how many tokens (E,)."""
@@ -81,11 +82,10 @@ def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor
     Returns:
         (STEPS + 1,) float64, energy by token, where 0, 1 ... STEPS of STEPS equal shares of the neurons are left out.
     """
-    some = spread(len(h))
-    values, h = values[some], h[some]
     limits = table[torch.linspace(0, len(table) - 1, STEPS + 1).round().long()]
-    place = torch.bucketize(values.abs().to(table.dtype), limits, right=True)
+    place = torch.bucketize(values.abs().to(table.dtype), limits, right=True, out_int32=True).to(torch.uint8)
     wrong, found = torch.zeros(len(h), felt.shape[1]), torch.zeros(STEPS + 1, dtype=torch.float64)
+    h = h.to(felt.dtype)
     for step in range(1, STEPS + 1):
         wrong += h.masked_fill(place != step, 0) @ felt
         found[step] = wrong.square().sum() / max(1, len(h))
@@ -102,7 +102,7 @@ def directions(down: Tensor) -> Tensor:
     (Johnson and Lindenstrauss), and take a fraction of the time.
     """
     width = down.shape[1]
-    return down.float() if width <= _DIRECTIONS else down.float() @ _random(width)
+    return down if width <= _DIRECTIONS else down @ _random(width).to(down.dtype)
 
 
 @cache

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.operations import fast_type
 from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
-from ..pack.quantize import HQQ_BITS, Quantizer, quantize
+from ..pack.quantize import HQQ_BITS, Quantizer, finite, quantize
 from ..pack.tensor_file import TensorFile, TensorShapes
 
 FILE = "dense.safetensors"
@@ -70,10 +71,11 @@ class DensePart:
             CheckpointError: it cannot be read, or holds values that are not finite.
         """
         tensor = self._source.tensor(name)
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{name} of the checkpoint holds values that are not finite", "", "Download the checkpoint again."
-            )
+        try:
+            finite(tensor)
+        except ValueError as error:
+            title = f"{name} of the checkpoint holds values that are not finite"
+            raise CheckpointError(title, "", "Download the checkpoint again.") from error
         return tensor
 
     def rounded(self, stage: int) -> dict[str, str]:
@@ -97,11 +99,11 @@ class DensePart:
                 file[stored].copy_(value)
 
     def values(self, file: TensorFile, name: str) -> Tensor:
-        """What the codes of a published matrix stand for, float32."""
+        """What the codes of a published matrix stand for, in the type that is multiplied fastest."""
         (layer,), (rows, columns) = self._codes[name], self._source.places[name][1].shape
         stored = _codes_of(file, layer)
         width = quantized_linears.width_of(layer, self._bits)
-        return quantized_linears.load(stored, layer, rows, columns, width).dense(torch.float32)
+        return quantized_linears.load(stored, layer, rows, columns, width).dense(fast_type(torch.device("cpu")))
 
     def stored(self, file: TensorFile, stage: int) -> dict[str, Tensor]:
         """The finished tensors of a stage, by the names in the file."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...kernels.operations import fast_type
 from ...kernels.weights import LinearWeights
 from ..modules import library_model
 from ..pack.tensor_file import TensorFile
@@ -80,6 +81,7 @@ class LayerPass:
 
         for name, module in layer.named_modules():
             if self._family.is_linear(full := f"{prefix}.{name}"):
+                module.forward = partial(_multiplied, module)
                 hooks[full] = module.register_forward_pre_hook(partial(before, full))
         self._about(index)
         self.run(layer, hidden)
@@ -107,6 +109,13 @@ class _NoExperts(nn.Module):
 def _dequantized(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
     """The layer that calibration sees: the library's, with the values that the codes stand for."""
     layer = nn.Linear(weights.vector.n, weights.q.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weights.dense(torch.float32), requires_grad=False)
+    layer.weight = nn.Parameter(weights.dense(fast_type(weights.q.device)), requires_grad=False)
     layer.register_parameter("bias", bias)
+    layer.forward = partial(_multiplied, layer)  # pyright: ignore[reportAttributeAccessIssue]
     return layer
+
+
+def _multiplied(layer: Any, x: Tensor) -> Tensor:
+    """A linear layer's forward, in the type of its weights."""
+    kind, bias = layer.weight.dtype, layer.bias
+    return F.linear(x.to(kind), layer.weight, None if bias is None else bias.to(kind)).to(x.dtype)

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.activation import Projection, applied
+from ...kernels.operations import fast_type
 from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
-from ..pack.quantize import Codes, store_matrix, store_vectors
+from ..pack.quantize import Codes, store
 from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
-from .allotment import LayerTables
+from .allotment import LayerTables, spread
 from .journal import Journal, lost
 from .rounding import felt, round_down, round_for
 from .signal_choice import AUTO, PRODUCT, SHARE, choose, exempt, unpackable
@@ -101,7 +102,7 @@ class PackingExperts(nn.Module):
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
         self._given(hidden, top_k_index)
         self._open(self._chosen_signal(hidden, top_k_index, top_k_weights))
-        out = torch.zeros_like(hidden)
+        out, kind = torch.zeros_like(hidden), fast_type(hidden.device)
         experts = self._manifest.architecture.experts
         tables = LayerTables(experts)
         weighed = self._manifest.calibration.weighed  # unless a pack of before is repaired
@@ -113,8 +114,8 @@ class PackingExperts(nn.Module):
             for expert in range(experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
                 # An expert that the text never reaches is measured on all tokens: a rough table is better than none.
-                x = hidden[token] if token.numel() else hidden
-                worth = worths[token, slot, None].to(x.dtype) if token.numel() else torch.ones(len(x), 1)
+                x = (hidden[token] if token.numel() else hidden).to(kind)
+                worth = worths[token, slot, None].float() if token.numel() else torch.ones(len(x), 1)
                 if (self._layer, expert) in self._journal.experts:
                     v, h, down = self._compute(expert, x)
                 else:
@@ -124,10 +125,11 @@ class PackingExperts(nn.Module):
                     self._measures.flush()
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
-                weights = top_k_weights[token, slot, None].to(h.dtype)
-                tables.measure(expert, v * worth, h * worth, h * weights if token.numel() else None, down)
-                if token.numel():
-                    y = h @ down if down_bias is None else h @ down + down_bias[expert].to(h.dtype)
+                weights = top_k_weights[token, slot, None].float() if token.numel() else None
+                tables.measure(expert, v, h, down, worth, weights)
+                if weights is not None:
+                    y = (h @ down).to(out.dtype)
+                    y = y if down_bias is None else y + down_bias[expert].to(y.dtype)
                     out.index_add_(0, token, y * weights)
             if layer_file(self._layer) not in self._journal.files:
                 never = exempt(*tables.lost(SHARE, PRODUCT))
@@ -138,41 +140,56 @@ class PackingExperts(nn.Module):
 
     def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Write one expert, neurons by falling importance; see `_compute`."""
-        file, signals, rows = self._file, self._signals, self._rows
+        file, signals, rows, kind = self._file, self._signals, self._rows, x.dtype
         source = self._source.whole_expert(self._layer, expert)
-        g, u = calibration.both_sides(x, source, rows.activation)
-        order = calibration.importance(g, u, source.down).argsort(descending=True)
+        matrices, biases = [source.gate, source.up], source.biases
+        beside: list[Tensor | None] = [None, None] if biases is None else [biases.gate, biases.up]
+        if self._signal == "up":  # the signal comes first
+            matrices.reverse()
+            beside.reverse()
         try:
-            own, besides = (0, 1) if self._signal == "gate" else (1, 0)
-            sides, down, biases = (source.gate, source.up), source.down, source.biases
-            signal, other = sides[own], sides[besides]
-            across = partial(round_down, (g * u)[:, order].to(self._device), short=rows.down.short)
-            signal, other, down = (matrix[order].to(self._device) for matrix in (signal, other, down.T))
-            q, scale, zero = store_matrix(signal, signals.vector, signals.float16, self._along)
-            records = rows.join(
-                store_vectors(other, rows.other, rows.float16, self._along),
-                store_vectors(down, rows.down, rows.float16, across),
-                None if biases is None else biases[besides][order],
-            )
+            along = partial(self._along, values=kind)
+            both = [
+                store(matrix.to(self._device), vector, rows.float16, along, kind)
+                for matrix, vector in zip(matrices, (signals.vector, rows.other), strict=True)
+            ]
+            # By what the rounded neurons give on some tokens, which says in which order they lie.
+            _, h = self._through(x[spread(len(x))], [part.dense() for part in both], beside)
+            order = calibration.importance(h, source.down).argsort(descending=True)
+            signal, other = both = [part.ordered(order) for part in both]
+            beside = [None if part is None else part[order] for part in beside]
+            v, h = self._through(x, [part.dense() for part in both], beside)
+            across = partial(round_down, h.to(self._device), short=rows.down.short, values=kind)
+            down = store(source.down.T.contiguous()[order].to(self._device), rows.down, rows.float16, across, kind)
+            records = rows.join(other.vectors(rows.other), down.vectors(rows.down), beside[1])
         except ValueError as error:
             raise unpackable(self._layer, expert, str(error)) from error
-        parts = {**dict(zip(signal_names(self._signal), (q, scale, zero), strict=True)), "rows": records}
-        if biases is not None:
-            parts |= {f"{self._signal}.bias": biases[own][order], DOWN_BIAS: biases.down}
+        names = (*signal_names(self._signal), "rows")
+        parts = dict(zip(names, (signal.packed, signal.scale, signal.zero, records), strict=True))
+        if biases is not None and (own := beside[0]) is not None:
+            parts |= {f"{self._signal}.bias": own, DOWN_BIAS: biases.down}
         for part, tensor in parts.items():
             file[part][expert] = tensor
-        return self._compute(expert, x)
+        return v, h, down.dense()
 
-    def _along(self, matrix: Tensor, bits: int, group: int) -> Codes:
-        return round_for(self._inputs(), matrix, bits, group, short=self._signals.vector.short)
+    def _along(self, matrix: Tensor, bits: int, group: int, values: torch.dtype) -> Codes:
+        return round_for(self._inputs(), matrix, bits, group, short=self._signals.vector.short, values=values)
 
     def _compute(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> the signal and silu(gate·x) up·x, (T, F), and down (F, H) of an expert as it is packed."""
-        file = self._file
+        file, rows = self._file, self._rows
         q, scale, zero = (file[part][expert][None] for part in signal_names(self._signal))
-        own = file[f"{self._signal}.bias"][expert].to(x.dtype) if self._rows.biased else None
-        v = F.linear(x, SignalWeights(self._signals, q, scale, zero).dense(0, x.dtype), own)
-        v, records = applied(self._signals.function, v), file["rows"][expert]
-        other, down = self._rows.read(records, x.dtype)
-        besides = applied(self._rows.function, F.linear(x, other, self._rows.read_bias(records, x.dtype)))
-        return v, besides * v, down
+        records = file["rows"][expert]
+        other, down = rows.read(records, x.dtype)
+        own = file[f"{self._signal}.bias"][expert] if rows.biased else None
+        signal = SignalWeights(self._signals, q, scale, zero).dense(0, x.dtype)
+        return *self._through(x, [signal, other], [own, rows.read_bias(records, x.dtype)]), down
+
+    def _through(self, x: Tensor, sides: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """The signal and what enters down (T, F), by the signal's projection and the other one (F, H)."""
+        functions = self._signals.function, self._rows.function
+        v, besides = (
+            applied(function, F.linear(x, side, None if bias is None else bias.to(x.dtype)))
+            for function, side, bias in zip(functions, sides, biases, strict=True)
+        )
+        return v, besides * v

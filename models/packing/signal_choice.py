@@ -12,8 +12,10 @@ from typing import Literal
 from torch import Tensor
 
 from ...kernels.activation import Projection
+from ...kernels.operations import fast_type
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from ..pack.quantize import finite
 from .allotment import LEAST, directions, spread
 from .calibration import both_sides, worths
 
@@ -44,16 +46,23 @@ def choose(source: Checkpoint, layer: int, hidden: Tensor, chosen: Tensor, weigh
         some = spread(len(token))
         token, slot = token[some], slot[some]
         found = source.whole_expert(layer, expert)
-        if not all(bool(part.isfinite().all()) for part in found[:3]):
-            raise unpackable(layer, expert, "Its weights hold values that are not finite.")
-        x, weight, worth = hidden[token], weights[token, slot, None].float(), each[token, slot, None]
+        try:
+            for part in (found.gate, found.up, found.down):
+                finite(part)
+        except ValueError as error:
+            raise unpackable(layer, expert, f"{error}.") from error
+        x, weight, worth = (
+            hidden[token].to(fast_type(hidden.device)),
+            weights[token, slot, None].float(),
+            each[token, slot, None],
+        )
         signals = dict(zip(("gate", "up"), both_sides(x, found, source.family.experts_by), strict=True))
         h = signals["up"] * signals["gate"]
-        quiet, down = _weakest(h * worth, PRODUCT), directions(found.down.T)
+        quiet, down = _weakest(h * worth, PRODUCT), directions(found.down.T.to(x.dtype))
         for name, v in signals.items():
             skipped = _weakest(v * worth, SHARE) | quiet
-            left = (h * weight).masked_fill(~skipped, 0) @ down
-            lost[name] += float(left.square().sum())
+            left = (h * weight).to(x.dtype).masked_fill(~skipped, 0) @ down
+            lost[name] += float(left.float().square().sum())
     return "gate" if lost["gate"] < lost["up"] else "up"
 
 

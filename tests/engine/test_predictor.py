@@ -18,7 +18,7 @@ from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lookahead
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.pack.quantize import store_matrix
+from floe_chat.models.pack.quantize import store
 from torch import Tensor
 
 from ..bench.recall import Recall, keys, neurons_of, through_attention, watch
@@ -148,7 +148,7 @@ def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path,
 def test_neurons_are_those_that_the_up_projection_finds(tokens: int) -> None:
     experts, neurons, hidden, named = 5, 37, 64, 3
     layout = SignalLayout(VectorLayout(hidden, 4, 32), torch.bfloat16)
-    parts = [store_matrix(torch.randn(neurons, hidden), layout.vector, layout.float16) for _ in range(experts)]
+    parts = [store(torch.randn(neurons, hidden), layout.vector, layout.float16)[:3] for _ in range(experts)]
     up = SignalWeights(layout, *(torch.stack(column) for column in zip(*parts, strict=True)))
     guess = torch.randn(tokens, hidden)
     chosen = torch.rand(tokens, experts).topk(named).indices

@@ -70,7 +70,7 @@ def test_experts_that_are_exempt_or_hardly_heard_keep_their_tables() -> None:
     tables = LayerTables(4)
     for expert, (count, loud) in enumerate(((50, 1.0), (LEAST - 1, 1.0), (50, 8.0), (60, 3.0))):
         v, h = (loud * drawn(10 * expert + part, count, 32) for part in range(2))
-        tables.measure(expert, v, h, h, drawn(expert, 32, 16))
+        tables.measure(expert, v, h, drawn(expert, 32, 16), torch.ones(count, 1), torch.ones(count, 1))
     found = tables.allotted(exempt=[2])
     for name, own in tables.own.items():
         assert torch.equal(found[name][1:3], own[1:3])
@@ -81,6 +81,6 @@ def test_experts_that_are_exempt_or_hardly_heard_keep_their_tables() -> None:
 def test_a_layer_of_one_expert_is_as_it_was() -> None:
     tables = LayerTables(1)
     v, h = drawn(0, 50, 32), drawn(1, 50, 32)
-    tables.measure(0, v, h, h, drawn(2, 32, 16))
+    tables.measure(0, v, h, drawn(2, 32, 16), torch.ones(50, 1), torch.ones(50, 1))
     for name, own in tables.own.items():
         assert torch.allclose(tables.allotted()[name], own, rtol=1e-5)

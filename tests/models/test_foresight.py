@@ -15,6 +15,7 @@ from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lesson, Lookahead, Training, carry, learn, width
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.tensor_file import write_tensors
+from floe_chat.models.packing import pack_experts
 from floe_chat.models.packing.pack import EXACT
 from safetensors.torch import load_file
 from torch import Tensor
@@ -184,6 +185,7 @@ def test_packing_teaches_each_layer_with_what_transformers_computes(
         return original(given, width, seed)
 
     monkeypatch.setattr(learned_predictor, "learn", note)
+    monkeypatch.setattr(pack_experts, "fast_type", lambda _device: torch.float32)  # as transformers computes
     make_pack(source, tmp_path / "p", EXACT)
     model = reference_model(source)
     with torch.inference_mode():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
 from floe_chat.kernels.layouts import VectorLayout
-from floe_chat.models.pack.quantize import BLOCK_ROWS, quantize, store_matrix, store_vectors
+from floe_chat.models.pack.quantize import BLOCK_ROWS, quantize, store
 from hqq.core.quantize import Quantizer
 
 from ..helpers import relative_rms
@@ -21,7 +21,7 @@ def gaussian(rows: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", GAUSSIAN)
 def test_codes_are_hqqs(bits: int) -> None:
     matrix = gaussian(16, 128)
-    codes, scale, zero = quantize(matrix, bits, 64)
+    codes, scale, zero, _ = quantize(matrix, bits, 64)
     theirs, meta = Quantizer.quantize(
         matrix, nbits=bits, group_size=64, axis=1, bitpack=False, compute_dtype=torch.float32, device="cpu"
     )
@@ -33,7 +33,7 @@ def test_codes_are_hqqs(bits: int) -> None:
 @pytest.mark.parametrize("bits", GAUSSIAN)
 def test_error_is_what_the_width_allows(bits: int) -> None:
     matrix = gaussian(BLOCK_ROWS + 3, 128)  # more than one block, the last one short
-    codes, scale, zero = quantize(matrix, bits, 64)
+    codes, scale, zero, _ = quantize(matrix, bits, 64)
     back = dequantize(pack_codes(codes, bits), scale, zero, 128, bits, torch.float32)
     assert relative_rms(back, matrix) <= GAUSSIAN[bits]
 
@@ -42,7 +42,9 @@ def test_rows_do_not_depend_on_their_neighbours_block() -> None:
     matrix = gaussian(2 * BLOCK_ROWS, 64)
     whole = quantize(matrix, 4, 64)
     halves = [quantize(half, 4, 64) for half in matrix.split(BLOCK_ROWS)]
-    assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*halves, strict=True), strict=True))
+    assert all(
+        torch.equal(a, torch.cat(b)) for a, b in zip(whole[:3], list(zip(*halves, strict=True))[:3], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_rows_do_not_depend_on_their_neighbours_block() -> None:
     ],
 )
 def test_rows_of_little_spread_stay_near_their_values(matrix: torch.Tensor, bits: int) -> None:
-    codes, scale, zero = quantize(matrix, bits, 64)
+    codes, scale, zero, _ = quantize(matrix, bits, 64)
     back = dequantize(pack_codes(codes, bits), scale, zero, 64, bits, torch.float32)
     spread = float(matrix.max() - matrix.min())
     assert float((back - matrix).abs().max()) <= spread + 1e-3 * float(matrix.abs().max())
@@ -80,16 +82,17 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
 def test_sixteen_bits_keep_every_bit(float16: torch.dtype) -> None:
     matrix = gaussian(5, 40).to(float16)
     layout = VectorLayout(40, 16, 20)
-    q, scale, zero = store_matrix(matrix, layout, float16)
-    assert torch.equal(q.view(float16), matrix) and scale.shape == zero.shape == (5, 0)
-    assert torch.equal(store_vectors(matrix, layout, float16).view(float16), matrix)
+    stored = store(matrix, layout, float16, values=torch.float32)
+    assert torch.equal(stored.packed.view(float16), matrix) and stored.scale.shape == stored.zero.shape == (5, 0)
+    assert torch.equal(stored.vectors(layout).view(float16), matrix)
+    assert torch.equal(stored.dense(), matrix.float())
 
 
 @pytest.mark.parametrize("bits", GAUSSIAN)
 def test_stored_vector_is_scales_zeros_codes(bits: int) -> None:
     matrix, layout = gaussian(5, 130), VectorLayout(130, bits, 26)
-    codes, scale, zero = quantize(matrix, bits, 26)
-    stored = store_vectors(matrix, layout, torch.bfloat16)
+    codes, scale, zero, _ = quantize(matrix, bits, 26)
+    stored = store(matrix, layout, torch.bfloat16).vectors(layout)
     assert stored.shape == (5, layout.nbytes)
     assert torch.equal(stored[:, :10].clone().view(torch.float16), scale)
     assert torch.equal(stored[:, 10:20].clone().view(torch.float16), zero)

@@ -18,6 +18,7 @@ namespace {
 struct Features {
     bool avx2 = false;
     bool avx512 = false;
+    bool bfloat16 = false;
 };
 
 #if defined(FLOE_X86)
@@ -61,6 +62,7 @@ Features detect() {
     found.avx2 = (state & 0x6) == 0x6 && fma && f16c && bit(extended.b, 5);
     const bool f = bit(extended.b, 16), dq = bit(extended.b, 17), bw = bit(extended.b, 30), vl = bit(extended.b, 31);
     found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && f && dq && bw && vl && bit(extended.c, 11);
+    found.bfloat16 = found.avx512 && extended.a >= 1 && bit(cpuid(7, 1).a, 5);
     return found;
 }
 
@@ -70,10 +72,17 @@ Features detect() { return {}; }
 
 #endif
 
+const Features &features() {
+    static const Features found = detect();
+    return found;
+}
+
 } // namespace
 
+bool has_bfloat16() { return features().bfloat16; }
+
 Choice choose_ops(const char *name) {
-    static const Features cpu = detect();
+    const Features &cpu = features();
     if (name == nullptr) {
         if (cpu.avx512 && avx512_ops()) return {avx512_ops(), "this CPU has AVX-512 with VNNI"};
         if (cpu.avx2 && avx2_ops()) return {avx2_ops(), "this CPU has AVX2, not AVX-512 with VNNI"};

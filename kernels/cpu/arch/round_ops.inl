@@ -7,6 +7,7 @@
 
 #include <string.h>
 
+#include "floe.h"
 #include "numbers.inl"
 #include "round_ops.h"
 
@@ -22,10 +23,11 @@ typedef float Lanes;
 #endif
 
 constexpr int64_t kWide = 2 * kStep;            // groups whose grids are fitted side by side
+constexpr int64_t kTile = kLanes == 16 ? 4 : 2; // registers' width of a tile of sums
+constexpr int64_t kPad = 64;                    // lines side by side are a multiple of this
+constexpr int64_t kPart = 128;                  // places whose errors stay in the nearest cache
 constexpr float kClips[] = {1.0f, 0.85f, 0.7f}; // these and the steps: as reference.py has them
 constexpr int kSteps = 6;
-
-inline int64_t padded(int64_t n) { return (n + kWide - 1) / kWide * kWide; }
 
 inline Lanes load(const float *p) {
     Lanes lanes;
@@ -121,7 +123,7 @@ void fit(const float *values, int64_t count, const float *weight, float top, boo
             high[h] = value > high[h] ? value : high[h];
             mean[h] += value * weight[i];
         }
-    float means[kWide], best[kWide];
+    float means[kWide], best[kWide] = {};
     for (int h = 0; h < 2; h++) store(means + h * kStep, mean[h]);
     for (const float clip : kClips) {
         Grid grid;
@@ -149,52 +151,177 @@ void fit(const float *values, int64_t count, const float *weight, float top, boo
     }
 }
 
-int64_t scratch(int64_t rows, int64_t columns) {
-    const int64_t most = padded(rows > columns ? rows : columns);
-    return rows * padded(columns) + (kWide + 3) * most;
+// `rows` sums of a tile's columns.
+template <int rows>
+void add_tile(const float *lower, int64_t pitch, const float *errors, int64_t before, int64_t width, float *target) {
+    Lanes sum[rows][kTile];
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < kTile; t++) sum[r][t] = load(target + r * width + t * kStep);
+    for (int64_t p = 0; p < before; p++) {
+        Lanes error[kTile];
+        for (int t = 0; t < kTile; t++) error[t] = load(errors + p * width + t * kStep);
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < kTile; t++) sum[r][t] += lower[r * pitch + p] * error[t];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < kTile; t++) store(target + r * width + t * kStep, sum[r][t]);
 }
 
-void round_block(const RoundBlock &b, float *scratch) {
-    const int64_t width = padded(b.columns), most = padded(b.rows > b.columns ? b.rows : b.columns);
-    const int64_t grids = b.each_row ? b.rows : b.columns, count = b.each_row ? b.columns : b.rows;
-    float *left = scratch, *values = left + b.rows * width, *even = values + kWide * most, *scale = even + most;
-    float *zero = scale + most;
-    const Lanes top = all(b.top);
-    for (int64_t r = 0; r < b.rows; r++) {
-        memcpy(left + r * width, b.left + r * b.pitch, (size_t)b.columns * sizeof(float));
-        memset(left + r * width + b.columns, 0, (size_t)(width - b.columns) * sizeof(float));
+// target (rows, width) += lower (rows, pitch) · errors (before, width).
+void add(const float *lower, int64_t pitch, const float *errors, int64_t before, int64_t rows, int64_t width,
+         float *target) {
+    for (int64_t first = 0; first < before; first += kPart) {
+        const int64_t part = before - first < kPart ? before - first : kPart;
+        for (int64_t column = 0; column < width; column += kTile * kStep)
+            for (int64_t r = 0; r < rows;) {
+                const float *from = lower + r * pitch + first, *error = errors + first * width + column;
+                float *to = target + r * width + column;
+                if (rows - r >= 6) add_tile<6>(from, pitch, error, part, width, to), r += 6;
+                else if (rows - r >= 4) add_tile<4>(from, pitch, error, part, width, to), r += 4;
+                else add_tile<1>(from, pitch, error, part, width, to), r += 1;
+            }
     }
-    for (int64_t i = 0; b.each_row && i < count; i++) even[i] = 1.0f / (float)count;
+}
+
+inline int64_t padded_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// A block's scratch: the numbers that the step in hand aims at, as they were, and the errors of all places so far.
+struct Desk {
+    int64_t width, most, floats;
+    float *aim, *own, *values, *even, *scale, *zero, *errors;
+
+    Desk(const RoundBlock &b, float *at) : floats(0) {
+        width = padded_to(b.lines, kPad), most = padded_to(b.lines > b.step ? b.lines : b.step, kPad);
+        const auto next = [&](int64_t count) { return floats += count, at ? at + floats - count : nullptr; };
+        aim = next(b.step * width), own = next(b.step * width), values = next(kWide * most);
+        even = next(most), scale = next(most), zero = next(most);
+        errors = next(width * (b.lower16 ? (b.places + 1) / 2 : b.places));
+    }
+};
+
+int64_t scratch(const RoundBlock &b) { return Desk(b, nullptr).floats; }
+
+inline float number(const void *matrix, int64_t at, int32_t kind) {
+    if (kind == FLOE_FLOAT32) return ((const float *)matrix)[at];
+    const uint16_t bits = ((const uint16_t *)matrix)[at];
+    return kind == FLOE_BFLOAT16 ? bits_to_float((uint32_t)bits << 16) : half_to_float(bits);
+}
+
+// The nearest, and of two as near the even one.
+inline uint16_t bfloat16(float f) {
+    const uint32_t bits = float_to_bits(f);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Of a step's numbers in the matrix, in the order in which they lie there: where each is on the desk.
+struct Order {
+    int64_t outer, inner, base, next, to, by;
+
+    Order(const RoundBlock &b, const Desk &d, int64_t first, int64_t count) {
+        const bool beside = b.across == 1;
+        outer = beside ? count : b.lines, inner = beside ? b.lines : count;
+        base = first * b.along, next = beside ? b.along : b.across;
+        to = beside ? d.width : 1, by = beside ? 1 : d.width;
+    }
+};
+
+template <int32_t kind> void take(const RoundBlock &b, const Order &order, float *own) {
+    for (int64_t o = 0; o < order.outer; o++)
+        for (int64_t i = 0; i < order.inner; i++)
+            own[o * order.to + i * order.by] = number(b.matrix, order.base + o * order.next + i, kind);
+}
+
+// What each number of a step should become, but for what those before it in the step leave over.
+void aim(const RoundBlock &b, const Desk &d, int64_t first, int64_t count, const RoundOps &ops) {
+    memset(d.own, 0, (size_t)(count * d.width) * sizeof(float));
+    const Order order(b, d, first, count);
+    if (b.matrix_kind == FLOE_FLOAT32) take<FLOE_FLOAT32>(b, order, d.own);
+    else if (b.matrix_kind == FLOE_BFLOAT16) take<FLOE_BFLOAT16>(b, order, d.own);
+    else take<FLOE_FLOAT16>(b, order, d.own);
+    memcpy(d.aim, d.own, (size_t)(count * d.width) * sizeof(float));
+    if (b.lower16 != nullptr)
+        ops.add16(b.lower16 + first * b.pitch16, b.pitch16, (const uint32_t *)d.errors, first, count, d.width, d.aim);
+    else add(b.lower + first * b.places, b.places, d.errors, first, count, d.width, d.aim);
+}
+
+void fit_grids(const RoundBlock &b, const Desk &d, int64_t first, int64_t places) {
+    const int64_t grids = b.each_place ? places : b.lines, count = b.each_place ? b.lines : places;
+    for (int64_t i = 0; i < count; i++) d.even[i] = b.each_place ? 1.0f / (float)count : b.weight[first + i];
     for (int64_t g = 0; g < grids; g += kWide) {
         for (int64_t i = 0; i < count; i++)
             for (int64_t l = 0; l < kWide; l++) {
                 const int64_t grid = g + l < grids ? g + l : g;
-                values[i * kWide + l] = b.each_row ? left[grid * width + i] : left[i * width + grid];
+                d.values[i * kWide + l] = b.each_place ? d.aim[grid * d.width + i] : d.aim[i * d.width + grid];
             }
-        fit(values, count, b.each_row ? even : b.weight, b.top, b.bytes, scale + g, zero + g);
+        fit(d.values, count, d.even, b.top, b.bytes, d.scale + g, d.zero + g);
     }
     for (int64_t g = 0; g < grids; g++) {
-        b.scale[g * (b.each_row ? b.grid_pitch : 1)] = scale[g];
-        b.zero[g * (b.each_row ? b.grid_pitch : 1)] = zero[g];
+        const int64_t at =
+            b.each_place ? (first + g) * b.grid_along : first / b.step * b.grid_along + g * b.grid_across;
+        b.scale[at] = d.scale[g], b.zero[at] = d.zero[g];
     }
-    for (int64_t r = 0; r < b.rows; r++) {
-        float *row = left + r * width;
-        const float inverse = 1.0f / b.factor[r * b.factor_pitch + r];
-        for (int64_t i = 0; i < width; i += kStep) {
-            const Lanes s = b.each_row ? all(scale[r]) : load(scale + i),
-                        z = b.each_row ? all(zero[r]) : load(zero + i);
-            const Lanes value = load(row + i), code = nearest(value / s + z, top);
-            store(row + i, (value - s * (code - z)) * inverse);
-            float codes[kStep];
-            store(codes, code);
-            for (int64_t l = 0; l < kStep && i + l < b.columns; l++) b.codes[r * b.pitch + i + l] = (uint8_t)codes[l];
+    for (int64_t g = grids; !b.each_place && g < d.width; g++) d.scale[g] = 1, d.zero[g] = 0;
+}
+
+// Rounds a step's numbers, place after place. own becomes the errors, aim the codes.
+void round_step(const RoundBlock &b, const Desk &d, int64_t first, int64_t count) {
+    const Lanes top = all(b.top);
+    for (int64_t p = 0; p < count; p++) {
+        float *aim = d.aim + p * d.width, *own = d.own + p * d.width;
+        for (int64_t i = 0; i < d.width; i += kStep) {
+            const Lanes s = b.each_place ? all(d.scale[p]) : load(d.scale + i),
+                        z = b.each_place ? all(d.zero[p]) : load(d.zero + i);
+            const Lanes code = nearest(load(aim + i) / s + z, top);
+            store(own + i, load(own + i) - s * (code - z));
+            store(aim + i, code);
         }
-        for (int64_t later = r + 1; later < b.rows; later++) {
-            const float share = b.factor[r * b.factor_pitch + later];
-            for (int64_t i = 0; i < width; i += kStep)
-                store(left + later * width + i, load(left + later * width + i) - share * load(row + i));
+        for (int64_t i = b.lines; i < d.width; i++) own[i] = 0;
+        for (int64_t later = p + 1; later < count; later++) {
+            const float share = b.lower[(first + later) * b.places + first + p];
+            for (int64_t i = 0; i < d.width; i += kStep)
+                store(d.aim + later * d.width + i, load(d.aim + later * d.width + i) + share * load(own + i));
         }
-        memcpy(b.left + r * b.pitch, row, (size_t)b.columns * sizeof(float));
+    }
+}
+
+void note_errors(const RoundBlock &b, const Desk &d, int64_t first, int64_t count) {
+    if (b.lower16 == nullptr) {
+        memcpy(d.errors + first * d.width, d.own, (size_t)(count * d.width) * sizeof(float));
+        return;
+    }
+    uint16_t *pairs = (uint16_t *)d.errors;
+    for (int64_t p = first; p < first + count; p++) {
+        uint16_t *to = pairs + p / 2 * 2 * d.width + p % 2;
+        const float *own = d.own + (p - first) * d.width;
+        for (int64_t i = 0; i < d.width; i++) to[2 * i] = bfloat16(own[i]);
+    }
+}
+
+void give(const RoundBlock &b, const Desk &d, int64_t first, int64_t count) {
+    const Order order(b, d, first, count);
+    const bool outer = b.each_place == (b.across == 1); // whose grid it is: that of the outer loop, or the inner one
+    for (int64_t o = 0; o < order.outer; o++)
+        for (int64_t i = 0; i < order.inner; i++) {
+            const float code = d.aim[o * order.to + i * order.by];
+            const int64_t at = order.base + o * order.next + i, grid = outer ? o : i;
+            b.codes[at] = (uint8_t)code;
+            if (b.values == nullptr) continue;
+            const float value = d.scale[grid] * (code - d.zero[grid]);
+            if (b.values_kind == FLOE_FLOAT32) ((float *)b.values)[at] = value;
+            else ((uint16_t *)b.values)[at] = bfloat16(value);
+        }
+}
+
+void round_with(const RoundBlock &b, float *scratch, const RoundOps &ops) {
+    const Desk desk(b, scratch);
+    if (b.lower16 != nullptr) memset(desk.errors, 0, (size_t)((b.places + 1) / 2 * desk.width) * sizeof(float));
+    for (int64_t first = 0; first < b.places; first += b.step) {
+        const int64_t count = b.places - first < b.step ? b.places - first : b.step;
+        aim(b, desk, first, count, ops);
+        fit_grids(b, desk, first, count);
+        round_step(b, desk, first, count);
+        note_errors(b, desk, first, count);
+        give(b, desk, first, count);
     }
 }
 

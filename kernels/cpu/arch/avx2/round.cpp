@@ -13,7 +13,9 @@ constexpr int64_t kLanes = 8;
 namespace floe {
 namespace {
 
-const RoundOps table = {"avx2", scratch, round_block};
+void round_block(const RoundBlock &block, float *scratch) { round_with(block, scratch, *round_avx2()); }
+
+const RoundOps table = {"avx2", scratch, round_block, nullptr};
 
 } // namespace
 

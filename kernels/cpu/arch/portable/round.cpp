@@ -11,7 +11,9 @@ constexpr int64_t kLanes = 4; // what x86-64 and ARM64 all have
 namespace floe {
 namespace {
 
-const RoundOps table = {"portable", scratch, round_block};
+void round_block(const RoundBlock &block, float *scratch) { round_with(block, scratch, *round_portable()); }
+
+const RoundOps table = {"portable", scratch, round_block, nullptr};
 
 } // namespace
 
