@@ -180,12 +180,15 @@ def test_packing_teaches_each_layer_with_what_transformers_computes(
     lessons: list[Lesson] = []
     original = learned_predictor.learn
 
+    def float32(_device: torch.device) -> torch.dtype:
+        return torch.float32
+
     def note(given: Lesson, width: int, seed: int) -> Any:
         lessons.append(given)
         return original(given, width, seed)
 
     monkeypatch.setattr(learned_predictor, "learn", note)
-    monkeypatch.setattr(pack_experts, "fast_type", lambda _device: torch.float32)  # as transformers computes
+    monkeypatch.setattr(pack_experts, "fast_type", float32)  # as transformers computes
     make_pack(source, tmp_path / "p", EXACT)
     model = reference_model(source)
     with torch.inference_mode():
