@@ -34,7 +34,6 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
 CODES = "U8"  # bytes that are no numbers by themselves
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _HEADS = {"head_dim", "num_key_value_heads"}  # in which layers of one model may differ
-_SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is no commit
 
 
 def read_config(folder: Path, called: str = "") -> PretrainedConfig:
@@ -125,7 +124,7 @@ class Checkpoint:
         config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
         layers: the decoder layers that have experts.
         storage: how it stores experts.
-        exact: False when the weights are wider than 16 bit, so that 16-bit widths round them.
+        exact: False when the weights are wider than 16 bit, so that 16-bit widths round them, or were rounded before.
         folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
             that the language model does not use.
 
@@ -145,7 +144,7 @@ class Checkpoint:
         self.storage = self._stored()
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}
-        self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"}
+        self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"} and not self.shelf.rounding
         self.float16 = torch.float16 if self.exact and dtypes == {"F16"} else torch.bfloat16
 
     @property
@@ -184,18 +183,11 @@ class Checkpoint:
             CheckpointError: the shard that should hold it is missing or damaged. FloeError: it cannot be had.
         """
         file, place = self.places[name]
-        path, shape, nbytes = self.shelf.path(file), place.shape, place.end - place.start
+        shape, nbytes = place.shape, place.end - place.start
         if index is not None:
             nbytes, shape = nbytes // shape[0], shape[1:]
         raw = torch.empty(nbytes, dtype=torch.uint8)
-        try:
-            with path.open("rb") as shard:
-                shard.seek(place.start + (index or 0) * nbytes)
-                read = shard.readinto(raw.numpy())  # pyright: ignore[reportArgumentType]
-        except OSError as error:
-            raise _unreadable(file, f"{error.strerror or error}.") from error
-        if read != len(raw):
-            raise _unreadable(file, f"It ends inside {name}.")
+        self.shelf.read(name, file, place, index, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
         return raw.view(_dtype(name, place)).view(shape)
 
     def fingerprint(self) -> str:
@@ -209,12 +201,7 @@ class Checkpoint:
             digest.update(self.shelf.commit.encode())
         else:
             for name, (file, place) in self.places.items():
-                try:
-                    with self.shelf.path(file).open("rb") as shard:
-                        shard.seek(place.start)
-                        digest.update(shard.read(min(_SAMPLE, place.end - place.start)))
-                except OSError as error:
-                    raise _unreadable(file, f"{name}: {error.strerror or error}.") from error
+                digest.update(self.shelf.sample(name, file, place))
         return digest.hexdigest()
 
     def _stored(self) -> Storage:
@@ -328,7 +315,3 @@ def _dtype(name: str, place: TensorPlace) -> torch.dtype:
             "Use the model's original, unquantized checkpoint.",
         )
     return DTYPES[place.dtype]
-
-
-def _unreadable(file: str, cause: str) -> CheckpointError:
-    return CheckpointError(f"{file} of the checkpoint cannot be read", cause, "Download that file again.")

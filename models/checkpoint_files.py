@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from .errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+SAMPLE = 4096  # bytes of each tensor that `Shelf.sample` reads
 _MOST_HEADER = 16 << 20  # bytes: 100,000 tensors; parsed, a header takes ten times as much
 _LARGEST = 1 << 50  # of a size or an offset
 _MOST_DIMENSIONS = 16
@@ -56,7 +57,8 @@ class Shelf(Protocol):
     """A checkpoint's files, in the interface that a packer needs.
 
     Attributes:
-        name: for people. commit: of the published model, where there is one.
+        name: for people. commit: of the published model, where there is one. rounding: what its weights were rounded to
+            since they were published, such as "Q4_K_M"; "" where they are as published.
     """
 
     @property
@@ -64,6 +66,9 @@ class Shelf(Protocol):
 
     @property
     def commit(self) -> str | None: ...
+
+    @property
+    def rounding(self) -> str: ...
 
     def headers(self) -> dict[str, dict[str, TensorPlace]]:
         """File -> tensor name -> its place, of every shard (see `is_shard`); known before the bytes are here.
@@ -82,6 +87,25 @@ class Shelf(Protocol):
 
         Raises:
             FloeError: it is not available.
+        """
+        ...
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """Fill `into` with a tensor's bytes, or with those of number `index` of the tensors that it consists of.
+
+        Args:
+            name: of the tensor. file, place: where `headers` has it.
+
+        Raises:
+            FloeError: its shard is not available, or damaged.
+        """
+        ...
+
+    def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
+        """The first bytes of a tensor, by which a changed file is noticed.
+
+        Raises:
+            FloeError: as `read`.
         """
         ...
 
@@ -157,7 +181,38 @@ def _quoted(text: str) -> str:
     return repr(text[:_MOST_QUOTED])
 
 
-class FolderShelf:
+class Shards:
+    """How a `Shelf` of safetensors files reads tensors; the rest is up to its subclasses."""
+
+    rounding = ""
+
+    def path(self, file: str) -> Path:
+        """See `Shelf.path`."""
+        raise NotImplementedError
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """See `Shelf.read`."""
+        path = self.path(file)
+        try:
+            with path.open("rb") as shard:
+                shard.seek(place.start + (index or 0) * len(into))
+                read = shard.readinto(into)
+        except OSError as error:
+            raise _unreadable(file, f"{error.strerror or error}.") from error
+        if read != len(into):
+            raise _unreadable(file, f"It ends inside {name}.")
+
+    def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
+        """See `Shelf.sample`."""
+        try:
+            with self.path(file).open("rb") as shard:
+                shard.seek(place.start)
+                return shard.read(min(SAMPLE, place.end - place.start))
+        except OSError as error:
+            raise _unreadable(file, f"{name}: {error.strerror or error}.") from error
+
+
+class FolderShelf(Shards):
     """A folder that holds a whole checkpoint. It is only read."""
 
     commit: str | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from .. import private_file
-from ..checkpoint_files import TensorPlace
+from ..checkpoint_files import Shards, TensorPlace
 from .download import Download, disk_error
 from .fetch_loop import Patience
 from .fetch_part import is_intact
@@ -19,7 +19,7 @@ from .repository_files import cached
 _AT_ONCE = 8  # headers requested at the same time
 
 
-class HubShelf:
+class HubShelf(Shards):
     """A `Shelf` of a repository; use as a context manager, or `close` it.
 
     Shards are fetched in the background in the given order. At most `ahead` fetched ones are in `folder` unread, and

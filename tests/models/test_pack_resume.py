@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.checkpoint_files import FolderShelf, TensorPlace
+from floe_chat.models.checkpoint_files import FolderShelf, Shards, TensorPlace
 from floe_chat.models.errors import CheckpointError, FloeError, TryAgainError, UsageError
 from floe_chat.models.families.storage import ExpertTensors
 from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
@@ -261,7 +261,7 @@ def test_damage_of_the_source_keeps_what_was_done(tmp_path: Path, whole: dict[st
     assert contents(tmp_path / "p") == whole
 
 
-class Arriving:
+class Arriving(Shards):
     """A shelf whose shards are here only between being asked for and being given back."""
 
     commit: str | None = None
