@@ -1,0 +1,1 @@
+"""Models in GGUF files, read as the checkpoints that they were converted from."""
