@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.families import FAMILIES, language_fields
+from floe_chat.models.families.storage import BLOCK
 from floe_chat.models.packing.dense_part import DensePart
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from .helpers import edit_json, write_tokenizer
 
@@ -186,6 +189,48 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     return folder
 
 
+def random_blocks(*rows: int) -> tuple[Tensor, Tensor]:
+    """Blocks (*rows, 16) of any bytes, and scales of a few sizes."""
+    generator = torch.Generator().manual_seed(sum(rows))
+    blocks = torch.randint(0, 256, (*rows, BLOCK // 2), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(118, 126, rows, dtype=torch.uint8, generator=generator)
+
+
+def make_coded(folder: Path) -> tuple[Path, Path]:
+    """A gpt-oss at 16 bits, and the same with its experts in blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = {**MODELS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+        patch.setitem(MODELS, "gpt_oss", sizes)
+        plain, coded = make("gpt_oss", folder / "plain"), make("gpt_oss", folder / "coded")
+    for source in (plain, coded):
+        for file in source.glob("*.safetensors"):
+            tensors = load_file(file)
+            for name, tensor in [*tensors.items()]:
+                if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                    experts, columns, rows = tensor.shape
+                    blocks, scales = random_blocks(experts, rows, columns // BLOCK)
+                    if source is plain:
+                        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+                    else:
+                        del tensors[name]
+                        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            save_file(tensors, file, {"format": "pt"})
+    found = {name: file.name for file in coded.glob("*.safetensors") for name in load_file(file)}
+    (coded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}))
+    return plain, coded
+
+
+def one_shard(source: Path) -> Path:
+    """Put all of a checkpoint's weights into one file, in the order of their names."""
+    weights: dict[str, Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        weights |= load_file(shard)
+        shard.unlink()
+    (source / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
 def _heads_by_kind(text: dict[str, Any], fields: dict[str, Any]) -> None:
     """As published: transformers writes what differs between layers one by one, and the library reads both."""
     del text["per_layer_config"]
@@ -218,11 +263,7 @@ def _unsettle(model: nn.Module) -> None:
 
 def refused(source: Path, change: Callable[[dict[str, Tensor]], object]) -> CheckpointError:
     """What is said of a checkpoint's dense part after a change of its weights, which are then in one shard."""
-    weights: dict[str, Tensor] = {}
-    for shard in source.glob("*.safetensors"):
-        weights |= load_file(shard)
-        shard.unlink()
-    (source / "model.safetensors.index.json").unlink()
+    weights = load_file(one_shard(source) / "model.safetensors")
     change(weights)
     save_file(weights, source / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
-from floe_chat.models.families.storage import BLOCK, Interleaved, Mxfp4, mxfp4_values
+from floe_chat.models.families.storage import Interleaved, Mxfp4, mxfp4_values
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec
 from safetensors.torch import load_file, save_file
@@ -20,14 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from .. import families
 from ..engine.driver import open_model
+from ..families import random_blocks
 from ..helpers import make_pack, reference_model, relative_rms
-
-
-def random_blocks(*rows: int) -> tuple[Tensor, Tensor]:
-    """Blocks (*rows, 16) of any bytes, and scales of a few sizes."""
-    generator = torch.Generator().manual_seed(sum(rows))
-    blocks = torch.randint(0, 256, (*rows, BLOCK // 2), dtype=torch.uint8, generator=generator)
-    return blocks, torch.randint(118, 126, rows, dtype=torch.uint8, generator=generator)
 
 
 def test_values_are_the_librarys() -> None:
@@ -40,30 +33,7 @@ def test_values_are_the_librarys() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A gpt-oss at 16 bits, and the same with its experts in blocks."""
-    folder = tmp_path_factory.mktemp("mxfp4")
-    with pytest.MonkeyPatch.context() as patch:
-        sizes = {**families.MODELS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
-        patch.setitem(families.MODELS, "gpt_oss", sizes)
-        plain = families.make("gpt_oss", folder / "plain")
-        coded = families.make("gpt_oss", folder / "coded")
-    for source in (plain, coded):
-        for file in source.glob("*.safetensors"):
-            tensors = load_file(file)
-            for name, tensor in [*tensors.items()]:
-                if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                    experts, columns, rows = tensor.shape
-                    blocks, scales = random_blocks(experts, rows, columns // BLOCK)
-                    if source is plain:
-                        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
-                    else:
-                        del tensors[name]
-                        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            save_file(tensors, file, {"format": "pt"})
-    index = coded / "model.safetensors.index.json"
-    found = {name: file.name for file in coded.glob("*.safetensors") for name in load_file(file)}
-    index.write_text(json.dumps({"metadata": {}, "weight_map": found}))
-    return plain, coded
+    return families.make_coded(tmp_path_factory.mktemp("mxfp4"))
 
 
 def test_both_forms_are_the_same_experts(pair: tuple[Path, Path]) -> None:

@@ -1,0 +1,113 @@
+"""A model's GGUF files as a `Shelf`, with names, shapes and types of the checkpoint that they were converted from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import private_file
+from ..checkpoint import read_config
+from ..checkpoint_files import SAMPLE, TensorPlace
+from ..errors import CheckpointError, FloeError
+from ..families import FAMILIES
+from ..modules import library_model
+from . import rounding, tokenizer
+from .configuration import config_of
+from .header import unreadable
+from .made import Made
+from .names import Naming
+from .parts import open_gguf
+from .values import sample
+
+
+class GgufShelf:
+    """A `Shelf` of a GGUF file, or of all parts of a split one. The files are only read, tensor by tensor.
+
+    Args:
+        path: the file, or any of its parts. folder: for config.json, the tokenizer's files and the chat template, which
+            are made of the metadata. The same file always gives the same bytes.
+
+    Raises:
+        CheckpointError: as `open_gguf` and `config_of`.
+    """
+
+    commit: str | None = None
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.gguf = open_gguf(path)
+        self.name = self.gguf.name
+        self._folder = folder
+        self._fields = config_of(self.gguf)
+        self.rounding = rounding.rounding(self.gguf, self._fields["model_type"])
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `Shelf.headers`. All tensors are said to be in the first file, by name."""
+        places = {name: TensorPlace(made.dtype, made.shape, 0, made.nbytes) for name, made in self._made.items()}
+        return {self.gguf.path.name: places}
+
+    @cached_property
+    def _made(self) -> dict[str, Made]:
+        """Published name -> how that tensor is made."""
+        self.small("config.json")
+        config: Any = read_config(self._folder, self.name)
+        empty: Any = library_model.empty(config, torch.float32)
+        modules = {
+            name: tuple(tensor.shape)
+            for name, tensor in empty.state_dict(keep_vars=True).items()
+            if ".experts." not in name
+        }
+        try:
+            return Naming(self.gguf, FAMILIES[config.model_type], config).made(modules)
+        except ValueError as error:
+            raise unreadable(self.gguf.path, f"Its tensors do not fit its header: {error}.") from error
+
+    def small(self, name: str) -> Path | None:
+        """See `Shelf.small`."""
+        content = self._content(name)
+        if content is None:
+            return None
+        path = self._folder / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not path.is_file() or path.read_bytes() != content:
+                private_file.replace(path, content, private_file.SHARED)
+        except OSError as error:
+            raise FloeError(f"{path} cannot be written", f"{error.strerror or error}.", "Free some space.") from error
+        return path
+
+    def _content(self, name: str) -> bytes | None:
+        if name == "config.json":
+            return json.dumps(self._fields, indent=2).encode()
+        try:
+            return tokenizer.file(self.gguf, name)
+        except ValueError as error:
+            raise CheckpointError(
+                f"The tokenizer of {self.gguf.name} cannot be read",
+                f"{error}.",
+                "Use the model's original checkpoint, or a file from a newer converter.",
+            ) from error
+
+    def path(self, file: str) -> Path:
+        """See `Shelf.path`."""
+        return self.gguf.path
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """See `Shelf.read`."""
+        found = self._made[name].read(index)
+        into[:] = memoryview(found.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+    def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
+        """See `Shelf.sample`."""
+        made = self._made[name]
+        return b"".join(sample(source, SAMPLE, made.expert) for source in made.sources)
+
+    def done(self, file: str) -> None:
+        """See `Shelf.done`."""
+
+    def order(self, files: Sequence[str]) -> None:
+        """See `Shelf.order`."""

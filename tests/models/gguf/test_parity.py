@@ -1,0 +1,120 @@
+"""A GGUF file of 16 bits by the official converter's rules gives the same pack, bit for bit, as its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.gguf.shelf import GgufShelf
+from floe_chat.models.pack.manifest import COPIED
+from floe_chat.models.packing.calibration import read_tokens
+from floe_chat.models.packing.pack import EXACT, PackSpec, pack
+
+from ... import families
+from ...engine.driver import open_model
+from ...helpers import edit_json
+from . import vocabulary
+from .converting import convert
+
+TEXT = "Experts are chosen token by token. What isn't chosen costs nothing! 日本語 and naïve café, 3.14159\n" * 20
+SPEC = PackSpec()
+
+# What the files do not say, as in published models.
+STATED: dict[str, dict[str, Any]] = {"lfm2_moe": {"routed_scaling_factor": 1.0}}
+SCALES = {"short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}
+NOT_CONVERTED = {
+    "qwen3_moe layers without experts",  # the converter knows no names for their matrices
+    "lfm2_moe biases",  # nor for a head of its own
+    "qwen3_5_moe",  # is the same with names of its own
+    "gemma4",
+}
+WITH_ONE = ("qwen3_next", "qwen3_5_moe_text")
+"""Norms that the converter adds one to, which in float16 loses their last bits, and in bfloat16 does not."""
+
+
+def small_files(checkpoint: Checkpoint) -> Path:
+    for name in COPIED:
+        checkpoint.shelf.small(name)
+    return checkpoint.folder
+
+
+def packed(source: Path | GgufShelf, folder: Path, spec: PackSpec = SPEC) -> dict[str, bytes]:
+    """The files of a pack that hold weights."""
+    checkpoint = Checkpoint(source)
+    tokens = read_tokens(small_files(checkpoint), TEXT)[:2, :80]
+    pack(checkpoint, folder, spec, tokens, "tiny")
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def made(name: str, folder: Path, dtype: torch.dtype) -> Path:
+    source = families.one_shard(families.make(name, folder, dtype))
+    edit_json(source / "config.json", lambda fields: fields.update(STATED.get(name, {})))
+    if name == "phimoe":
+        edit_json(source / "config.json", lambda fields: fields["rope_parameters"].update(SCALES))
+    return source
+
+
+@pytest.mark.parametrize("name", [name for name in families.MODELS if name not in NOT_CONVERTED])
+def test_the_pack_of_a_file_is_its_checkpoints(name: str, tmp_path: Path) -> None:
+    dtype, kind = (torch.bfloat16, "BF16") if name in WITH_ONE else (torch.float16, "F16")
+    source = made(name, tmp_path / "source", dtype)
+    way = "glm4" if name == "glm4_moe_lite" else "gpt-2"
+    file = convert(source, tmp_path / "tiny.gguf", kind, tokenizer=partial(vocabulary.byte_level, pre=way))
+    shelf = GgufShelf(file, tmp_path / "made")
+    checkpoint = Checkpoint(shelf)
+    assert checkpoint.exact and checkpoint.float16 == dtype and not shelf.rounding
+    ours, theirs = packed(shelf, tmp_path / "ours"), packed(source, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    assert not [name for name in ours if ours[name] != theirs[name]]
+    logits = [
+        open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")
+    ]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
+def test_so_is_that_of_other_widths(name: str, kind: str, tmp_path: Path) -> None:
+    dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[kind]
+    source = made(name, tmp_path / "source", dtype)
+    shelf = GgufShelf(convert(source, tmp_path / "tiny.gguf", kind), tmp_path / "made")
+    assert Checkpoint(shelf).exact == (kind != "F32")
+    assert packed(shelf, tmp_path / "ours") == packed(source, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "parts"),
+    [
+        ("mixtral", "apart", 0),
+        ("qwen3_moe", "fused", 0),
+        ("granitemoe", "merged", 7),
+        ("mixtral", "merged", 5),
+        ("qwen3_5_moe_text", "fused", 0),
+    ],
+)
+def test_so_is_that_of_other_layouts(name: str, how: str, parts: int, tmp_path: Path) -> None:
+    """Experts apart, as old files have them; gate and up in one tensor; a file in several parts."""
+    dtype, kind = (torch.bfloat16, "BF16") if name in WITH_ONE else (torch.float16, "F16")
+    source = made(name, tmp_path / "source", dtype)
+    file = convert(source, tmp_path / "tiny.gguf", kind, how=how, parts=parts)
+    ours = packed(GgufShelf(file, tmp_path / "made"), tmp_path / "ours")
+    assert ours == packed(source, tmp_path / "theirs")
+    if parts:
+        files = sorted(tmp_path.glob("tiny-*.gguf"))
+        assert len(files) > 3
+        assert packed(GgufShelf(files[-1], tmp_path / "made"), tmp_path / "again") == ours  # any part will do
+
+
+def test_so_is_that_of_blocks_as_published(tmp_path: Path) -> None:
+    _, coded = families.make_coded(tmp_path)
+    families.one_shard(coded)
+    shelf = GgufShelf(convert(coded, tmp_path / "tiny.gguf", "BF16", stated="MXFP4_MOE"), tmp_path / "made")
+    assert Checkpoint(shelf).exact and not shelf.rounding
+    spec = replace(EXACT, signal="gate")
+    assert packed(shelf, tmp_path / "ours", spec) == packed(coded, tmp_path / "theirs", spec)
