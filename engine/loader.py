@@ -212,7 +212,7 @@ def _describe(
     return Loaded(
         model=name_of(pack.packed.folder, manifest.name),
         folder=str(pack.packed.folder),
-        source=manifest.source.name,
+        source=manifest.source.called,
         context_window=loaded.window,
         vocabulary=pack.config.vocab_size,
         presets=quality_presets.available(manifest),

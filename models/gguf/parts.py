@@ -51,10 +51,17 @@ def is_gguf(path: Path) -> bool:
         return False  # too long a name, or a folder that may not be read
 
 
-def stem(path: Path) -> str:
-    """The name of a file, without its ending and the number of its part."""
+def first_part(path: Path) -> Path:
+    """The first part of a split file, if `path` is one of its parts and the first is there; else `path`."""
     found = _PART.fullmatch(path.name)
-    return found[1] if found else path.stem
+    first = path.with_name(f"{found[1]}-00001-of-{found[3]}.gguf") if found else path
+    return first if first.is_file() else path
+
+
+def model_name(path: Path) -> str:
+    """What a model is called by its file: without the ending, the number of a part, and signs that folders lack."""
+    found = _PART.fullmatch(path.name)
+    return re.sub(r"[^\w.-]+", "-", found[1] if found else path.stem).strip("-.").lower()
 
 
 def open_gguf(path: Path) -> Gguf:

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from .. import private_file
-from ..checkpoint import read_config
+from ..checkpoint import Checkpoint, read_config
 from ..checkpoint_files import SAMPLE, TensorPlace
 from ..errors import CheckpointError, FloeError
 from ..families import FAMILIES
 from ..modules import library_model
+from ..pack.manifest import COPIED
+from ..visible import as_name
 from . import rounding, tokenizer
 from .configuration import config_of
-from .header import unreadable
 from .made import Made
 from .names import Naming
-from .parts import open_gguf
+from .parts import is_gguf, open_gguf
 from .values import sample
+
+
+@contextmanager
+def opened(source: Path) -> Generator[Checkpoint]:
+    """The checkpoint in a folder, or what a GGUF file was made of: its small files are in a temporary folder meanwhile.
+
+    Raises:
+        CheckpointError: as `Checkpoint` and `GgufShelf`.
+    """
+    if not is_gguf(source):
+        yield Checkpoint(source)
+        return
+    with TemporaryDirectory(prefix="floe-chat-") as folder:
+        shelf = GgufShelf(source, Path(folder))
+        for name in COPIED:
+            shelf.small(name)
+        yield Checkpoint(shelf)
 
 
 class GgufShelf:
@@ -64,7 +84,11 @@ class GgufShelf:
         try:
             return Naming(self.gguf, FAMILIES[config.model_type], config).made(modules)
         except ValueError as error:
-            raise unreadable(self.gguf.path, f"Its tensors do not fit its header: {error}.") from error
+            raise CheckpointError(
+                f"{self.name} cannot be read",
+                f"Its tensors are not those that its header describes: {as_name(str(error))}.",
+                "Use another file of this model, or its original checkpoint.",
+            ) from error
 
     def small(self, name: str) -> Path | None:
         """See `Shelf.small`."""

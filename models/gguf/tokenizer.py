@@ -118,16 +118,17 @@ def _pieces(data: Metadata, vocabulary: dict[str, int]) -> Any:
 
 
 def _by_scores(data: Metadata, vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All ways to make a token of two others, best scores first."""
+    """All ways to make a token of two others, best scores first; of one score in the order that transformers has."""
     kinds = _vocabulary(data)[1]
-    found: list[tuple[float, int, int, int, str, str]] = []
+    found: list[tuple[float, int, int, int, int, int, str, str]] = []
     for token, number in vocabulary.items():
         if kinds[number] != 1 or number >= len(scores) or len(token) > _LONGEST_PIECE:
             continue
         for cut in range(1, len(token)):
             first, last = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
             if first is not None and last is not None:
-                found.append((-scores[number], number, first, last, token[:cut], token[cut:]))
+                order = -scores[number], -cut, cut - len(token), number, first, last
+                found.append((*order, token[:cut], token[cut:]))
     return [(first, last) for *_, first, last in sorted(found)]
 
 

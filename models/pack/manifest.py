@@ -62,11 +62,22 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class PackSource:
-    """Where the weights came from. `exact` is False when a wider source was rounded to 16 bit."""
+    """Where the weights came from.
+
+    Attributes:
+        exact: False when a wider source was rounded to 16 bit, or it was rounded before. rounding: to what, such as
+            "Q4_K_M"; "" where it was as published.
+    """
 
     name: str
     commit: str | None
     exact: bool
+    rounding: str = ""
+
+    @property
+    def called(self) -> str:
+        """For people: its name, and what it was rounded to."""
+        return f"{self.name} ({self.rounding})" if self.rounding else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +213,8 @@ class Manifest:
         for name in ("beside", "signals"):
             if not fields[name]:
                 del fields[name]
+        if not self.source.rounding:
+            del fields["source"]["rounding"]
         if not self.calibration.weighed:
             del fields["calibration"]["weighed"]
         if not self.widths.short:
@@ -308,7 +321,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     manifest = msgspec.convert(fields, Manifest)
     source = manifest.source
     commit = None if source.commit is None else as_name(source.commit)
-    source = dataclasses.replace(source, name=as_name(source.name), commit=commit)
+    rounding = as_name(source.rounding)
+    source = dataclasses.replace(source, name=as_name(source.name), commit=commit, rounding=rounding)
     manifest = dataclasses.replace(manifest, name=as_name(manifest.name), source=source)
     a, w = manifest.architecture, manifest.widths
     if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or config_limits.problem(_named(a)):

@@ -173,7 +173,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
     float16 = str(source.float16).removeprefix("torch.")
     return Manifest(
         name=name,
-        source=PackSource(name=source.shelf.name, commit=source.shelf.commit, exact=source.exact),
+        source=PackSource(source.shelf.name, source.shelf.commit, source.exact, source.shelf.rounding),
         architecture=Architecture(
             model_type=config.model_type,
             layers=len(source.layers),

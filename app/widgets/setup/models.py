@@ -27,7 +27,7 @@ HEADINGS = {
     "unfinished": "Unfinished setups",
     "available": "Available, the smallest first",
 }
-_OTHER = "Another model: type a hub id, an address or a folder …"
+_OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
 _NAME, _SIZE = 32, 8
 
 
@@ -109,7 +109,7 @@ def _installed(one: catalog.Installed) -> Model:
     bits = plan_words.in_bits(manifest.widths)
     built_in = one.name == catalog.DEMO
     about = f"built in, {bits}" if built_in else bits
-    origin = "Comes with floe-chat" if built_in else f"Packed from {manifest.source.name}"
+    origin = "Comes with floe-chat" if built_in else f"Packed from {manifest.source.called}"
     details = f"{origin}, at {plan_words.named(manifest.widths)}. Folder: {one.folder}"
     return Model("installed", one.name, one.bytes, about, details, "", one.folder)
 

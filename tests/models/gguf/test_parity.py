@@ -72,9 +72,7 @@ def test_the_pack_of_a_file_is_its_checkpoints(name: str, tmp_path: Path) -> Non
     ours, theirs = packed(shelf, tmp_path / "ours"), packed(source, tmp_path / "theirs")
     assert ours.keys() == theirs.keys() and len(ours) > 3
     assert not [name for name in ours if ours[name] != theirs[name]]
-    logits = [
-        open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")
-    ]
+    logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
     assert torch.equal(*logits)
 
 

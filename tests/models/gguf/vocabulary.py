@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ def byte_level(writer: gguf.GGUFWriter, source: Path, size: int, pre: str = "gpt
     _special(writer, source)
 
 
-def pieces(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
-    """A sentencepiece vocabulary with scores; those of a tokenizer.json are its merges' order."""
+def pieces(
+    writer: gguf.GGUFWriter, source: Path, size: int, scores: Callable[[str, int], float] = lambda _token, _number: 0.0
+) -> None:
+    """A sentencepiece vocabulary with scores by token and id."""
     _model(writer, "llama", "default")
     tokens = _vocabulary(writer, source, size)
-    fields = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = {"".join(merge): -float(rank) for rank, merge in enumerate(fields["model"]["merges"])}
-    writer.add_token_scores([ranks.get(token, -1e4) for token in tokens])
+    writer.add_token_scores([scores(token, number) for number, token in enumerate(tokens)])
     _special(writer, source)
 
 
