@@ -7,6 +7,7 @@ finding a model does not import torch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -21,6 +22,7 @@ from .catalog_entry import CatalogEntry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES, language_fields
 from .families.sizes import NAMES, sizes_of, view
+from .gguf.parts import first_part, is_gguf, model_name, open_gguf
 from .paths import expanded
 from .published import PUBLISHED
 
@@ -86,6 +88,12 @@ def find(name: str, *, saved: bool = False) -> Path:
             f"{entry.name} is not set up on this machine",
             f"Installed: {', '.join(pack.name for pack in packs)}.",
             f"Set it up first: floe-chat setup {entry.name}",
+        )
+    if is_gguf(expanded(name)):
+        raise UsageError(
+            f"{_shown(name)} is not set up on this machine",
+            "A GGUF file has to be packed first.",
+            f"Set it up: floe-chat setup {shlex.quote(name)}",
         )
     raise supported.refused(name) or UsageError(
         f"There is no model {_shown(name)}",
@@ -183,10 +191,10 @@ def listed(name: str) -> CatalogEntry | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a model: the folder of a checkpoint, or a repository on the hub.
+    """The source of a model: the folder of a checkpoint, a GGUF file, or a repository on the hub.
 
     Attributes:
-        commit: of the repository, "" for the current main. entry: the listed model, if it is one.
+        folder: or the file. commit: of the repository, "" for the current main. entry: the listed model, if it is one.
     """
 
     folder: Path | None = None
@@ -196,17 +204,19 @@ class Source:
 
     @property
     def place(self) -> str:
-        """The folder, or the hub id."""
+        """The folder or file, or the hub id."""
         return str(self.folder) if self.folder else self.repo
 
     @property
     def name(self) -> str:
         """The model's default name."""
+        if self.folder is not None and is_gguf(self.folder):
+            return model_name(self.folder)
         return self.entry.name if self.entry else Path(self.place).name.lower()
 
 
 def source(model: str) -> Source:
-    """The source of `model`: a folder, a listed name or a part of one, a hub id or the address of its page.
+    """The source of `model`: a folder, a GGUF file, a listed name or a part of one, a hub id or its page's address.
 
     Raises:
         UsageError: it is none of these, with the reason if the name says one (GGUF, another family).
@@ -215,6 +225,8 @@ def source(model: str) -> Source:
         folder = expanded(model) if model else None
         if folder is not None and folder.is_dir() and published(model) is None:
             return Source(folder=folder.resolve())
+        if folder is not None and is_gguf(folder):
+            return Source(folder=first_part(folder.resolve()))
     except (OSError, ValueError):
         pass  # too long a name, or a path that may not be read
     if (entry := listed(model)) is not None and entry.repo:
@@ -231,8 +243,8 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     """Describes a model: a listed one, one on this machine, or any of a supported family.
 
     Args:
-        model: whatever `find` and `listed` understand, the folder of a pack or a checkpoint, a hub id or address whose
-            config.json is in the hub's own cache, or the fields of a config.json. No network is used.
+        model: whatever `find` and `listed` understand, the folder of a pack or a checkpoint, a GGUF file, a hub id or
+            address whose config.json is in the hub's own cache, or the fields of a config.json. No network is used.
 
     Raises:
         UsageError: there is no such model, or it is unknown here. CheckpointError: its family is not
@@ -243,6 +255,8 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         return CatalogEntry(name or "model", _sizes(model, name or "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
+    if is_gguf(file := expanded(model)):
+        return _of_file(first_part(file.resolve()))
     folder = _folder(str(model))
     if folder is None and isinstance(model, str):
         if (entry := listed(model)) is not None:
@@ -268,6 +282,18 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     return entry
 
 
+def _of_file(path: Path) -> CatalogEntry:
+    """Describes the model in a GGUF file, whose header is read."""
+    from .gguf.configuration import config_of
+    from .gguf.rounding import is_coarse, rounding
+
+    gguf = open_gguf(path)
+    fields = config_of(gguf)
+    kind = str(fields["model_type"])
+    entry = CatalogEntry(model_name(path), _sizes(fields, gguf.name), folder=path)
+    return replace(entry, rounding=rounding(gguf, kind), coarse=is_coarse(gguf, kind))
+
+
 def _unknown(model: str) -> UsageError:
     known = [entry.name for entry in PUBLISHED] + [pack.name for pack in installed()]
     return UsageError(
@@ -275,7 +301,8 @@ def _unknown(model: str) -> UsageError:
         f"Listed: {', '.join(entry.name for entry in PUBLISHED)}. "
         f"Installed: {', '.join(pack.name for pack in installed())}.",
         f"{names.did_you_mean(model, known)} {_by_id(model)}".strip()
-        or "Give one of these names, a hub id (owner/name) or its address, or the folder of a downloaded checkpoint.",
+        or "Give one of these names, a hub id (owner/name) or its address, the folder of a downloaded checkpoint, or a "
+        "GGUF file.",
     )
 
 

@@ -230,13 +230,16 @@ class CatalogEntry:
 
     Attributes:
         name: on our command line. repo: on the hub; None for a model that is known by its folder alone.
-        folder: where it is stored on this machine, or None. packed: whether that folder is a pack already.
+        folder: where it is stored on this machine, or None; of a GGUF file, its path. packed: whether that is a pack
+            already.
         licence: as its publisher states it, "" if unknown. gated: whether the publisher requires its terms to be
             accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
             a base model, which has no chat template; "" if unknown. released: year and month, "" if unknown.
         thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
         expert_bits: of a published weight of its experts. unused: published weights that no pack has: of what a model
-            sees with, and of layers that predict several tokens.
+            sees with, and of layers that predict several tokens. rounding: what its weights were rounded to by those
+            who converted them, such as "Q4_K_M"; "" where they are as published. coarse: whether that took so much that
+            another file should be used.
     """
 
     name: str
@@ -252,6 +255,16 @@ class CatalogEntry:
     made_for: str = ""
     expert_bits: float = 16.0
     unused: int = 0
+    rounding: str = ""
+    coarse: bool = False
+
+    def rounded_twice(self, bits: str) -> str:
+        """What a person should know who packs it at these widths, in a line; "" where there is nothing to say."""
+        if not self.rounding:
+            return ""
+        again = "" if {*bits.split("/")} == {"16"} else f"; packed again at {bits} they are rounded twice"
+        more = " Q8_0 or F16 keeps more." if self.coarse else ""
+        return f"Weights of this file are {self.rounding}{again}.{more}"
 
     @property
     def checkpoint_bytes(self) -> int:

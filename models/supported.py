@@ -113,9 +113,20 @@ def refused_format(name: str) -> FloeError | None:
     """Why a file or repository of this name cannot be read: its name ends in that of a format, such as GGUF."""
     key = _key(name)
     for pattern, called in _FORMATS:
-        if re.search(rf"(^|-)({pattern})(-|$)", key):
-            return UsageError(f"{called} cannot be read yet", f"{name}: {_NEEDED}", _original(key))
+        if not re.search(rf"(^|-)({pattern})(-|$)", key):
+            continue
+        if called == "GGUF":
+            return _refused_gguf(name, key)
+        return UsageError(f"{called} cannot be read yet", f"{name}: {_NEEDED}", _original(key))
     return None
+
+
+def _refused_gguf(name: str, key: str) -> FloeError:
+    """A name of GGUF files that is no file here: of a repository, or of a file that is elsewhere."""
+    hint = f"A downloaded .gguf file works by its path, Q8_0 or better. {_original(key)}"
+    if name.lower().endswith(".gguf"):
+        return UsageError(f"There is no GGUF file {config_limits.shown(name)}", "", hint)
+    return UsageError("GGUF files are not downloaded yet", f"{name} has only these.", hint)
 
 
 def family_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`floe-chat pack`: pack a checkpoint folder."""
+"""`floe-chat pack`: pack a checkpoint folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 from ..setup.packing_progress import time_left, tokens_of
 
 
-@click.command(short_help="Pack a checkpoint folder.")
+@click.command(short_help="Pack a checkpoint folder or a GGUF file.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--up", type=int, default=3, show_default=True, help="Bits of the signal: 2, 3, 4, 8 or 16.")
@@ -59,9 +59,10 @@ def pack(
     device: str,
     fresh: bool,
 ) -> None:
-    """Pack the checkpoint in folder SOURCE into folder DESTINATION.
+    """Pack the checkpoint SOURCE into folder DESTINATION.
 
-    SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. Bits are bits per weight;
+    SOURCE is a folder with config.json, tokenizer.json and *.safetensors as published, or a GGUF file, best of Q8_0 or
+    F16; it is only read. Bits are bits per weight;
     fewer are smaller and faster, and less exact. The signal is an expert's up or gate projection, by which it is known
     which neurons a token can skip; a row is a neuron's part of the other one, and of down. With --up 16 --rows 16
     nothing is quantized, and the preset Exact gives the original model's answers. `floe-chat tune` measures size and
@@ -112,11 +113,10 @@ def pack_folder(
     Raises:
         FloeError: as `Checkpoint` and `pack`. UsageError: also if the text cannot be read or is too short.
     """
-    from ...models.checkpoint import Checkpoint
+    from ...models.gguf.shelf import opened
     from ...models.packing.pack import pack as write_pack
 
-    checkpoint = Checkpoint(source)
-    manifest = write_pack(
-        checkpoint, destination, spec, tokens_of(checkpoint.folder, text_file), name, progress, fresh=fresh
-    )
+    with opened(source) as checkpoint:
+        tokens = tokens_of(checkpoint.folder, text_file)
+        manifest = write_pack(checkpoint, destination, spec, tokens, name, progress, fresh=fresh)
     return manifest, sum(entry.size for entry in manifest.files.values())

@@ -141,7 +141,7 @@ def as_fields(plan: Plan) -> dict[str, Any]:
 
 def text_of(plan: Plan) -> str:
     """The plan for people."""
-    from ...engine.planning.reasons import BITS, KL, MEMORY
+    from ...engine.planning.reasons import BITS, KL, MEMORY, describe
 
     entry = plan.entry
     about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
@@ -155,7 +155,8 @@ def text_of(plan: Plan) -> str:
     if plan.chosen is None:
         lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
     else:
-        lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, plan.why), ""]
+        twice = entry.rounded_twice(describe(plan.chosen.spec))
+        lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, filter(None, (*plan.why, twice))), ""]
         if entry.folder is None:
             lines += [f"Set it up: floe-chat setup {entry.name}", ""]
     if len(plan.options) > 1:

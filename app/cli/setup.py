@@ -51,9 +51,9 @@ def setup(
 ) -> None:
     """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
 
-    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), or the folder of a downloaded
-    checkpoint; without MODEL, the one that `floe-chat plan` recommends is offered. Before it starts, it shows what the
-    setup takes and how fast the model will be.
+    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), the folder of a downloaded
+    checkpoint, or a GGUF file; without MODEL, the one that `floe-chat plan` recommends is offered. Before it starts, it
+    shows what the setup takes and how fast the model will be.
 
     You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
     with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
@@ -245,6 +245,8 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
             f"{describe(made.spec)}: about {made.decode.mid:.2g} tokens/s "
             f"({made.decode.low:.2g} to {made.decode.high:.2g}) on this machine."
         )
+    if twice := plan.entry.rounded_twice(describe(made.spec)):
+        lines.append(twice)
     if wanted.local is None:
         peak, fetched = units.size(made.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
         lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")

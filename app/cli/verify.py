@@ -60,7 +60,7 @@ def verify(
     folder = find(model)
     manifest = Manifest.read(folder)
     if repair and source is None and manifest.source.commit is None:
-        raise click.UsageError("This model was packed from a folder; give it with --source FOLDER")
+        raise click.UsageError("This model was packed from a folder or a GGUF file; give it with --source PATH")
     damaged = damages(folder, manifest, _step)
     repaired: list[str] = []
     if repair and damaged:
@@ -83,12 +83,13 @@ def _step(step: str, share: float) -> None:
 
 def _compared(folder: Path, manifest: Manifest, source: Path) -> list[Compared]:
     from ...models.checking.verify import compare
-    from ...models.checkpoint import Checkpoint
+    from ...models.gguf.shelf import opened
     from ...models.pack.packed_model import PackedModel
 
     layers = manifest.architecture.layers
     few = sorted({0, layers // 2, layers - 1})
-    return compare(PackedModel(folder, manifest), Checkpoint(source), few, _step)
+    with opened(source) as checkpoint:
+        return compare(PackedModel(folder, manifest), checkpoint, few, _step)
 
 
 @contextmanager
@@ -96,13 +97,15 @@ def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Genera
     """The packed checkpoint: in a folder, or on the hub at the manifest's commit."""
     from ...models.catalog import FETCHED
     from ...models.checkpoint import Checkpoint
+    from ...models.gguf.shelf import opened
     from ...models.hub.remote_checkpoint import HubShelf
     from ...models.hub.repository import resolve
     from ...models.pack.manifest import COPIED
     from ...models.packing.workplace import is_ours
 
     if source is not None:
-        yield Checkpoint(source)
+        with opened(source) as checkpoint:
+            yield checkpoint
         return
     progress.note(f"Fetching the needed files of {manifest.source.name} from the hub.")
     fetched = folder.with_name(folder.name + FETCHED)

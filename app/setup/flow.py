@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Literal
 
 from ...models import catalog
 from ...models.errors import FloeError
+from ...models.gguf.parts import is_gguf
 from ...models.hub.fetch_progress import DownloadProgress
 from .wish import Wish, check_folders, clear_fetched, write_note
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
+    from ...models.checkpoint_files import Shelf
     from ...models.hub.fetch_loop import Patience
     from ...models.hub.remote_checkpoint import HubShelf
     from ...models.packing.pack import PackSpec
@@ -209,9 +211,13 @@ class Setup:
         self._shelf = None
 
     @contextmanager
-    def _source(self) -> Generator[Path | HubShelf]:
+    def _source(self) -> Generator[Path | Shelf]:
         if (local := self.wish.local) is not None:
-            yield local
+            if not is_gguf(local):
+                yield local
+                return
+            with self._from_file(local) as shelf:
+                yield shelf
             return
         from ...models.hub.remote_checkpoint import HubShelf
         from ...models.hub.repository import resolve
@@ -230,6 +236,17 @@ class Setup:
             if self._cancelled.is_set():
                 raise _CancelledError
             yield shelf
+
+    @contextmanager
+    def _from_file(self, file: Path) -> Generator[Shelf]:
+        """What a GGUF file was made of; the small files that are made of its metadata are where downloads would be."""
+        from ...models.gguf.shelf import GgufShelf
+        from ...models.packing.workplace import FETCHING, locked
+
+        self._step = "Reading the file's header"
+        self.wish.fetched.mkdir(parents=True, exist_ok=True)
+        with locked(self.wish.fetched / FETCHING, f"Another floe-chat sets up {self.wish.name}"):
+            yield GgufShelf(file, self.wish.fetched)
 
     def _need_room(self, checkpoint: Checkpoint, spec: PackSpec) -> None:
         """Raises: FloeError: the disk cannot hold the pack and the files that it needs meanwhile."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...models import catalog, private_file
 from ...models.errors import FloeError, UsageError
+from ...models.gguf.parts import is_gguf
 from ...models.paths import expanded, is_folder_name
 from .disk_use import files
 
@@ -29,7 +30,7 @@ class Wish:
     """A request to set up a model.
 
     Attributes:
-        model: a hub id (owner/name), or the folder of a checkpoint. name: what it will be called here.
+        model: a hub id (owner/name), the folder of a checkpoint, or a GGUF file. name: what it will be called here.
         up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
         home: its models folder, even if another one is chosen later for other models.
     """
@@ -65,7 +66,7 @@ class Wish:
 
     @property
     def local(self) -> Path | None:
-        """The folder of the checkpoint, if it is one."""
+        """The folder of the checkpoint, or the GGUF file, if it is one."""
         return _local(self.model)
 
     def spec(self) -> PackSpec:
@@ -123,7 +124,7 @@ def _is_name(name: object) -> bool:
 def _local(model: str) -> Path | None:
     path = expanded(model)
     try:
-        return path if path.is_dir() else None
+        return path if path.is_dir() or is_gguf(path) else None
     except (OSError, ValueError):
         return None  # too long a name, or a folder that may not be read
 
@@ -188,7 +189,7 @@ def _checked(fields: Any) -> dict[str, Any]:
     if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
         raise ValueError("its name cannot be a model's")
     if not (re.fullmatch(_HUB_ID, fields["model"]) or Path(fields["model"]).is_absolute()):
-        raise ValueError("its model is neither a hub id nor a folder")
+        raise ValueError("its model is neither a hub id nor a path")
     if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
         raise ValueError("its commit is not a commit's hash")
     return fields

@@ -101,7 +101,7 @@ def _no_weights(repo: str, names: list[str]) -> FloeError:
     if any(name.endswith(_PICKLES) for name in names):
         cause = "Its weights are pickle files, which can run code when they are read; floe-chat never reads them."
     elif any(name.endswith(".gguf") for name in names):
-        cause = "Its weights are GGUF files, which are quantized already; floe-chat packs the original weights."
+        cause = "Its weights are GGUF files; a downloaded one, Q8_0 or better, works by its path (setup PATH.gguf)."
     else:
         cause = "It has no *.safetensors files."
     return HubError(f"{repo} cannot be used", cause, "Look for a repository of this model with *.safetensors files.")

@@ -193,7 +193,7 @@ def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
         (("demo", "--card", "7800xt"), "AMD cards are not supported yet"),
         (("llama 4",), "Llama 4 is not supported yet"),
         (("Qwen/Qwen3-30B-A3B-FP8",), "Use the original, Qwen/Qwen3-30B-A3B"),
-        (("model.gguf",), "GGUF cannot be read yet"),
+        (("model.gguf",), "There is no GGUF file"),
         (("mixtrl",), "Did you mean mixtral"),
         (("demo", "--ram", "-1GB"), "not a memory size"),
         (("demo", "--pcie", "9x16"), "not a PCIe link"),

@@ -179,9 +179,9 @@ class TestReasons:
             ("zai-org/GLM-4.5V", "GLM-4.5V is not supported yet"),
             ("ibm-granite/granite-4.0-h-tiny", "Granite 4 is not supported yet"),
             ("google/gemma-4-31B-it", "is not a Mixture-of-Experts model"),
-            ("model.gguf", "GGUF cannot be read yet"),
-            ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "GGUF cannot be read yet"),
-            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF cannot be read yet"),
+            ("model.gguf", "There is no GGUF file 'model.gguf'"),
+            ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "There is no GGUF file"),
+            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF files are not downloaded yet"),
             ("TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", "AWQ cannot be read yet"),
             ("Qwen3-30B-A3B-GPTQ-Int4", "GPTQ cannot be read yet"),
             ("Qwen/Qwen3-30B-A3B-FP8", "Quantized weights cannot be read yet"),
@@ -230,8 +230,9 @@ class TestReasons:
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
         assert source("databricks/dbrx-instruct").repo == "databricks/dbrx-instruct"
-        with pytest.raises(UsageError, match="GGUF cannot be read yet"):
+        with pytest.raises(UsageError, match="GGUF files are not downloaded yet") as caught:
             source("TheBloke/Mixtral-8x7B-v0.1-GGUF")
+        assert "works by its path" in caught.value.hint
 
     def test_an_unlisted_repository_is_left_to_setup(self) -> None:
         with pytest.raises(UsageError) as caught:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _WIDE = 74  # columns from which all figures stand in the table
 _LEAD = f"{plan_words.BITS} {plan_words.KL} Best first; ● marks recommended bits."
-_OTHER = "Another model: type a hub id, an address or a folder …"
+_OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
 _WORDS = 0.75  # words per token, in English text
 
 
@@ -120,7 +120,8 @@ class ChoiceStep(WizardStep):
         self._list = OptionList(id="choices", markup=False)
         self._details = Static("Estimating …", markup=False, id="details")
         self._trouble = Trouble()
-        self._other = Input(placeholder="owner/name, https://huggingface.co/owner/name, or a folder", id="other")
+        known = "owner/name, https://huggingface.co/owner/name, a folder or a GGUF file"
+        self._other = Input(placeholder=known, id="other")
 
     def compose(self) -> ComposeResult:
         yield Static(_LEAD, classes="lead")
@@ -243,7 +244,7 @@ class ChoiceStep(WizardStep):
         line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
         self.tell(None)
         if line.plan is None or line.option is None:
-            self._details.update(f"{CALLED} models work: from the hub, or a downloaded checkpoint folder.")
+            self._details.update(f"{CALLED} models work: from the hub, a downloaded checkpoint folder, or a GGUF file.")
             return
         first = line.plan is self._plans[0] and line.recommended
         self._details.update(_details(line.plan, line.option, first=first))
@@ -318,6 +319,8 @@ def _details(plan: Plan, one: Option, *, first: bool) -> Content:
             f"Speed: {plan_words.rate(one.decode)} tokens/s, about {words} words a minute, {plan_words.place(one)}."
         )
     lines.append(f"Quality: {plan_words.named(one.spec)}; {plan_words.loss(one.kl)}.")
+    if twice := plan.entry.rounded_twice(plan_words.widths(one.spec)):
+        lines.append(twice)
     if plan.entry.gated:
         lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
     if plan.entry.folder is None:
