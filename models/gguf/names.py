@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +52,7 @@ _UNUSED_ENDS = (".attn_rot_embd.weight", ".rope_freqs.weight")
 _SIXTEEN = ("F16", "BF16")
 
 
-@dataclass(slots=True)
+@dataclass
 class Naming:
     """Finds what each published tensor is made of.
 
@@ -107,6 +107,8 @@ class Naming:
             sources = tuple(self.gguf.tensors[name] for name in names if name in self.gguf.tensors)
             if len(sources) == len(names):
                 self.used |= {*names}
+                if names[0].endswith(".attn_kv_b.weight"):  # some files hold its two parts as well
+                    self.used |= {names[0].replace("kv_b", part) for part in ("k_b", "v_b")}
                 return self._typed(published, sources, undo)
         return None
 
@@ -137,7 +139,7 @@ class Naming:
         found = "output" if base == "lm_head" else self._map.get(base)
         return None if found is None else f"{found}.{suffix}"
 
-    @property
+    @cached_property
     def _map(self) -> dict[str, str]:
         return _library_map(self.gguf.architecture, int(self.config.num_hidden_layers))
 
@@ -154,7 +156,7 @@ class Naming:
             return log_of_negative
         if architecture in _WITH_ONE and published.endswith("norm.weight") and ".linear_attn." not in published:
             return less_one
-        return shaped(*shape) if len(shape) != 2 else itself
+        return shaped(*shape) if len(shape) != 2 or 1 in shape else itself
 
     def _typed(self, published: str, sources: tuple[GgufTensor, ...], undo: Undo) -> Made:
         """With the type that it was published in, as far as the file tells: norms and routers are wider there."""
@@ -170,7 +172,7 @@ class Naming:
             return replace(wide, dtype=narrow) if survives(wide.read(), narrow, decay) else wide
         return replace(wide, dtype=narrow)
 
-    @property
+    @cached_property
     def width(self) -> str:
         """What was published wider than 16 bits only by the converter: the type of experts, or of other matrices where
         these have blocks as published; "F32" where all is wider.
@@ -189,7 +191,7 @@ class Naming:
             return ways[1]
         return ways[0]
 
-    @property
+    @cached_property
     def _kinds_of_experts(self) -> set[str]:
         weights = [tensor for name, tensor in self.gguf.tensors.items() if name.endswith(".weight")]
         return {tensor.kind for tensor in weights if is_expert(tensor.name)}

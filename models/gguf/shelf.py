@@ -61,7 +61,7 @@ class GgufShelf:
     def __init__(self, path: Path, folder: Path) -> None:
         self.gguf = open_gguf(path)
         self.name = self.gguf.name
-        self._folder = folder
+        self._folder, self._contents = folder, dict[str, bytes | None]()
         self._fields = config_of(self.gguf)
         self.rounding = rounding.rounding(self.gguf, self._fields["model_type"])
 
@@ -92,8 +92,9 @@ class GgufShelf:
 
     def small(self, name: str) -> Path | None:
         """See `Shelf.small`."""
-        content = self._content(name)
-        if content is None:
+        if name not in self._contents:
+            self._contents[name] = self._content(name)
+        if (content := self._contents[name]) is None:
             return None
         path = self._folder / name
         try:
