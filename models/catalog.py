@@ -7,6 +7,7 @@ finding a model does not import torch.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -194,7 +195,8 @@ class Source:
     """The source of a model: the folder of a checkpoint, a GGUF file, or a repository on the hub.
 
     Attributes:
-        folder: or the file. commit: of the repository, "" for the current main. entry: the listed model, if it is one.
+        folder: or the file. repo: owner/name, or an address on another host (`typed_names.other_address`).
+        commit: of the repository, "" for the current main. entry: the listed model, if it is one.
     """
 
     folder: Path | None = None
@@ -204,7 +206,7 @@ class Source:
 
     @property
     def place(self) -> str:
-        """The folder or file, or the hub id."""
+        """The folder or file, the hub id, or the address."""
         return str(self.folder) if self.folder else self.repo
 
     @property
@@ -229,6 +231,9 @@ def source(model: str) -> Source:
             return Source(folder=first_part(folder.resolve()))
     except (OSError, ValueError):
         pass  # too long a name, or a path that may not be read
+    address = names.other_address(model, os.environ.get("HF_ENDPOINT", ""))
+    if address is not None and (address.endswith("/") or published("/".join(address.split("/")[3:5])) is None):
+        return Source(repo=address)
     if (entry := listed(model)) is not None and entry.repo:
         repo = names.hub_repo(model)
         return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)

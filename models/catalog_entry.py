@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SHARD_BYTES = 5_000_000_000  # the largest shard of published checkpoints
@@ -225,6 +225,33 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadyPack:
+    """A pack that can be fetched as it is, by its own account.
+
+    Attributes:
+        place: its repository (owner/name), address or folder. bytes: of all files. up, gate, down, dense, group, short:
+            see `PackSpec`. by: who offers it, "" for a folder. commit: of its repository. digest: the sha256 of its
+            manifest.json; "" of a listed one that has not been looked up.
+        source, source_commit: what it was packed from. presets: those that were measured on it, with their KL in nats.
+    """
+
+    place: str
+    bytes: int
+    up: int
+    gate: int
+    down: int
+    dense: int
+    group: int = 64
+    short: bool = True
+    by: str = ""
+    commit: str = ""
+    digest: str = ""
+    source: str = ""
+    source_commit: str = ""
+    presets: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """A model's description without its weights.
 
@@ -240,6 +267,7 @@ class CatalogEntry:
             sees with, and of layers that predict several tokens. rounding: what its weights were rounded to by those
             who converted them, such as "Q4_K_M"; "" where they are as published. coarse: whether that took so much that
             another file should be used.
+        ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
     """
 
     name: str
@@ -257,6 +285,7 @@ class CatalogEntry:
     unused: int = 0
     rounding: str = ""
     coarse: bool = False
+    ready: ReadyPack | None = None
 
     def rounded_twice(self, bits: str) -> str:
         """What a person should know who packs it at these widths, in a line; "" where there is nothing to say."""
@@ -265,6 +294,21 @@ class CatalogEntry:
         again = "" if {*bits.split("/")} == {"16"} else f"; packed again at {bits} they are rounded twice"
         more = " Q8_0 or F16 keeps more." if self.coarse else ""
         return f"Weights of this file are {self.rounding}{again}.{more}"
+
+    @property
+    def as_pack(self) -> CatalogEntry | None:
+        """The same model as its ready pack alone."""
+        return None if self.ready is None else replace(self, repo=None, folder=None, gated=False)
+
+    @property
+    def only_pack(self) -> ReadyPack | None:
+        """The ready pack, if there is no checkpoint to pack here."""
+        return self.ready if self.repo is None and self.folder is None else None
+
+    @property
+    def download_bytes(self) -> int:
+        """What setting it up downloads."""
+        return self.only_pack.bytes if self.only_pack else 0 if self.folder else self.checkpoint_bytes
 
     @property
     def checkpoint_bytes(self) -> int:

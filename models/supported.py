@@ -112,6 +112,8 @@ def refused(name: str) -> FloeError | None:
 def refused_format(name: str) -> FloeError | None:
     """Why a file or repository of this name cannot be read: its name ends in that of a format, such as GGUF."""
     key = _key(name)
+    if re.search(r"(^|-)floe(-|$)", key):  # a pack of ours, which may name its bits
+        return None
     for pattern, called in _FORMATS:
         if not re.search(rf"(^|-)({pattern})(-|$)", key):
             continue

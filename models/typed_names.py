@@ -15,6 +15,7 @@ _LEAST = 2  # letters and digits of a part of a name
 _LONGEST = 400  # characters of a name or an address; what is longer is a pasted text
 _ALIKE = 0.6  # of difflib's ratio, from which on a name is offered instead of a misspelled one
 _PAGES = {"datasets": "a data set", "spaces": "a space", "collections": "a collection", "papers": "a paper"}
+_HUBS = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn")  # whose models are asked of the user's hub
 _VIEWS = ("tree", "blob", "resolve", "raw", "commit")
 
 
@@ -78,6 +79,43 @@ def _of_address(text: str) -> NamedRepo:
         f"It is the revision {revision}; floe-chat sets up main, or a commit by all 40 digits of its hash.",
         f"Give {name}, or the address of a commit.",
     )
+
+
+def other_address(text: str, hub: str) -> str | None:
+    """The address of a model on another host than the user's hub, without what follows a "?"; None for anything else.
+
+    It is that of a repository on another mirror, https://HOST/owner/name, or of a folder on any web server, in which
+    case it ends with "/".
+
+    Args:
+        hub: the address of the user's hub, "" for the usual one. With one by http, others may be so too.
+
+    Raises:
+        UsageError: it is not encrypted, though it leaves this machine, or holds a password.
+    """
+    text = text.strip()
+    if len(text) > _LONGEST or not re.match("https?://", text, re.IGNORECASE):
+        return None
+    try:
+        parts, port = urlsplit(text), urlsplit(text).port
+        host, ours = (parts.hostname or "").lower(), (urlsplit(hub).hostname, urlsplit(hub).port)
+    except ValueError:
+        return None
+    if not re.fullmatch(r"[a-z0-9.-]+|[0-9a-f:]+", host) or host.removeprefix("www.") in _HUBS or (host, port) == ours:
+        return None
+    if parts.username is not None:
+        raise UsageError("An address with a password is not used", "It would be saved.", "Leave the password out.")
+    here = host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host)
+    if parts.scheme.lower() == "http" and not here and not hub.lower().startswith("http:"):
+        raise UsageError(f"{text} is not encrypted", "Others on the way could read and change it.", "Use https://.")
+    named = [part for part in parts.path.split("/") if part]
+    folder = parts.path.endswith("/") or len(named) != 2
+    if named[-1:] == ["manifest.json"]:
+        named, folder = named[:-1], True
+    elif len(named) > 2 and named[2] in _VIEWS:
+        named, folder = named[:2], False
+    origin = f"{parts.scheme.lower()}://{parts.netloc.lower()}"
+    return "/".join([origin, *named, *([""] if folder else [])])
 
 
 def matches(text: str, names: Iterable[str]) -> list[str]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 from ..errors import FloeError, TryAgainError
-from ..packing.workplace import FETCHING, locked
+from ..pack.manifest import FETCHING
+from ..packing.workplace import locked
 from .fetch_loop import Fetcher, FetchItem, Patience
 from .fetch_part import bytes_here, delete
 from .fetch_progress import DownloadProgress, FetchState, FileProgress
 from .repository import Repo
-from .repository_files import RepoFile, cached
+from .repository_files import RepoFile
 
 
 class Download:
@@ -187,7 +188,7 @@ class Download:
         file = self._repo.file(name)
         if file is None:
             raise FloeError(f"{self._repo.name} has no file {name}", "", "Use another revision.")
-        in_cache = cached(self._repo.name, self._repo.commit, file) is not None
+        in_cache = self._repo.cached(file) is not None
         return FetchItem(file, file.size if in_cache else bytes_here(self.folder, file))
 
     def _wish_for(self, wish: Literal["pause", "cancel"]) -> None:
@@ -293,7 +294,7 @@ def disk_error(error: OSError, folder: Path) -> FloeError:
 
 
 def _places(repo: Repo, file: RepoFile, folder: Path) -> list[Path]:
-    found = cached(repo.name, repo.commit, file)
+    found = repo.cached(file)
     return [path for path in (folder / file.name, found) if path is not None and path.is_file()]
 
 

@@ -66,7 +66,7 @@ async def _check(response: httpx2.Response, redirects: list[httpx2.Headers], rep
             )
             raise Passing(expired, hub_errors.wait_asked(response))
         body = await hub_request.short_body(response)
-        error = hub_errors.refusal(response, body, repo.name, repo.endpoint, token=repo.token is not None)
+        error = repo.refusal(response, body)
         if hub_errors.is_passing(response):
             raise Passing(error, hub_errors.wait_asked(response))
         raise Wrong(error) if response.status_code == 416 else error

@@ -14,7 +14,6 @@ from .fetch_loop import Patience
 from .fetch_part import is_intact
 from .fetch_progress import DownloadProgress
 from .repository import Repo
-from .repository_files import cached
 
 _AT_ONCE = 8  # headers requested at the same time
 
@@ -63,7 +62,7 @@ class HubShelf(Shards):
         try:
             if path.is_file() and is_intact(path, file):
                 return path
-            found = cached(self.name, self._repo.commit, file)
+            found = self._repo.cached(file)
             content = found.read_bytes() if found is not None and is_intact(found, file) else self._repo.read(name)
             private_file.replace(path, content or b"", private_file.SHARED)
         except OSError as error:

@@ -14,6 +14,7 @@ import os
 import re
 import ssl
 import threading
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx2
@@ -22,7 +23,7 @@ from ..checkpoint_files import INDEX, TensorPlace, header_bytes, is_shard, parse
 from ..errors import AccessError, CheckpointError, FloeError, HubError, TryAgainError, UsageError
 from . import hub_errors, hub_request
 from .privacy import offline
-from .repository_files import RepoFile, listing
+from .repository_files import RepoFile, cached, listing
 
 HUB = "https://huggingface.co"
 _LARGEST_SMALL = 32 << 20  # bytes of a JSON or tokenizer file
@@ -118,6 +119,14 @@ class Repo:
 
     def authorization(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def cached(self, file: RepoFile) -> Path | None:
+        """See `repository_files.cached`."""
+        return cached(self.name, self.commit, file)
+
+    def refusal(self, response: httpx2.Response, body: bytes) -> FloeError:
+        """The error for a response whose status is not 2xx, with the beginning of its body."""
+        return hub_errors.refusal(response, body, self.name, self.endpoint, token=self.token is not None)
 
     def read(self, name: str) -> bytes | None:
         """A small file, verified; None if the repository has none of that name.
@@ -255,7 +264,7 @@ class Repo:
                 await _fill(content, response, most, cut=first)
                 return None, None
             body = await hub_request.short_body(response)
-            trouble = hub_errors.refusal(response, body, self.name, self.endpoint, token=self.token is not None)
+            trouble = self.refusal(response, body)
             wait = hub_errors.wait_asked(response)
             if not hub_errors.is_passing(response) or (wait or 0) > _LONGEST_WAIT:
                 raise trouble

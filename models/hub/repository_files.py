@@ -13,6 +13,7 @@ from ..checkpoint_files import is_shard
 from ..errors import FloeError, HubError, TryAgainError
 from .hub_errors import plain
 
+MANIFEST = "manifest.json"  # of a pack; its content decides
 _LARGEST = 1 << 50  # bytes: a file of more is a mistake
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -62,7 +63,7 @@ def listing(repo: str, content: bytes) -> tuple[str, bool, tuple[RepoFile, ...]]
             f"{type(error).__name__}: {plain(str(error))}.",
             "Try again, or use another mirror (HF_ENDPOINT).",
         ) from error
-    if not any(is_shard(file.name) for file in files):
+    if not any(is_shard(file.name) or file.name == MANIFEST for file in files):
         raise _no_weights(repo, names)
     return commit, gated, files
 
@@ -103,5 +104,5 @@ def _no_weights(repo: str, names: list[str]) -> FloeError:
     elif any(name.endswith(".gguf") for name in names):
         cause = "Its weights are GGUF files; a downloaded one, Q8_0 or better, works by its path (setup PATH.gguf)."
     else:
-        cause = "It has no *.safetensors files."
+        cause = f"It has neither *.safetensors files nor the {MANIFEST} of a pack."
     return HubError(f"{repo} cannot be used", cause, "Look for a repository of this model with *.safetensors files.")

@@ -30,7 +30,8 @@ FILE_NAME = "manifest.json"
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 DOWN_BIAS = "down.bias"  # of a layer's experts
 UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
-_LARGEST = 16 << 20  # bytes of a manifest
+FETCHING = "download.lock"  # in a folder into which a model is downloaded
+LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
 _SHORT_VERSION = 7  # of packs whose experts' scales are bytes
@@ -244,11 +245,24 @@ class Manifest:
                 "Check the path, or pack one.",
             )
         try:
-            fields = private_file.read_json(folder / FILE_NAME, _LARGEST)
+            content = private_file.read(folder / FILE_NAME, LARGEST)
         except FileNotFoundError:
             raise _unfinished(folder) from None
-        except (OSError, ValueError) as error:
-            cause = (isinstance(error, OSError) and error.strerror) or str(error)
+        except OSError as error:
+            raise _garbled(folder, f"{FILE_NAME} cannot be read: {error.strerror or error}") from error
+        return Manifest.parse(content, folder)
+
+    @staticmethod
+    def parse(content: bytes, folder: Path | str) -> Manifest:
+        """The manifest with this content; `folder` names its pack in errors.
+
+        Raises:
+            PackError: another format or version, or it does not make sense.
+        """
+        try:
+            fields = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            cause = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise _garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
@@ -277,6 +291,15 @@ class Manifest:
             raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
 
 
+def is_manifest(content: bytes) -> bool:
+    """Whether a file of this content says that it is a manifest of ours, of whatever version."""
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and fields.get("format") == FORMAT
+
+
 def file_entry(path: Path) -> FileEntry:
     """Size and sha256 of a file."""
     with path.open("rb") as file:
@@ -295,6 +318,12 @@ def _unfinished(folder: Path) -> PackError:
             "Its manifest, written last, is missing: packing was interrupted.",
             "Pack it again into the same folder: floe-chat pack SRC DST.",
         )
+    if (folder / FETCHING).exists():
+        return PackError(
+            f"The packed model at {folder} is incomplete",
+            "Its manifest, written last, is missing: the download was interrupted.",
+            "Continue it: floe-chat setup",
+        )
     if (folder / "config.json").exists():
         return PackError(
             f"{folder} is not packed",
@@ -308,7 +337,7 @@ def _unfinished(folder: Path) -> PackError:
     )
 
 
-def _garbled(folder: Path, cause: str) -> PackError:
+def _garbled(folder: Path | str, cause: str) -> PackError:
     # Without a manifest a pack cannot be repaired.
     return PackError(
         f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."

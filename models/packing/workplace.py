@@ -11,11 +11,9 @@ from pathlib import Path
 
 from .. import private_file
 from ..errors import FloeError, TryAgainError, UsageError
-from ..pack.manifest import COPIED, FILE_NAME, UNFINISHED
+from ..pack.manifest import COPIED, FETCHING, FILE_NAME, UNFINISHED
 from . import journal
 from .journal import Journal, Settings
-
-FETCHING = "download.lock"  # in a folder into which a model is downloaded
 
 
 @contextmanager

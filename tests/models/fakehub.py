@@ -6,7 +6,8 @@
         assert hub.requests[0].status == 200
 
 As on the real one, large files (safetensors, tokenizer.model, pickles) are kept elsewhere: the hub answers 302 with a
-signed address on a second port, which asks for no token. Small ones are led to /api/resolve-cache by a 307.
+signed address on a second port, which asks for no token. Small ones are led to /api/resolve-cache by a 307. Beside
+that, /plain/owner/name/ is a repository's folder as any web server has it.
 """
 
 from __future__ import annotations
@@ -277,6 +278,9 @@ class _Handler(BaseHTTPRequestHandler):
     def serve(self, fault: Fault | None) -> None:
         """The hub itself."""
         hub, token = self.server.hub, self.request_seen.token
+        if self.path.startswith("/plain/"):
+            self.serve_plainly(fault)
+            return
         if token not in (None, hub.token, hub.stranger):
             self.refuse(401, "", "Invalid credentials in Authorization header")
             return
@@ -320,6 +324,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(307, b"", headers | {"Location": address})
         else:
             self.send_file(file, headers, fault)
+
+    def serve_plainly(self, fault: Fault | None) -> None:
+        """A web server that knows nothing of models."""
+        name, _, file = self.path.removeprefix("/plain/").rpartition("/")
+        repository = self.server.hub.repositories.get(name)
+        if repository is None or file not in repository.files:
+            self.reply(404, b"<html>Not found</html>", {"Content-Type": "text/html"}, fault)
+        else:
+            self.send_file(repository.files[file], {}, fault)
 
     def store(self, fault: Fault | None) -> None:
         """Where the large files are."""
