@@ -16,6 +16,7 @@ from ..setup.setups import look_up
 from ..setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
 from ..text import units
 from ..text.plain_text import printable
+from .ready_setup import offered
 
 if TYPE_CHECKING:
     from ...engine.planning.plan import Plan
@@ -31,6 +32,7 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
 @click.option("--up", type=int, help="Bits of the signal: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--rows", type=int, help="Bits of the rows: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--pack-here", is_flag=True, help="Pack the model on this machine, even if there is a ready pack of it.")
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
     "--tune/--no-tune",
@@ -44,6 +46,7 @@ def setup(
     ctx: click.Context,
     model: str | None,
     name: str | None,
+    pack_here: bool,
     yes: bool,
     tuning: bool | None,
     forgetting: bool,
@@ -54,6 +57,9 @@ def setup(
     MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), the folder of a downloaded
     checkpoint, or a GGUF file; without MODEL, the one that `floe-chat plan` recommends is offered. Before it starts, it
     shows what the setup takes and how fast the model will be.
+
+    MODEL can also be a ready pack, which is fetched as it is: a repository, a folder, or the address of a folder on a
+    web server, with a pack's manifest.json in it.
 
     You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
     with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
@@ -73,7 +79,8 @@ def setup(
     given = {part: count for part, count in bits.items() if count is not None}
     token: str | None = None
     if wanted is None:
-        wanted, token = _planned(model or _recommended(begun, ask=not yes), name, given, ask=not yes)
+        called = model or _recommended(begun, ask=not yes)
+        wanted, token = _planned(called, name, given, here_only=pack_here, ask=not yes)
     else:
         _check_same(wanted, given, model)
         note(f"Continuing the setup of {wanted.name}.")
@@ -104,16 +111,18 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
     if model is None and name is None:
         return begun[0] if len(begun) == 1 else None
     source, usual, _ = _meaning(model)
+    entry = catalog.published(usual) if usual else None
+    places = (source, entry.ready.place if entry and entry.ready else source)
     if name is not None:
         found = next((one for one in begun if one.name == name), None)
-        if found is not None and model is not None and found.model != source:
+        if found is not None and model is not None and found.model not in places:
             raise UsageError(
                 f"The name {name} is taken",
                 f"It is the unfinished setup of {found.model}.",
                 f"Choose another name, or delete that setup: floe-chat setup {name} --forget",
             )
         return found
-    same = [one for one in begun if one.model == source]
+    same = [one for one in begun if one.model in places]
     named = [one for one in begun if one.name == model] + [one for one in same if one.name == usual]
     if named:
         return named[0]
@@ -185,13 +194,22 @@ def _names(begun: list[Wish]) -> str:
     return f"Unfinished setups: {', '.join(one.name for one in begun)}." if begun else "No setup is unfinished."
 
 
-def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) -> tuple[Wish, str | None]:
+def _planned(
+    model: str, name: str | None, given: dict[str, int], *, here_only: bool, ask: bool
+) -> tuple[Wish, str | None]:
     """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
     from ...engine.planning.plan import make
     from .plan import here
 
     wanted = wish(model, name)
     entry, token = _entry(wanted)
+    if entry.only_pack and (given or here_only):
+        hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
+        raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
+    if entry.ready and not (given or here_only):
+        taken = offered(wanted, entry, _looked_up, ask=ask)
+        if taken is not None:
+            return taken[0], token or taken[1]
     plan = make(here(), entry)
     if plan.chosen is None and not given:
         raise FloeError(
@@ -222,8 +240,12 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
 
 def _entry(wanted: Wish) -> tuple[CatalogEntry, str | None]:
     """The model to set up, and the token if one had to be asked for."""
-    if (known := catalog.published(wanted.model)) is not None:
-        return known, None
+    known = catalog.published(wanted.model)
+    return (known, None) if known is not None else _looked_up(wanted)
+
+
+def _looked_up(wanted: Wish) -> tuple[CatalogEntry, str | None]:
+    """What is there, and the token if one had to be asked for."""
     try:
         return look_up(wanted), None
     except AccessError as error:
@@ -278,6 +300,10 @@ def _run(wanted: Wish, token: str | None) -> None:
 
 def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
     """Measure the presets of a model that is ready, if the person wants that."""
+    from ...models.pack.manifest import Manifest
+
+    if tuning is None and Manifest.read(wanted.folder).tuned:
+        return
     if tuning is None and ask and sys.stdin.isatty():
         note("Its presets High, Balanced and Fast are those of other models. They can be measured on this one now.")
         tuning = click.confirm("Measure them?", default=True, err=True)

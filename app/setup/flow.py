@@ -1,4 +1,5 @@
 """From a choice to a packed, checked model: download, packing and check as one flow that can be stopped at any time.
+A ready pack is fetched or copied instead.
 
 The command line and the wizard hold a `Setup` and read its `progress` as often as they like; one thread does the work,
 and nothing waits for it. A note beside the models records the setup until it is finished, so that a later start of the
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
     from ...models.checkpoint_files import Shelf
     from ...models.hub.fetch_loop import Patience
+    from ...models.hub.pack_fetch import PackFetch
+    from ...models.hub.ready_pack import Offer
     from ...models.hub.remote_checkpoint import HubShelf
+    from ...models.hub.repository import Repo
     from ...models.packing.pack import PackSpec
 
 SetupState = Literal["looking", "working", "paused", "checking", "done", "failed", "cancelled"]
@@ -39,9 +43,10 @@ class SetupProgress:
     """A moment of a setup.
 
     Attributes:
-        step: the current work, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
+        step: the current work, in words. share: of packing, or of a ready pack's arrival, 0..1. left: seconds to the
+        end, None while unknown.
         download: None where nothing is fetched. notices: for the user, in order.
-        peak: the most disk space that it takes at once, in bytes; None until known.
+        peak: the most disk space that it takes at once, in bytes; None until known. ready: whether it is a ready pack.
     """
 
     state: SetupState
@@ -51,6 +56,7 @@ class SetupProgress:
     download: DownloadProgress | None
     notices: tuple[str, ...] = ()
     peak: int | None = None
+    ready: bool = False
 
 
 class _CancelledError(Exception):
@@ -80,7 +86,7 @@ class Setup:
         self._token, self._tuning, self._after = token, tuning, after
         self._state: SetupState = "looking"
         self._step, self._share, self._left = "Looking at the model", 0.0, None
-        self._shelf: HubShelf | None = None
+        self._shelf: HubShelf | PackFetch | None = None
         self._notices: list[str] = []
         self._peak: int | None = None
         self._cancelled = threading.Event()
@@ -104,7 +110,10 @@ class Setup:
         if left is not None and download is not None and download.left is not None:
             left = max(left, download.left)
         notices = (*self._notices, *(download.notices if download else ()))
-        return SetupProgress(state, self._step, self._share, left, download, notices, self._peak)
+        share, ready = self._share, bool(self.wish.pack)
+        if ready and download is not None:
+            share, left = download.done / max(1, download.total), download.left
+        return SetupProgress(state, self._step, share, left, download, notices, self._peak, ready)
 
     def pause(self) -> None:
         """Stop fetching at once, and packing after the current matrix; nothing is lost."""
@@ -176,6 +185,7 @@ class Setup:
             self._after = None
         from ...models.pack.manifest import FILE_NAME, UNFINISHED
         from ...models.pack.packed_model import PackedModel
+        from ...models.packing.pack_copy import tidy
 
         self.wish.spec()
         check_folders(self.wish)
@@ -183,23 +193,70 @@ class Setup:
         write_note(self.wish)
         packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
         if not packed:  # else it was stopped between packing and the end
-            self._pack()
+            self._make()
         self._reach("checking")
         self._step, self._left = "Checking the pack", None
         PackedModel.open(self.wish.folder)
+        tidy(self.wish.folder)
         clear_fetched(self.wish)
         self.wish.note.unlink(missing_ok=True)
         self._step, self._share = "Done", 1.0
         self._reach("done")
 
-    def _pack(self) -> None:
+    def _make(self) -> None:
+        """Pack a checkpoint, or take a ready pack."""
+        from ...models.hub.places import look_up
+        from ...models.hub.ready_pack import in_folder
+        from .taking import need_same
+
+        place: Repo | Path
+        if (local := self.wish.local) is not None:
+            place, offer = local, in_folder(local)
+        else:
+            self._step = "Asking the hub"
+            place, offer = look_up(self.wish.model, self.wish.commit or "main", self._token)
+        self._reach("looking")
+        need_same(self.wish, offer)
+        commit = "" if isinstance(place, Path) else place.commit
+        known = dataclasses.replace(self.wish, commit=self.wish.commit or commit, pack=offer.digest if offer else "")
+        if known != self.wish:
+            self.wish = known
+            write_note(self.wish)
+        if offer is None:
+            self._pack(place)
+        else:
+            self._take(place, offer)
+
+    def _take(self, place: Repo | Path, offer: Offer) -> None:
+        from ...models.hub.download import check_room
+        from ...models.hub.pack_fetch import PackFetch
+        from ...models.packing.pack_copy import finish
+        from .taking import check_place, copy, look_through
+
+        check_place(place, offer)
+        self._peak = offer.bytes
+        check_room(self.wish.folder, max(0, offer.bytes - self.wish.taken))
+        self._step = "Copying the pack" if isinstance(place, Path) else "Fetching the pack"
+        self._reach("working")
+        if isinstance(place, Path):
+            copy(place, offer, self.wish.folder, self._reported)
+        else:
+            with PackFetch(place, offer, self.wish.folder, tuning=self._tuning) as fetch:
+                self._follow(fetch)
+                fetch.files()
+            self._shelf = None
+        self._reach("checking")
+        look_through(self.wish, offer, self._reported)
+        finish(self.wish.folder, offer.files, offer.content)
+
+    def _pack(self, place: Repo | Path) -> None:
         from ...models.checkpoint import Checkpoint
         from ...models.pack.manifest import COPIED
         from ...models.packing.pack import pack
         from .packing_progress import tokens_of
 
         spec = self.wish.spec()
-        with self._source() as source:
+        with self._source(place) as source:
             checkpoint = Checkpoint(source)
             for name in COPIED:
                 checkpoint.shelf.small(name)
@@ -211,30 +268,19 @@ class Setup:
         self._shelf = None
 
     @contextmanager
-    def _source(self) -> Generator[Path | Shelf]:
-        if (local := self.wish.local) is not None:
-            if not is_gguf(local):
-                yield local
+    def _source(self, place: Repo | Path) -> Generator[Path | Shelf]:
+        if isinstance(place, Path):
+            if not is_gguf(place):
+                yield place
                 return
-            with self._from_file(local) as shelf:
+            with self._from_file(place) as shelf:
                 yield shelf
             return
         from ...models.hub.remote_checkpoint import HubShelf
-        from ...models.hub.repository import resolve
 
-        self._step = "Asking the hub"
-        repo = resolve(self.wish.model, self.wish.commit or "main", self._token)
-        self._reach("looking")
-        if not self.wish.commit:
-            self.wish = dataclasses.replace(self.wish, commit=repo.commit)
-            write_note(self.wish)
         self._step = "Reading the list of tensors"
-        with HubShelf(repo, self.wish.fetched, tuning=self._tuning) as shelf:
-            self._shelf = shelf
-            if not self._going.is_set():
-                shelf.download.pause()
-            if self._cancelled.is_set():
-                raise _CancelledError
+        with HubShelf(place, self.wish.fetched, tuning=self._tuning) as shelf:
+            self._follow(shelf)
             yield shelf
 
     @contextmanager
@@ -247,6 +293,14 @@ class Setup:
         self.wish.fetched.mkdir(parents=True, exist_ok=True)
         with locked(self.wish.fetched / FETCHING, f"Another floe-chat sets up {self.wish.name}"):
             yield GgufShelf(file, self.wish.fetched)
+
+    def _follow(self, shelf: HubShelf | PackFetch) -> None:
+        """From now on its download is shown, paused and cancelled."""
+        self._shelf = shelf
+        if not self._going.is_set():
+            shelf.download.pause()
+        if self._cancelled.is_set():
+            raise _CancelledError
 
     def _need_room(self, checkpoint: Checkpoint, spec: PackSpec) -> None:
         """Raises: FloeError: the disk cannot hold the pack and the files that it needs meanwhile."""
@@ -272,6 +326,9 @@ class Setup:
 
         if step == CONTINUES:
             self._notices.append(f"{CONTINUES}.")
+        self._reported(step, share, left)
+
+    def _reported(self, step: str, share: float, left: float | None = None) -> None:
         self._step, self._share, self._left = step, share, left
         self._going.wait()
         if self._cancelled.is_set():

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+from urllib.parse import urlsplit
 
 from ...models import catalog, supported
 from ...models.errors import CheckpointError, FloeError, TryAgainError
@@ -79,11 +80,19 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
     Raises:
         AccessError: it asks for a token, or another one. FloeError: it cannot be set up, or cannot be reached.
     """
-    if wanted.local is not None:
-        return replace(catalog.described(wanted.local), name=wanted.name)
-    from ...models.hub.repository import resolve
+    from ...models.hub.places import look_up as look_up_place
+    from ...models.hub.ready_pack import in_folder
+    from .taking import check_place
 
-    repo = resolve(wanted.model, wanted.commit or "main", token)
+    if (local := wanted.local) is not None:
+        if (offer := in_folder(local)) is None:
+            return replace(catalog.described(local), name=wanted.name)
+        ready = offer.described(wanted.model, "")
+        return replace(check_place(local, offer), name=wanted.name, ready=ready)
+    repo, offer = look_up_place(wanted.model, wanted.commit or "main", token)
+    if offer is not None:
+        ready = offer.described(wanted.model, _owner(wanted.model), repo.commit)
+        return replace(check_place(repo, offer), name=wanted.name, ready=ready)
     try:
         fields = json.loads(repo.read("config.json") or b"{}")
         if not isinstance(fields, dict):
@@ -96,6 +105,14 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         raise refused
     known = catalog.published(wanted.model) or catalog.described({**fields, "_name_or_path": wanted.model})
     return replace(known, name=wanted.name, repo=wanted.model, gated=repo.gated)
+
+
+def _owner(place: str) -> str:
+    """Who offers the pack at a hub id or an address."""
+    if "://" not in place:
+        return place.partition("/")[0]
+    parts = urlsplit(place)
+    return parts.netloc if place.endswith("/") else f"{parts.path.split('/')[1]} on {parts.netloc}"
 
 
 def remove(name: str) -> None:

@@ -18,11 +18,13 @@ from ...models.paths import expanded, is_folder_name
 from .disk_use import files
 
 if TYPE_CHECKING:
+    from ...models.catalog_entry import ReadyPack
     from ...models.packing.pack import PackSpec
 
 _NOTE = ".setup.json"  # beside the pack's folder, until the pack is finished
 _FETCHED = catalog.FETCHED  # likewise, the folder with the downloads
 _HUB_ID = r"[\w.-]+/[\w.-]+"
+_ADDRESS = r"https?://[a-z0-9.:\[\]-]+(/[!-~]*)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,10 @@ class Wish:
     """A request to set up a model.
 
     Attributes:
-        model: a hub id (owner/name), the folder of a checkpoint, or a GGUF file. name: what it will be called here.
+        model: a hub id (owner/name), the folder of a checkpoint or of a pack, a GGUF file, or an address on another
+            host. name: what it will be called here.
         up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
+        pack: the sha256 of a ready pack's manifest.json; "" for a checkpoint, and until it is known.
         home: its models folder, even if another one is chosen later for other models.
     """
 
@@ -42,6 +46,7 @@ class Wish:
     down: int = 4
     dense: int = 4
     commit: str = ""
+    pack: str = ""
     home: Path = field(default_factory=catalog.models_folder)
 
     @property
@@ -66,7 +71,7 @@ class Wish:
 
     @property
     def local(self) -> Path | None:
-        """The folder of the checkpoint, or the GGUF file, if it is one."""
+        """The folder of the checkpoint or pack, or the GGUF file, if it is one."""
         return _local(self.model)
 
     def spec(self) -> PackSpec:
@@ -101,6 +106,20 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
         )
     check_folders(wanted)
     return wanted
+
+
+def of_ready(wanted: Wish, ready: ReadyPack) -> Wish:
+    """The same setup with a ready pack."""
+    return dataclasses.replace(
+        wanted,
+        model=ready.place,
+        commit=ready.commit,
+        pack=ready.digest,
+        up=ready.up,
+        gate=ready.gate,
+        down=ready.down,
+        dense=ready.dense,
+    )
 
 
 def check_folders(wanted: Wish) -> None:
@@ -188,10 +207,12 @@ def _checked(fields: Any) -> dict[str, Any]:
             raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'text'}")
     if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
         raise ValueError("its name cannot be a model's")
-    if not (re.fullmatch(_HUB_ID, fields["model"]) or Path(fields["model"]).is_absolute()):
-        raise ValueError("its model is neither a hub id nor a path")
+    if not (re.fullmatch(f"{_HUB_ID}|{_ADDRESS}", fields["model"]) or Path(fields["model"]).is_absolute()):
+        raise ValueError("its model is neither a hub id nor a path nor an address")
     if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
         raise ValueError("its commit is not a commit's hash")
+    if not re.fullmatch("([0-9a-f]{64})?", fields.get("pack", "")):
+        raise ValueError("its pack is not a hash")
     return fields
 
 

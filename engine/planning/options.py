@@ -225,6 +225,8 @@ def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str,
     """Bytes on the disk afterwards, and the peak meanwhile."""
     if entry.packed:
         return {"pack": 0, "peak": 0}
+    if entry.only_pack:
+        return dict.fromkeys(("pack", "peak"), entry.only_pack.bytes)
     source = 0
     if entry.folder is None:
         source = entry.checkpoint_bytes if keep_source else min(2 * SHARD_BYTES, entry.checkpoint_bytes)

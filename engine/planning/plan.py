@@ -82,7 +82,7 @@ def make(
         missing = nearest.missing or {"ram": nearest.ram["lacking"]}
         why = (reasons.why_not(nearest, missing),)
         return Plan(entry, machine, context, None, options, why, missing, _instead(machine, entry, context))
-    fetched = entry.folder is None
+    fetched = entry.download_bytes
     return Plan(
         entry,
         machine,
@@ -90,9 +90,9 @@ def make(
         chosen,
         options,
         reasons.why(machine, entry, chosen, options, context),
-        download_s=entry.checkpoint_bytes / net_bytes_s if fetched and net_bytes_s else None,
+        download_s=fetched / net_bytes_s if fetched and net_bytes_s else None,
         pack_s=None
-        if entry.packed
+        if entry.packed or entry.only_pack
         else _expert_weights(entry.sizes) / (figures().packed_weights_s * max(1, machine.cores)),
     )
 
@@ -178,6 +178,8 @@ def _choose(options: Sequence[Option]) -> Option | None:
 
 def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
+    if (ready := entry.only_pack) is not None:
+        return (PackSpec(ready.up, ready.gate, ready.down, ready.dense, ready.group, short=ready.short),)
     if not entry.packed or entry.folder is None:
         return WIDTHS
     widths = Manifest.read(entry.folder).widths

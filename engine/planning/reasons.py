@@ -103,6 +103,8 @@ def why(
 def _why_bits(entry: CatalogEntry, chosen: Option, options: Sequence[Option]) -> list[str]:
     if entry.packed:
         return [f"It is already packed, with {describe(chosen.spec)} bits."]
+    if entry.only_pack:
+        return [f"It is a ready pack, with {describe(chosen.spec)} bits: nothing has to be packed."]
     said = [f"{describe(chosen.spec)} bits: quality loss {_loss(chosen)} at about {_speed(chosen)}."]
     at = options.index(chosen)
     if better := next((one for one in reversed(options[:at]) if not one.missing), None):

@@ -90,6 +90,18 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
     return [Damage(name, causes[name]) for name in (*manifest.files, *manifest.beside) if name in causes]
 
 
+def senseless(folder: Path, manifest: Manifest, report: Report) -> Damage | None:
+    """The first file of a pack with impossible values. The files have the manifest's hashes; it need not be written."""
+    whole = max(1, sum(entry.size for entry in manifest.files.values()))
+    done = 0
+    for name, entry in manifest.files.items():
+        report(f"Looking through {name}", done / whole)
+        if (cause := _senseless(folder, manifest, name)) is not None:
+            return Damage(name, cause)
+        done += entry.size
+    return None
+
+
 def unrecorded(folder: Path, manifest: Manifest) -> list[str]:
     """The files of a pack without a recorded checksum (from earlier versions), in which damage cannot be detected."""
     kept = [] if manifest.sealed else [FILE_NAME]

@@ -1,4 +1,4 @@
-"""A ready pack: somebody else's packed model in a repository, which is fetched as it is.
+"""A ready pack: somebody else's packed model in a repository or a folder, which is taken as it is.
 
 Its manifest.json is a stranger's. Before anything large is fetched, its version, the names and sizes of its files and
 their hashes are compared with what the repository lists, and all of it with the model's own config.json.
@@ -11,10 +11,11 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .. import catalog
-from ..catalog_entry import ReadyPack, Sizes
+from .. import catalog, private_file
+from ..catalog_entry import CatalogEntry, ReadyPack, Sizes
 from ..errors import FloeError, HubError, PackError
 from ..pack import manifest as manifests
 from ..pack.manifest import COPIED, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
@@ -107,6 +108,34 @@ def offered(repo: Repo) -> Offer | None:
     return offer
 
 
+def in_folder(folder: Path) -> Offer | None:
+    """The pack in a folder; None if it holds none: it may be a checkpoint.
+
+    Raises:
+        PackError: as `offered`; the hashes are compared when it is copied.
+    """
+    try:
+        content = private_file.read(folder / FILE_NAME, LARGEST)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _refused(str(folder), f"{FILE_NAME} cannot be read: {error.strerror or error}.") from error
+    if not manifests.is_manifest(content):
+        return None
+    offer = parsed(str(folder), content)
+    for name, entry in offer.files.items():
+        try:
+            private_file.need_ordinary(folder / name)
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise _refused(str(folder), f"{name} is missing.") from None
+        except OSError as error:
+            raise _refused(str(folder), f"{name} cannot be read: {error.strerror or error}.") from error
+        if size != entry.size:
+            raise _refused(str(folder), f"{name} has {size:,} bytes; its manifest states {entry.size:,}.")
+    return offer
+
+
 def parsed(place: str, content: bytes) -> Offer:
     """The pack with this manifest.json; its names and sizes are those of a pack.
 
@@ -129,15 +158,15 @@ def parsed(place: str, content: bytes) -> Offer:
     return offer
 
 
-def check_config(place: str, offer: Offer, content: bytes) -> None:
-    """Compare a pack with its config.json, whose `content` was fetched.
+def check_config(place: str, offer: Offer, content: bytes) -> CatalogEntry:
+    """The model of a pack by its config.json, whose `content` was fetched, once that is compared with the manifest.
 
     Raises:
         PackError: it is another file than the manifest states, or of another model, or other tensors than those of
         experts take more room than the model has. CheckpointError: it describes no model that we know.
     """
-    entry = offer.manifest.files["config.json"]
-    if (len(content), hashlib.sha256(content).hexdigest()) != (entry.size, entry.sha256):
+    stated = offer.manifest.files["config.json"]
+    if (len(content), hashlib.sha256(content).hexdigest()) != (stated.size, stated.sha256):
         raise _refused(place, "config.json has another sha256 than its manifest states.")
     try:
         fields: Any = json.loads(content)
@@ -145,13 +174,15 @@ def check_config(place: str, offer: Offer, content: bytes) -> None:
             raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise _refused(place, f"Its config.json cannot be read: {error}.") from error
-    sizes = catalog.described(fields).sizes
+    entry = catalog.described(fields)
+    sizes = entry.sizes
     a = offer.manifest.architecture
-    stated = (a.model_type, a.layers, a.experts, a.top_k, a.hidden, a.intermediate)
-    if stated != (sizes.model_type, sizes.layers, sizes.experts, sizes.top_k, sizes.hidden, sizes.intermediate):
+    packed = (a.model_type, a.layers, a.experts, a.top_k, a.hidden, a.intermediate)
+    if packed != (sizes.model_type, sizes.layers, sizes.experts, sizes.top_k, sizes.hidden, sizes.intermediate):
         raise _refused(place, "Its manifest and its config.json describe models of different sizes.")
     if offer.manifest.files["dense.safetensors"].size > _most_dense(sizes):
         raise _refused(place, "dense.safetensors is larger than all that the model has besides its experts.")
+    return entry
 
 
 def _is_layer(name: str) -> bool:

@@ -1,0 +1,43 @@
+"""A ready pack in words: what it says it is, who says so, and what taking it needs."""
+
+from __future__ import annotations
+
+from ...models.catalog_entry import ReadyPack
+from ...models.pack.widths import Widths
+from ...models.quantities import size, trimmed
+
+_COMMIT = 12  # digits shown of a commit's hash
+
+
+def in_short(ready: ReadyPack) -> str:
+    """For a list: "ready pack, 12.3 GB, nothing to compute"."""
+    return f"ready pack, {size(ready.bytes)}, nothing to compute"
+
+
+def claims(ready: ReadyPack) -> list[str]:
+    """What it says, in sentences; none of it is known to be true."""
+    says = f"A pack by {ready.by}, which says" if ready.by else "A pack, which says"
+    commit = f", commit {ready.source_commit[:_COMMIT]}" if ready.source_commit else ""
+    source = f"it was made from {ready.source}{commit}" if ready.source else "nothing about its source"
+    bits = Widths(ready.up, ready.gate, ready.down, ready.dense, "", ready.group).describe()
+    return [f"{says}: {source}; {bits}.", _presets(ready)]
+
+
+def takes(ready: ReadyPack) -> str:
+    """What taking it needs."""
+    what = f"downloads {size(ready.bytes)}" if is_remote(ready) else f"copies {size(ready.bytes)}"
+    return f"It {what}, and the disk holds just that: nothing has to be packed."
+
+
+def is_remote(ready: ReadyPack) -> bool:
+    """Whether it has to be downloaded."""
+    return bool(ready.by)
+
+
+def _presets(ready: ReadyPack) -> str:
+    if not ready.digest:
+        return "Its presets are known once it has been looked up."
+    if not ready.presets:
+        return "It has no presets of its own: `floe-chat tune` measures them."
+    told = ", ".join(f"{name} (KL {trimmed(kl, 2)})" for name, kl in ready.presets)
+    return f"Its own presets, as its maker measured them: {told}."
