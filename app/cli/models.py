@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 import platformdirs
 
-from ...models import catalog
+from ...models import catalog, private_file
 from ...models.errors import UsageError
 from ..log import log_file
 from ..progress import note
@@ -33,6 +34,7 @@ def models(ctx: click.Context, as_json: bool) -> None:
     \b
     floe-chat models
     floe-chat models remove mixtral-8x7b-instruct
+    floe-chat models card mixtral-8x7b-instruct --save
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -67,6 +69,48 @@ def remove(name: str, yes: bool) -> None:
     else:
         delete(name)
     click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
+
+
+@models.command(short_help="Write a model card, for a pack that you upload.")
+@click.argument("name")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it here.  [default: stdout]")
+@click.option("--save", is_flag=True, help="Write it into the pack's folder, as README.md.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def card(name: str, output: Path | None, save: bool, force: bool) -> None:
+    """Write the README.md of the packed model NAME: its base model, licence, bits and measured presets.
+
+    With it, the folder of the pack can be uploaded with the hub's own client, and `floe-chat setup` takes it as it is.
+    floe-chat uploads nothing.
+    """
+    from ...models.card import card as card_of
+    from ...models.pack.manifest import Manifest
+
+    folder = catalog.find(name)
+    manifest = Manifest.read(folder)
+    text = card_of(manifest, catalog.name_of(folder, manifest.name))
+    if save and output is not None:
+        raise click.UsageError("--save and --output both say where to write. Give one of them.")
+    if save:
+        output = folder / "README.md"
+    if output is None:
+        click.echo(printable(text), nl=False)
+    else:
+        _write(output, text, force=force)
+    note(f"To upload it with the hub's own client: hf upload OWNER/NAME {shlex.quote(str(folder))} .")
+    if "# fill in" in text:
+        note('Fill in what is marked "fill in" first.')
+
+
+def _write(file: Path, text: str, *, force: bool) -> None:
+    """Raises: UsageError: it is there, or cannot be written."""
+    if file.is_dir() or (file.exists() and not force):
+        kind = "a folder" if file.is_dir() else "there already"
+        raise UsageError(f"{file} is {kind}", "", "Give another file, or --force to replace a file.")
+    try:
+        private_file.replace(file, text, private_file.SHARED)
+    except OSError as error:
+        raise private_file.unwritable(file, error) from error
+    note(f"Wrote {file}.")
 
 
 @click.command(short_help="Show where settings, chats, models and the log are.")

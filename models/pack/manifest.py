@@ -220,12 +220,12 @@ class Manifest:
             del fields["calibration"]["weighed"]
         if not self.widths.short:
             del fields["widths"]["short"]
-        fields = {"format": FORMAT, "version": self._version, **fields}
+        fields = {"format": FORMAT, "version": self.version, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
         """The first one that can read this."""
         if self.widths.short:
             return _SHORT_VERSION
@@ -284,7 +284,7 @@ class Manifest:
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
             found = dataclasses.replace(_parse(fields), sealed=seal is not None)
-            if found._version != version or (found.widths.short and not found.calibration.weighed):
+            if found.version != version or (found.widths.short and not found.calibration.weighed):
                 raise ValueError("its version")
             return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
