@@ -16,6 +16,7 @@ from ...models.errors import UsageError
 from ..log import log_file
 from ..progress import note
 from ..setup.disk_use import files
+from ..setup.leftovers import clear, leftovers
 from ..setup.setups import remove as delete
 from ..setup.wish import bad_notes, forget, unfinished
 from ..text import units
@@ -53,9 +54,10 @@ def remove(name: str, yes: bool) -> None:
     Files in the Hugging Face cache are not deleted.
     """
     begun = next((one for one in unfinished() if one.name == name), None)
+    left = next((one for one in leftovers() if one.name == name), None)
     folder = begun.folder if begun else catalog.models_folder() / name
     installed = name != catalog.DEMO and any(one.name == name for one in catalog.installed())
-    if begun is None and not installed:
+    if begun is None and left is None and not installed:
         cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"There is no {folder}."
         raise UsageError(f"There is no model {name!r} to remove", cause, "`floe-chat models` lists the models.")
     if not yes:
@@ -63,9 +65,13 @@ def remove(name: str, yes: bool) -> None:
             raise UsageError(
                 "Deleting needs a confirmation", "Standard input is not a terminal.", "Add --yes to delete without one."
             )
-        click.confirm(f"Delete {folder} ({units.size(_bytes(folder))})?", abort=True, err=True)
+        taken = begun.taken if begun else left.bytes if left else _bytes(folder)
+        what = " and ".join(printable(str(path)) for path in (left.paths if left and not begun else [folder]))
+        click.confirm(f"Delete {what} ({units.size(taken)})?", abort=True, err=True)
     if begun is not None:
         forget(begun)
+    elif left is not None:
+        clear(left)
     else:
         delete(name)
     click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
@@ -135,8 +141,8 @@ def paths(as_json: bool) -> None:
 
 
 def _found() -> dict[str, Any]:
-    begun = unfinished()
-    waiting = {one.name for one in begun}
+    begun, left = unfinished(), leftovers()
+    waiting = {one.name for one in begun} | {path.name for one in left for path in one.paths}
     installed = [one for one in catalog.installed() if one.name not in waiting]
     here = {one.name for one in installed} | waiting
     return {
@@ -145,7 +151,11 @@ def _found() -> dict[str, Any]:
             {"name": one.name, "folder": str(one.folder), "bytes": one.bytes, "trouble": one.trouble}
             for one in installed
         ],
-        "unfinished": [{"name": one.name, "model": one.model, "bytes": _bytes(one.folder)} for one in begun],
+        "unfinished": [{"name": one.name, "model": one.model, "bytes": one.taken} for one in begun],
+        "left": [
+            {"name": one.name, "paths": [str(path) for path in one.paths], "bytes": one.bytes, "cause": one.cause}
+            for one in left
+        ],
         "listed": [
             {"name": one.name, "repo": one.repo, "checkpoint_bytes": one.checkpoint_bytes, "gated": one.gated}
             for one in catalog.PUBLISHED
@@ -168,6 +178,9 @@ def _text(found: dict[str, Any]) -> str:
         lines += [
             line(one["name"], f"{units.size(one['bytes'])} so far, {one['model']}") for one in found["unfinished"]
         ]
+    if found["left"]:
+        lines += ["", "Left over by setups that nothing continues (`floe-chat models remove NAME` deletes it)"]
+        lines += [line(one["name"], f"{units.size(one['bytes'])}, {one['cause']}") for one in found["left"]]
     if found["listed"]:
         lines += ["", "Available (`floe-chat plan` ranks them for this machine, `floe-chat setup NAME` sets one up)"]
         lines += [

@@ -21,8 +21,9 @@ from ...models.quantities import size
 from ...models.supported import CALLED
 from ..background import in_background
 from ..setup.flow import Setup
+from ..setup.leftovers import clear
 from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
-from ..setup.wish import Wish, discard, wish
+from ..setup.wish import Wish, wish
 from ..text.plain_text import printable
 from ..widgets.common.hints import Hints
 from ..widgets.setup import models
@@ -33,7 +34,12 @@ from .models_remove import RemoveScreen
 from .wizard.wizard import WizardScreen
 
 _PERIOD = 0.25
-_ENTER = {"installed": "Enter chats with it", "unfinished": "Enter continues", "available": "Enter sets it up"}
+_ENTER = {
+    "installed": "Enter chats with it",
+    "unfinished": "Enter continues",
+    "left": "Enter says why",
+    "available": "Enter sets it up",
+}
 
 _KEYS: list[BindingType] = [
     Binding("escape", "leave", "Back to the chat; a setup continues", show=False),
@@ -163,7 +169,7 @@ class ModelsScreen(Screen["str | None"]):
             self._show_keys()
         elif model.kind == "available":
             self._open_wizard(model.name)
-        elif model.trouble and model.kind == "unfinished":
+        elif model.kind == "left":
             self._trouble.show(FloeError(model.trouble, model.details, "Press X to delete it, then set it up again."))
         elif model.kind == "installed":
             if model.trouble:
@@ -278,9 +284,9 @@ class ModelsScreen(Screen["str | None"]):
             return
         unfinished = model.wish
         folders = [unfinished.folder, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
-        if model.note is not None:
-            folders = [model.note.path]
-        again = "To use it again, it has to be downloaded and packed again."
+        if model.left is not None:
+            folders = list(model.left.paths)
+        again = "To use it again, it has to be set up again."
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -309,8 +315,6 @@ def going(setups: Setups) -> list[str]:
 def keys(model: Model | None, setups: Setups) -> list[str]:
     """The key hints while `model` is highlighted."""
     hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
-    if model is not None and model.note is not None:
-        hints = []
     if model is not None and model.kind == "installed":
         hints += ["V checks it"]
     if model is not None and model.kind != "available" and model.name != catalog.DEMO:
@@ -335,8 +339,8 @@ def delete(model: Model, setups: Setups) -> FloeError | None:
     try:
         if model.wish is not None:
             setups.give_up(model.wish)
-        elif model.note is not None:
-            discard(model.note)
+        elif model.left is not None:
+            clear(model.left)
         else:
             if setups.check is not None and setups.check.name == model.name:
                 setups.stop_check()

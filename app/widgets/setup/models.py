@@ -14,7 +14,8 @@ from textual.widgets.option_list import Option
 from ....models import catalog
 from ....models.errors import FloeError
 from ....models.quantities import size
-from ...setup.wish import BadNote, Wish, bad_notes, unfinished
+from ...setup.leftovers import Leftover, leftovers
+from ...setup.wish import Wish, unfinished
 from ...text.plain_text import printable
 from ..common.themes import MUTED
 from . import plan_words
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 HEADINGS = {
     "installed": "Installed · bits per weight: up / gate and down / attention",
     "unfinished": "Unfinished setups",
+    "left": "Left over by setups that nothing continues",
     "available": "Available, the smallest first",
 }
 _OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
 _NAME, _SIZE = 32, 8
+_STUCK = "This setup cannot be continued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,10 @@ class Model:
 
     Attributes:
         bytes: on the disk, or of its download. about: in a few words. details: in sentences. trouble: why it cannot be
-            used, or "". wish: the unfinished setup. note: of a setup that cannot be continued.
+            used, or "". wish: the unfinished setup. left: what a setup left that cannot be continued.
     """
 
-    kind: Literal["installed", "unfinished", "available"]
+    kind: Literal["installed", "unfinished", "left", "available"]
     name: str
     bytes: int
     about: str
@@ -48,7 +51,7 @@ class Model:
     trouble: str = ""
     folder: Path | None = None
     wish: Wish | None = None
-    note: BadNote | None = None
+    left: Leftover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,11 @@ def look(entries: Sequence[CatalogEntry]) -> KnownModels:
         installed = catalog.installed()
     except FloeError as error:
         return KnownModels((), None, catalog.models_folder(), f"{error.title}. {error.cause} {error.hint}")
-    wishes = unfinished()
-    models = [_installed(one) for one in installed if one.name not in {wish.name for wish in wishes}]
+    wishes, left = unfinished(), leftovers()
+    begun = {wish.name for wish in wishes} | {path.name for one in left for path in one.paths}
+    models = [_installed(one) for one in installed if one.name not in begun]
     models += [_unfinished(wish) for wish in wishes]
-    models += [_without_note(note) for note in bad_notes()]
+    models += [Model("left", one.name, one.bytes, "", one.cause, _STUCK, left=one) for one in left]
     here = {one.name for one in models}
     models += [_available(entry) for entry in entries if entry.name not in here and entry.folder is None]
     try:
@@ -105,7 +109,7 @@ def _installed(one: catalog.Installed) -> Model:
         manifest = Manifest.read(one.folder)
     except FloeError as error:
         details = " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part)
-        return Model("installed", one.name, one.bytes, "", details, error.title, one.folder)
+        return Model("installed", one.name, one.bytes, "", details, one.trouble or error.title, one.folder)
     bits = plan_words.in_bits(manifest.widths)
     built_in = one.name == catalog.DEMO
     about = f"built in, {bits}" if built_in else bits
@@ -117,10 +121,6 @@ def _installed(one: catalog.Installed) -> Model:
 def _unfinished(wish: Wish) -> Model:
     details = f"{wish.model} at {plan_words.named(wish)}. Everything done so far is saved in {wish.folder}"
     return Model("unfinished", wish.name, wish.taken, "so far", details, wish=wish)
-
-
-def _without_note(note: BadNote) -> Model:
-    return Model("unfinished", note.name, 0, "", str(note), "This setup cannot be continued", note=note)
 
 
 def _available(entry: CatalogEntry) -> Model:
