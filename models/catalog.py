@@ -162,7 +162,7 @@ def installed() -> list[Installed]:
     found = [_look(DEMO, asset("demo", "packed"))]
     try:
         paths = models_folder().iterdir() if models_folder().is_dir() else ()
-        folders = [path for path in paths if path.is_dir() and not path.name.endswith(FETCHED)]
+        folders = [path for path in paths if (path.is_dir() or _is_lost(path)) and not path.name.endswith(FETCHED)]
     except OSError as error:
         cause = f"{error.filename or models_folder()}: {error.strerror or error}."
         raise FloeError("The models folder cannot be read", cause, "Check the permissions of the folder.") from error
@@ -392,9 +392,16 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
+def _is_lost(link: Path) -> bool:
+    """Whether it is a link to what is not there."""
+    return link.is_symlink() and not link.exists()
+
+
 def _look(name: str, folder: Path) -> Installed:
     from .pack.manifest import Manifest
 
+    if _is_lost(folder):
+        return Installed(name, folder, 0, f"{folder.readlink()} is not there: its disk may not be connected")
     try:
         manifest = Manifest.read(folder)
     except FloeError as error:

@@ -47,15 +47,17 @@ def models(ctx: click.Context, as_json: bool) -> None:
 
 @models.command(short_help="Delete a model or its unfinished setup.")
 @click.argument("name")
+@click.option("--linked", is_flag=True, help="Of a link, delete the pack that it leads to as well.")
 @click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
-def remove(name: str, yes: bool) -> None:
+def remove(name: str, linked: bool, yes: bool) -> None:
     """Delete the model NAME, or its unfinished setup, from the models folder.
 
-    Files in the Hugging Face cache are not deleted.
+    Files in the Hugging Face cache are not deleted. Of a model on another disk (setup --to), only the link to it is
+    deleted, unless you give --linked.
     """
     begun = next((one for one in unfinished() if one.name == name), None)
     left = next((one for one in leftovers() if one.name == name), None)
-    folder = begun.folder if begun else catalog.models_folder() / name
+    folder = begun.place if begun else catalog.models_folder() / name
     installed = name != catalog.DEMO and any(one.name == name for one in catalog.installed())
     if begun is None and left is None and not installed:
         cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"There is no {folder}."
@@ -65,6 +67,8 @@ def remove(name: str, yes: bool) -> None:
             raise UsageError(
                 "Deleting needs a confirmation", "Standard input is not a terminal.", "Add --yes to delete without one."
             )
+        if folder.is_symlink():
+            folder = folder.resolve() if linked else folder
         taken = begun.taken if begun else left.bytes if left else _bytes(folder)
         what = " and ".join(printable(str(path)) for path in (left.paths if left and not begun else [folder]))
         click.confirm(f"Delete {what} ({units.size(taken)})?", abort=True, err=True)
@@ -73,7 +77,10 @@ def remove(name: str, yes: bool) -> None:
     elif left is not None:
         clear(left)
     else:
-        delete(name)
+        stays = folder.readlink() if folder.is_symlink() and not linked else None
+        delete(name, linked=linked)
+        if stays is not None:
+            note(f"{stays} stays: only the link to it was deleted.")
     click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
 
 

@@ -14,13 +14,16 @@ from ..setup.ready_words import claims, in_short, is_remote, takes
 from ..setup.wish import Wish, of_ready
 
 if TYPE_CHECKING:
+    from ...engine.planning.machine import Machine
     from ...engine.planning.plan import Plan
     from ...models.catalog_entry import CatalogEntry
 
 LookUp = Callable[[Wish], "tuple[CatalogEntry, str | None]"]
 
 
-def offered(wanted: Wish, entry: CatalogEntry, look_up: LookUp, *, ask: bool) -> tuple[Wish, str | None] | None:
+def offered(
+    machine: Machine, wanted: Wish, entry: CatalogEntry, look_up: LookUp, *, ask: bool
+) -> tuple[Wish, str | None] | None:
     """The setup of the ready pack of `entry`, and the token that it needs, once the user has agreed to it.
 
     None: the model is to be packed here. look_up: what is at the place of a `Wish`, and the token if one was asked for.
@@ -29,7 +32,6 @@ def offered(wanted: Wish, entry: CatalogEntry, look_up: LookUp, *, ask: bool) ->
         FloeError: it cannot be used or does not fit this machine, and there is no checkpoint to pack instead.
     """
     from ...engine.planning.plan import make
-    from .plan import here
 
     token: str | None = None
     ready = entry.ready
@@ -48,7 +50,7 @@ def offered(wanted: Wish, entry: CatalogEntry, look_up: LookUp, *, ask: bool) ->
         ready = found.ready
     packed = entry.as_pack
     assert packed is not None
-    plan = make(here(), packed)
+    plan = make(machine, packed)
     if plan.chosen is None and not alone:
         note(f"The ready pack {ready.place} does not fit this machine. {' '.join(plan.why)}")
         return None
@@ -66,7 +68,7 @@ def _lines(plan: Plan, wanted: Wish, *, alone: bool) -> list[str]:
 
     ready = plan.entry.ready
     assert ready is not None
-    lines = [f"{wanted.name}: {ready.place} into {wanted.folder} ({in_short(ready)})", *claims(ready)]
+    lines = [f"{wanted.name}: {ready.place} into {wanted.place} ({in_short(ready)})", *claims(ready)]
     if (one := plan.chosen) is not None:
         speed = f"about {one.decode.mid:.2g} tokens/s ({one.decode.low:.2g} to {one.decode.high:.2g}) on this machine."
         lines.append(f"{describe(one.spec)}: {speed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import click
 
 from ...models import catalog
 from ...models.errors import AccessError, FloeError, UsageError
+from ...models.paths import expanded
 from ..progress import clear, note, step
 from ..setup.flow import Setup, SetupProgress
 from ..setup.packing_progress import time_left
@@ -33,6 +35,9 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
 @click.option("--rows", type=int, help="Bits of the rows: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--pack-here", is_flag=True, help="Pack the model on this machine, even if there is a ready pack of it.")
+@click.option(
+    "--to", metavar="FOLDER", help="Store the pack here, such as on another disk. The models folder links to it."
+)
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
     "--tune/--no-tune",
@@ -47,6 +52,7 @@ def setup(
     model: str | None,
     name: str | None,
     pack_here: bool,
+    to: str | None,
     yes: bool,
     tuning: bool | None,
     forgetting: bool,
@@ -80,9 +86,15 @@ def setup(
     token: str | None = None
     if wanted is None:
         called = model or _recommended(begun, ask=not yes)
-        wanted, token = _planned(called, name, given, here_only=pack_here, ask=not yes)
+        wanted, token = _planned(called, name, given, to=to, here_only=pack_here, ask=not yes)
     else:
         _check_same(wanted, given, model)
+        if to is not None and expanded(to).absolute() != wanted.beside:
+            raise UsageError(
+                f"The setup of {wanted.name} was started in another folder",
+                f"It stores the pack in {wanted.beside}.",
+                f"Leave --to out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
+            )
         note(f"Continuing the setup of {wanted.name}.")
     _run(wanted, token)
     _tune(wanted, tuning, ask=not yes)
@@ -195,22 +207,26 @@ def _names(begun: list[Wish]) -> str:
 
 
 def _planned(
-    model: str, name: str | None, given: dict[str, int], *, here_only: bool, ask: bool
+    model: str, name: str | None, given: dict[str, int], *, to: str | None, here_only: bool, ask: bool
 ) -> tuple[Wish, str | None]:
     """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
     from ...engine.planning.plan import make
+    from ...models.hub.download import room
     from .plan import here
 
-    wanted = wish(model, name)
+    wanted = wish(model, name, to=to)
     entry, token = _entry(wanted)
     if entry.only_pack and (given or here_only):
         hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
         raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
+    machine = here()
+    if wanted.to:
+        machine = dataclasses.replace(machine, disk_free=room(wanted.beside))
     if entry.ready and not (given or here_only):
-        taken = offered(wanted, entry, _looked_up, ask=ask)
+        taken = offered(machine, wanted, entry, _looked_up, ask=ask)
         if taken is not None:
             return taken[0], token or taken[1]
-    plan = make(here(), entry)
+    plan = make(machine, entry)
     if plan.chosen is None and not given:
         raise FloeError(
             f"{entry.name} does not fit this machine",
@@ -225,7 +241,7 @@ def _planned(
         "down": rows or (spec.down if spec else 4),
         "dense": given.get("dense", spec.dense if spec else 4),
     }
-    wanted = wish(model, name, bits)
+    wanted = dataclasses.replace(wanted, **bits)
     for line in _told(plan, wanted):
         note(line)
     if ask:
@@ -259,7 +275,7 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
     from ...engine.planning.reasons import describe, lacks
 
     made = option(plan.machine, plan.entry, wanted.spec(), plan.context)
-    lines = [f"{wanted.name}: {wanted.model} into {wanted.folder}"]
+    lines = [f"{wanted.name}: {wanted.model} into {wanted.place}"]
     if made.missing:
         lines.append(f"{describe(made.spec)} does not fit this machine: {lacks(made.missing)} too little.")
     else:

@@ -30,7 +30,7 @@ from ..widgets.setup import models
 from ..widgets.setup.bar import Bar
 from ..widgets.setup.models import KnownModels, Model, ModelList
 from ..widgets.setup.step import Trouble
-from .models_remove import RemoveScreen
+from .models_remove import LINKED, RemoveScreen
 from .wizard.wizard import WizardScreen
 
 _PERIOD = 0.25
@@ -283,16 +283,19 @@ class ModelsScreen(Screen["str | None"]):
             self._trouble.show(refusal)
             return
         unfinished = model.wish
-        folders = [unfinished.folder, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
+        folders = [unfinished.place, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
         if model.left is not None:
             folders = list(model.left.paths)
         again = "To use it again, it has to be set up again."
 
-        def answered(yes: bool | None) -> None:
+        def answered(yes: bool | str | None) -> None:
             if yes:
-                in_background(self, lambda: delete(model, self._setups), self._deleted)
+                in_background(self, lambda: delete(model, self._setups, linked=yes == LINKED), self._deleted)
 
-        self.app.push_screen(RemoveScreen(model.name, folders, model.bytes, again=again), answered)
+        folder = model.folder
+        linked = folder.readlink() if folder is not None and folder.is_symlink() and folder.exists() else None
+        page = RemoveScreen(model.name, folders, model.bytes, again=again, linked=linked)
+        self.app.push_screen(page, answered)
 
     def _deleted(self, error: FloeError | None) -> None:
         self.refresh_list()
@@ -334,8 +337,8 @@ def _refusal(model: Model, current: str | None) -> FloeError | None:
     return None
 
 
-def delete(model: Model, setups: Setups) -> FloeError | None:
-    """Delete it, or return why that is impossible."""
+def delete(model: Model, setups: Setups, *, linked: bool = False) -> FloeError | None:
+    """Delete it, or return why that is impossible. linked: see `remove`."""
     try:
         if model.wish is not None:
             setups.give_up(model.wish)
@@ -344,7 +347,7 @@ def delete(model: Model, setups: Setups) -> FloeError | None:
         else:
             if setups.check is not None and setups.check.name == model.name:
                 setups.stop_check()
-            remove(model.name)
+            remove(model.name, linked=linked)
     except FloeError as error:
         return error
     return None

@@ -15,29 +15,44 @@ from ...models.quantities import size
 from ..text.plain_text import printable
 from ..widgets.common.hints import Page, hints
 
+LINKED = "linked"  # the answer to delete what a link leads to as well
 
-class RemoveScreen(ModalScreen[bool]):
-    """Y deletes; N, Enter and Esc do not."""
+
+class RemoveScreen(ModalScreen["bool | str"]):
+    """Y deletes; N, Enter and Esc do not. Of a link, Y deletes the link alone, D what it leads to as well."""
 
     CSS_PATH = "../setup.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "delete it", show=False),
+        Binding("d", "linked", "delete the pack that the link leads to", show=False),
         Binding("n,escape,enter", "dismiss(False)", "do not delete it", show=False),
     ]
 
-    def __init__(self, name: str, folders: list[Path], size: int, *, again: str) -> None:
-        """`folders`: to be deleted. `again`: a sentence on how to get the model back."""
+    def __init__(self, name: str, folders: list[Path], size: int, *, again: str, linked: Path | None = None) -> None:
+        """`folders`: to be deleted. `again`: a sentence on how to get the model back. `linked`: what the one folder, a
+        link, leads to.
+        """
         super().__init__()
         self._model, self._folders, self._bytes, self._again = name, folders, size, again
+        self._linked = linked
 
     def compose(self) -> ComposeResult:
         where = "\n".join(printable(str(folder)) for folder in self._folders)
         with Page(id="asked") as page:
             page.border_title = "Delete"
-            page.border_subtitle = hints("Y deletes", "N or Esc cancels")
+            all_of_it = ["Y deletes the link", "D the pack too"] if self._linked else ["Y deletes"]
+            page.border_subtitle = hints(*all_of_it, "N or Esc cancels")
+            told = f"This will be deleted, with everything in it. {self._again}"
+            if self._linked:
+                told = f"This is a link to {printable(str(self._linked))}, which stays there unless you press D."
             yield Static(
                 Content.assemble(
                     (f"{printable(self._model)}, {size(self._bytes)}", "bold"),
-                    f"\n{where}\n\nThis will be deleted, with everything in it. {self._again}",
+                    f"\n{where}\n\n{told}",
                 )
             )
+
+    def action_linked(self) -> None:
+        """Delete the link and the pack."""
+        if self._linked:
+            self.dismiss(LINKED)

@@ -21,6 +21,7 @@ from ...models import catalog
 from ...models.errors import FloeError
 from ...models.gguf.parts import is_gguf
 from ...models.hub.fetch_progress import DownloadProgress
+from .links import link_to, need_disk
 from .wish import Wish, check_folders, clear_fetched, write_note
 
 if TYPE_CHECKING:
@@ -190,7 +191,11 @@ class Setup:
         self.wish.spec()
         check_folders(self.wish)
         self.wish.home.mkdir(parents=True, exist_ok=True)
+        if self.wish.to:
+            need_disk(self.wish.beside, self.wish.name, begun=self.wish.note.exists())
         write_note(self.wish)
+        if self.wish.to:
+            link_to(self.wish.folder, self.wish.place)
         packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
         if not packed:  # else it was stopped between packing and the end
             self._make()

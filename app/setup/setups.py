@@ -115,8 +115,10 @@ def _owner(place: str) -> str:
     return parts.netloc if place.endswith("/") else f"{parts.path.split('/')[1]} on {parts.netloc}"
 
 
-def remove(name: str) -> None:
-    """Delete the packed model `name` of the models folder and the record of its use; of a link only the link.
+def remove(name: str, *, linked: bool = False) -> None:
+    """Delete the packed model `name` of the models folder and the record of its use.
+
+    Of a link only the link is deleted, and with `linked` the pack that it leads to.
 
     Raises:
         FloeError: it is the demo, there is no such model, its folder is not a pack, or something cannot be deleted.
@@ -130,7 +132,7 @@ def remove(name: str) -> None:
     if name not in known:
         raise FloeError(f"{name} cannot be deleted", "It is not in the models folder.")
     try:
-        if folder.is_symlink():
+        if folder.is_symlink() and not (linked and folder.exists()):
             folder.unlink()
         elif not is_ours(folder):
             raise FloeError(
@@ -143,7 +145,8 @@ def remove(name: str) -> None:
             (folder / UNFINISHED).touch()
             (folder / FILE_NAME).unlink(missing_ok=True)
             usage_file.forget(folder)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder.resolve())
+            folder.unlink(missing_ok=True)  # a link, which leads nowhere now
     except OSError as error:
         raise FloeError(f"{name} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand.") from error
 

@@ -16,6 +16,7 @@ from ...models.errors import FloeError, UsageError
 from ...models.gguf.parts import is_gguf
 from ...models.paths import expanded, is_folder_name
 from .disk_use import files
+from .links import leads_to, need_free
 
 if TYPE_CHECKING:
     from ...models.catalog_entry import ReadyPack
@@ -36,6 +37,7 @@ class Wish:
             host. name: what it will be called here.
         up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
         pack: the sha256 of a ready pack's manifest.json; "" for a checkpoint, and until it is known.
+        to: a folder on another disk that stores the pack, to which the models folder then has a link; "" for none.
         home: its models folder, even if another one is chosen later for other models.
     """
 
@@ -47,17 +49,28 @@ class Wish:
     dense: int = 4
     commit: str = ""
     pack: str = ""
+    to: str = ""
     home: Path = field(default_factory=catalog.models_folder)
 
     @property
     def folder(self) -> Path:
-        """The pack's folder."""
+        """The pack's folder, or the link to it."""
         return self.home / self.name
+
+    @property
+    def place(self) -> Path:
+        """The pack's folder itself."""
+        return self.beside / self.name
+
+    @property
+    def beside(self) -> Path:
+        """The folder in which the pack and its downloads are stored."""
+        return Path(self.to) if self.to else self.home
 
     @property
     def fetched(self) -> Path:
         """Where shards and small files are stored while they are needed."""
-        return self.home / (self.name + _FETCHED)
+        return self.beside / (self.name + _FETCHED)
 
     @property
     def note(self) -> Path:
@@ -67,7 +80,7 @@ class Wish:
     @property
     def taken(self) -> int:
         """Disk space taken so far, in bytes."""
-        return _taken(self.folder) + _taken(self.fetched)
+        return _taken(self.place) + _taken(self.fetched)
 
     @property
     def local(self) -> Path | None:
@@ -81,8 +94,10 @@ class Wish:
         return PackSpec(self.up, self.gate, self.down, self.dense)
 
 
-def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = None) -> Wish:
-    """A setup of `model`, as `catalog.source` understands it; `bits`: widths by `Wish`'s names.
+def wish(
+    model: str, name: str | None = None, bits: Mapping[str, int] | None = None, to: str | Path | None = None
+) -> Wish:
+    """A setup of `model`, as `catalog.source` understands it; `bits`: widths by `Wish`'s names. to: see `Wish`.
 
     Raises:
         UsageError: it is not a model, or the name is taken or invalid as a folder name.
@@ -97,13 +112,18 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
         raise UsageError(
             f"A model cannot be called {called!r}", "", "Give a name of letters, digits, '-' and '_' with --name."
         )
-    wanted = Wish(source.place, called, commit=source.commit, **(bits or {}))  # pyright: ignore[reportArgumentType]
-    if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
-        raise UsageError(
-            f"There is already a model called {called}",
-            f"Folder: {wanted.folder}.",
-            f"Chat with it (floe-chat --model {called}), or choose another name with --name.",
-        )
+    away = "" if to is None else str(expanded(to).absolute())
+    if away and Path(away).resolve() == catalog.models_folder().resolve():
+        away = ""
+    wanted = Wish(source.place, called, commit=source.commit, to=away, **(bits or {}))  # pyright: ignore[reportArgumentType]
+    for folder in (wanted.folder, wanted.place):
+        if (folder / "manifest.json").exists() and not wanted.note.exists():
+            known = called if folder == wanted.folder else folder
+            raise UsageError(
+                f"There is already a model called {called}",
+                f"Folder: {folder}.",
+                f"Chat with it (floe-chat --model {known}), or choose another name with --name.",
+            )
     check_folders(wanted)
     return wanted
 
@@ -124,7 +144,9 @@ def of_ready(wanted: Wish, ready: ReadyPack) -> Wish:
 
 def check_folders(wanted: Wish) -> None:
     """Raises: UsageError: a folder that the setup would write into, and delete later, holds other files."""
-    for folder in (wanted.folder, wanted.fetched):
+    if wanted.to:
+        need_free(wanted.folder, wanted.place)
+    for folder in (wanted.place, wanted.fetched):
         if folder.exists():
             from ...models.packing.workplace import is_ours  # imports torch
 
@@ -211,6 +233,8 @@ def _checked(fields: Any) -> dict[str, Any]:
         raise ValueError("its model is neither a hub id nor a path nor an address")
     if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
         raise ValueError("its commit is not a commit's hash")
+    if (to := fields.get("to", "")) and not Path(to).is_absolute():
+        raise ValueError("its other folder is not an absolute path")
     if not re.fullmatch("([0-9a-f]{64})?", fields.get("pack", "")):
         raise ValueError("its pack is not a hash")
     return fields
@@ -219,13 +243,16 @@ def _checked(fields: Any) -> dict[str, Any]:
 def forget(begun: Wish) -> None:
     """Abandon a setup: delete its downloads, its pack and, last, its note.
 
-    A folder that no setup created stays. Of a link only the link is deleted.
+    A folder that no setup created stays. Of a link only the link is deleted, unless the setup itself stores its pack on
+    another disk.
 
     Raises:
         FloeError: something cannot be deleted.
     """
     try:
         clear_fetched(begun)
+        if begun.to and leads_to(begun.folder, begun.place):
+            _delete(begun.place)
         _delete(begun.folder)
         begun.note.unlink(missing_ok=True)
     except OSError as error:

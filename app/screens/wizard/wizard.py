@@ -289,12 +289,12 @@ class WizardScreen(WizardAccess):
             else:
                 self._leave(None)
 
-        def answered(yes: bool | None) -> None:
+        def answered(yes: bool | str | None) -> None:
             if yes:
                 in_background(self, lambda: _given_up(self._setups, wanted), deleted)
 
         again = "To use the model, it has to be downloaded and packed again."
-        page = RemoveScreen(wanted.name, [wanted.folder, wanted.fetched], wanted.taken, again=again)
+        page = RemoveScreen(wanted.name, [wanted.place, wanted.fetched], wanted.taken, again=again)
         self.app.push_screen(page, answered)
 
     def _leave(self, result: str | None) -> None:

@@ -119,7 +119,7 @@ def _installed(one: catalog.Installed) -> Model:
 
 
 def _unfinished(wish: Wish) -> Model:
-    details = f"{wish.model} at {plan_words.named(wish)}. Everything done so far is saved in {wish.folder}"
+    details = f"{wish.model} at {plan_words.named(wish)}. Everything done so far is saved in {wish.place}"
     return Model("unfinished", wish.name, wish.taken, "so far", details, wish=wish)
 
 
