@@ -14,6 +14,7 @@ from ...models.errors import UsageError
 from ...models.quantities import digits, estimate, forecast, memory, size, trimmed
 from .. import progress
 from ..arguments import memory_size
+from ..setup.ready_words import in_short
 from ..text.plain_text import printable
 from .bench.table import measuring
 from .printing.wrapping import columns, wrapped
@@ -158,7 +159,8 @@ def text_of(plan: Plan) -> str:
         twice = entry.rounded_twice(describe(plan.chosen.spec))
         lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, filter(None, (*plan.why, twice))), ""]
         if entry.folder is None:
-            lines += [f"Set it up: floe-chat setup {entry.name}", ""]
+            ready = f" ({entry.ready.place}: {in_short(entry.ready)})" if entry.ready else ""
+            lines += [_wrapped(f"Set it up: floe-chat setup {entry.name}{ready}").strip(), ""]
     if len(plan.options) > 1:
         lines += ["Choices, most exact first (* recommended)", *_table(plan), ""]
     note = "Speeds are estimates, with their ranges, for the preset Balanced."
@@ -220,6 +222,8 @@ def _beside(name: str, figures: str) -> str:
 def _recommendation(one: Plan) -> str:
     """What to set up, and what that takes."""
     assert one.chosen is not None
+    if one.entry.ready is not None:
+        return f"Recommended: floe-chat setup {one.entry.name} ({in_short(one.entry.ready)})"
     packing = "" if one.pack_s is None else f", {forecast(one.pack_s)} of packing"
     takes = f"{size(one.chosen.disk['pack'])} on the disk{packing}"
     return f"Recommended: floe-chat setup {one.entry.name} ({takes})"

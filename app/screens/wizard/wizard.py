@@ -20,7 +20,7 @@ from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
 from ...background import in_background
 from ...setup.setups import Setups, Survey, Surveyor, survey
-from ...setup.wish import Wish, unfinished, wish
+from ...setup.wish import Wish, of_ready, unfinished, wish
 from ...widgets.setup.choice import ChoiceStep
 from ...widgets.setup.folder import FolderStep
 from ...widgets.setup.machine import MachineStep
@@ -28,7 +28,7 @@ from ...widgets.setup.progress import ProgressStep
 from ...widgets.setup.resume import ResumeStep
 from ...widgets.setup.token import AskingStep, TokenStep
 from ..models_remove import RemoveScreen
-from .wizard_access import WizardAccess
+from .wizard_access import Back, WizardAccess
 from .wizard_intent import Intent
 
 CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
@@ -37,6 +37,7 @@ _KEYS: list[BindingType] = [
     Binding("escape", "back", "Previous step; on the first one, leave", show=False),
     Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
     Binding("enter", "go_on", "Continue", show=False),
+    Binding("f", "folder", "Choose the folder of a ready pack before it is set up", show=False),
     Binding("b", "bits", "Show all bits of the model, or the recommended ones only", show=False),
     Binding("m", "measure", "Measure the machine again", show=False),
     Binding("space", "pause", "Pause or continue the setup", show=False),
@@ -140,7 +141,11 @@ class WizardScreen(WizardAccess):
         except FloeError as error:
             event.step.tell(error)
             return
-        await self._show_folder()
+        chosen = event.chosen
+        if chosen.entry.only_pack and chosen.option.works and not event.folder and self._intent.earlier is None:
+            await self._begin_setup(self._show_choice)  # there is nothing to decide any more
+        else:
+            await self._show_folder()
 
     async def _show_folder(self) -> None:
         chosen = self._intent.chosen
@@ -156,11 +161,26 @@ class WizardScreen(WizardAccess):
         except FloeError as error:
             event.step.tell(error)
             return
-        wanted = self._intent.wish
-        assert wanted is not None and self._survey is not None
+        assert self._survey is not None
         machine = dataclasses.replace(self._survey.machine, disk_free=event.look.free)
         self._survey = dataclasses.replace(self._survey, machine=machine)
-        await self._ask_hub(wanted, lambda _entry: self._start(wanted), self._show_folder)
+        await self._begin_setup(self._show_folder)
+
+    async def _begin_setup(self, back: Back) -> None:
+        """Ask the hub about what was chosen, and start. back: where Esc leads."""
+        wanted, chosen = self._intent.wish, self._intent.chosen
+        assert wanted is not None and chosen is not None
+
+        async def start(entry: CatalogEntry) -> None:
+            if chosen.entry.only_pack is None or wanted.pack:
+                await self._start(wanted)
+            elif entry.ready is not None:  # as it is now; a list says what it was
+                await self._start(of_ready(wanted, entry.ready))
+            elif isinstance(self._step, AskingStep):
+                hint = "Go back, and choose the line below to pack the model here."
+                self._step.tell(FloeError(f"{wanted.model} is no pack", "It holds a checkpoint.", hint))
+
+        await self._ask_hub(wanted, start, back)
 
     # The setup
 
@@ -242,6 +262,11 @@ class WizardScreen(WizardAccess):
         """Show all bits of the highlighted model."""
         if isinstance(self._step, ChoiceStep):
             self._step.toggle_bits()
+
+    def action_folder(self) -> None:
+        """Choose the highlighted model, and be asked for the folder."""
+        if isinstance(self._step, ChoiceStep):
+            self._step.take_elsewhere()
 
     def action_pause(self) -> None:
         """Pause or continue the setup."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from ....models import catalog
 from ....models.errors import FloeError
 from ...settings.file import change
-from ...setup.wish import Wish, unfinished, wish
+from ...setup.wish import Wish, of_ready, unfinished, wish
 from ...widgets.setup.choice import Chosen
 
 
@@ -38,10 +38,13 @@ class Intent:
         self.chosen = chosen
         entry, spec = chosen.entry, chosen.option.spec
         bits = {"up": spec.up, "gate": spec.gate, "down": spec.down, "dense": spec.dense}
-        made = wish(entry.repo or str(entry.folder), entry.name, bits)
+        if (ready := entry.only_pack) is not None:
+            made = of_ready(wish(ready.place, entry.name), ready)
+        else:
+            made = wish(entry.repo or str(entry.folder), entry.name, bits)
         begun = [*([self.left] if self.left else []), *unfinished()]
         earlier = next((one for one in begun if one.name == made.name), None)
-        if earlier is not None and dataclasses.replace(earlier, commit="") == made:
+        if earlier is not None and _alike(earlier) == _alike(made):
             made, earlier = earlier, None
         self.wish, self.earlier = made, earlier
 
@@ -68,3 +71,8 @@ class Intent:
         """Nothing was started: restore the models folder."""
         if self._folder_before is not None:
             catalog.use_models_folder(self._folder_before)
+
+
+def _alike(one: Wish) -> Wish:
+    """A setup without what becomes known, or is chosen, once it begins."""
+    return dataclasses.replace(one, commit="", pack="", to="")

@@ -16,10 +16,12 @@ from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
+from ....models import catalog
 from ....models.errors import FloeError
 from ....models.quantities import digits, forecast, size, trimmed
 from ....models.supported import CALLED
 from ...background import in_background
+from ...setup.ready_words import claims, takes
 from ...text.plain_text import printable
 from ..common.themes import MUTED
 from . import plan_words
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _WIDE = 74  # columns from which all figures stand in the table
 _LEAD = f"{plan_words.BITS} {plan_words.KL} Best first; ● marks recommended bits."
 _OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
+_KEYS, _READY_KEYS = "Enter chooses · B all bits", "Enter sets it up · F other folder · B all bits"
 _WORDS = 0.75  # words per token, in English text
 
 
@@ -61,12 +64,20 @@ class _Line:
     heading: str = ""
 
     @property
+    def ready(self) -> bool:
+        """Whether it is a ready pack."""
+        return self.plan is not None and self.option is not None and self.plan.entry.only_pack is not None
+
+    @property
     def recommended(self) -> bool:
         return self.plan is not None and self.option is self.plan.chosen
 
 
 class ChoiceStep(WizardStep):
-    """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted."""
+    """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted.
+
+    Where there is a ready pack of a model, it is the model's first line.
+    """
 
     DEFAULT_CSS = """
     ChoiceStep {
@@ -89,15 +100,16 @@ class ChoiceStep(WizardStep):
     }
     """
     title = "Model and bits per weight"
-    hints = "Enter chooses · B all bits"
+    hints = _KEYS
 
     class Taken(Message):
-        """The person chose."""
+        """The person chose. folder: and wants to see the folder, which is otherwise asked for where it has to be."""
 
-        def __init__(self, step: ChoiceStep, chosen: Chosen) -> None:
+        def __init__(self, step: ChoiceStep, chosen: Chosen, *, folder: bool = False) -> None:
             super().__init__()
             self.step = step
             self.chosen = chosen
+            self.folder = folder
 
     class Asked(Message):
         """The user named another model."""
@@ -114,6 +126,7 @@ class ChoiceStep(WizardStep):
         self._entries = list(entries)
         self._wanted = wanted
         self._plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
+        self._ready: dict[str, Plan] = {}  # by the model's name, where its checkpoint can be packed here as well
         self._opened = {wanted} if wanted else set[str]()  # models of which all bits are shown
         self._lines: list[_Line] = []
         self._head = Static("", markup=False, id="head")
@@ -153,6 +166,9 @@ class ChoiceStep(WizardStep):
         def work() -> list[Plan | tuple[CatalogEntry, FloeError]]:
             from ....engine.planning.plan import make, ranked
 
+            packs = [one.as_pack for one in self._entries if one.as_pack and not one.only_pack]
+            self._ready = {one.name: make(self._machine, one) for one in packs}
+
             plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
             for entry in self._entries:
                 try:
@@ -184,6 +200,8 @@ class ChoiceStep(WizardStep):
                 self._lines.append(_Line(heading=plan_words.STANDINGS[stands]))
                 before = stands
             self._lines.append(_Line(plan))
+            if (ready := self._ready.get(plan.entry.name)) is not None:
+                self._lines.append(_Line(ready, ready.options[0]))
             shown = plan.options if plan.entry.name in self._opened else (plan.chosen or plan.options[-1],)
             self._lines += [_Line(plan, option) for option in shown]
         self._lines.append(_Line())
@@ -236,15 +254,22 @@ class ChoiceStep(WizardStep):
         if lacks := plan_words.missing(one):
             return Content.styled(f"{_quality(*quality)}  {lacks}", MUTED)
         speed = plan_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
-        fetched = size(line.plan.entry.checkpoint_bytes) if line.plan.entry.folder is None else "none"
+        if (ready := line.plan.entry.only_pack) is not None:
+            told = f"ready pack, {size(ready.bytes)}" if wide else f"ready, {size(ready.bytes)}"
+            return Content(f"{_quality(*quality)}{speed:>{22 if wide else 10}}   {told}")
+        fetched = size(line.plan.entry.download_bytes) if line.plan.entry.folder is None else "none"
         return Content(_columns(*quality, speed, fetched, *map(size, _disk(one)), wide=wide))
 
     @on(OptionList.OptionHighlighted)
     def _explain(self, event: OptionList.OptionHighlighted) -> None:
         line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
         self.tell(None)
+        self.say_keys(_READY_KEYS if line.ready else _KEYS)
         if line.plan is None or line.option is None:
             self._details.update(f"{CALLED} models work: from the hub, a downloaded checkpoint folder, or a GGUF file.")
+            return
+        if line.ready:
+            self._details.update(_ready_details(line.plan, line.option, also=line.plan.entry.name in self._ready))
             return
         first = line.plan is self._plans[0] and line.recommended
         self._details.update(_details(line.plan, line.option, first=first))
@@ -252,7 +277,14 @@ class ChoiceStep(WizardStep):
     @on(OptionList.OptionSelected)
     def _choose(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        line = self._lines[event.option_index]
+        self._take(self._lines[event.option_index])
+
+    def take_elsewhere(self) -> None:
+        """Choose the highlighted line, and be asked for the folder."""
+        if (at := self._list.highlighted) is not None and self._lines[at].option is not None:
+            self._take(self._lines[at], folder=True)
+
+    def _take(self, line: _Line, *, folder: bool = False) -> None:
         if line.plan is None:
             self._other.display = True
             self._other.focus()
@@ -260,7 +292,7 @@ class ChoiceStep(WizardStep):
         elif line.option is not None:
             one = line.option
             if one.works or plan_words.only_disk_lacks(one):
-                self.post_message(self.Taken(self, Chosen(line.plan, one)))
+                self.post_message(self.Taken(self, Chosen(line.plan, one), folder=folder))
             else:
                 why = f"It {plan_words.missing(one)}." if one.missing else f"It is {plan_words.missing(one)}."
                 self.tell(FloeError("This does not fit this machine", why, self._instead(line.plan)))
@@ -284,7 +316,7 @@ class ChoiceStep(WizardStep):
         self._other.value = ""
         self.tell(None)
         self._list.focus()
-        self.say_keys(type(self).hints)
+        self.say_keys(_KEYS)
 
     def on_resize(self, _event: events.Resize) -> None:
         """Columns follow the terminal."""
@@ -304,6 +336,23 @@ def _columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str,
 
 def _disk(one: Option) -> tuple[int, int]:
     return one.disk["pack"], one.disk["peak"]
+
+
+def _ready_details(plan: Plan, one: Option, *, also: bool) -> Content:
+    """All about a ready pack, in sentences; `also`: it can be packed here instead."""
+    ready, free = plan.entry.only_pack, plan.machine.disk_free
+    assert ready is not None
+    lines: list[Content | str] = []
+    if lacks := plan_words.missing(one):
+        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It is {lacks}.", "$text-warning"))
+    else:
+        lines.append(f"Speed: {plan_words.rate(one.decode)} tokens/s, {plan_words.place(one)}.")
+    lines += map(printable, claims(ready))
+    left = "" if free is None else f" {size(free)} are free."
+    lines.append(f"{takes(ready)}{left} Files in {printable(str(catalog.models_folder()))}.")
+    if also:
+        lines.append("The next line downloads the original weights instead and packs them here.")
+    return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])
 
 
 def _details(plan: Plan, one: Option, *, first: bool) -> Content:

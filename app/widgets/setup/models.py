@@ -125,10 +125,9 @@ def _unfinished(wish: Wish) -> Model:
 
 def _available(entry: CatalogEntry) -> Model:
     about = plan_words.about(entry)
-    download = f"Setting it up downloads {size(entry.checkpoint_bytes)}. Enter shows how it would run on this machine."
-    return Model(
-        "available", entry.name, entry.checkpoint_bytes, about, f"{entry.repo or entry.name}: {about}. {download}"
-    )
+    fetched = entry.ready.bytes if entry.ready else entry.checkpoint_bytes
+    download = f"Setting it up downloads {size(fetched)}. Enter shows how it would run on this machine."
+    return Model("available", entry.name, fetched, about, f"{entry.repo or entry.name}: {about}. {download}")
 
 
 class ModelList(OptionList):

@@ -112,4 +112,6 @@ def about(entry: CatalogEntry) -> str:
         said.append("terms to accept")
     if entry.licence:
         said.append(entry.licence)
+    if entry.ready:
+        said.append("ready pack")
     return " · ".join(said)

@@ -56,6 +56,7 @@ class ProgressStep(WizardStep):
         self._summary = Static("", markup=False, id="summary")
         self._fetching, self._packing, self._checking = Bar(), Bar(), Bar()
         self._fetched, self._packed = (Static("", markup=False, classes="said") for _ in range(2))
+        self._pack_row = Horizontal(Static("Pack", classes="what"), self._packing, classes="work")
         self._disk = Static("", markup=False, classes="figures")
         self._notices = Static("", markup=False, id="notices")
         self._trouble = Trouble()
@@ -72,7 +73,7 @@ class ProgressStep(WizardStep):
         yield self._trouble
         yield Horizontal(Static("Download", classes="what"), self._fetching, classes="work")
         yield self._fetched
-        yield Horizontal(Static("Pack", classes="what"), self._packing, classes="work")
+        yield self._pack_row
         yield self._packed
         yield Horizontal(Static("Check", classes="what"), self._checking, classes="work")
         yield Horizontal(Static("Disk", classes="what"), self._disk, id="disk")
@@ -112,6 +113,7 @@ class ProgressStep(WizardStep):
             bar.beat += 0 if held else 1
         self._show_download(now)
         self._packing.share = now.share
+        self._pack_row.display = not now.ready
         left = "" if now.left is None or held else time_left(now.left)
         self._packed.update(printable(" · ".join(part for part in (_step(now), left) if part)))
         self._checking.share = 1.0 if now.state == "done" else None if now.state == "checking" else 0.0
@@ -130,6 +132,10 @@ class ProgressStep(WizardStep):
         download = now.download
         if download is None:
             local = self._work.wish.local is not None
+            if local and now.ready:
+                self._fetching.share = 1.0 if now.state in ("done", "checking") else now.share
+                self._fetched.update("Copied." if now.state in ("done", "checking") else "The pack is on this machine.")
+                return
             over = now.state in ("done", "checking")
             self._fetching.share = 1.0 if local or over else None if now.state == "looking" else 0.0
             self._fetched.update("The checkpoint is on this machine." if local else "Downloaded." if over else "")
@@ -179,7 +185,7 @@ def _summary(name: str, now: SetupProgress) -> str:
 def _step(now: SetupProgress) -> str:
     """What is being packed, which includes calibration."""
     if now.state == "done":
-        return "All layers are packed and calibrated."
+        return "" if now.ready else "All layers are packed and calibrated."
     return now.step.replace("Packing layer", "Packing and calibrating layer", 1)
 
 
