@@ -93,7 +93,7 @@ def card(name: str, output: Path | None, save: bool, force: bool) -> None:
     """Write the README.md of the packed model NAME: its base model, licence, bits and measured presets.
 
     With it, the folder of the pack can be uploaded with the hub's own client, and `floe-chat setup` takes it as it is.
-    floe-chat uploads nothing.
+    Nothing is uploaded.
     """
     from ...models.card import card as card_of
     from ...models.pack.manifest import Manifest

@@ -263,7 +263,8 @@ def forget(begun: Wish) -> None:
 
 def clear_fetched(begun: Wish) -> None:
     """Delete a setup's downloads. Raises: OSError: it cannot be deleted."""
-    _delete(begun.fetched)
+    if not begun.to or leads_to(begun.folder, begun.place):  # else a note names a folder in which nothing was begun
+        _delete(begun.fetched)
 
 
 def _delete(folder: Path) -> None:

@@ -85,6 +85,7 @@ def setup_note(rng: Random, folder: Path) -> str:
         other.mkdir(parents=True)
         (other / "packing.json").write_text("{}")
     good = {"model": "floe/tiny", "name": "tiny", "up": 3, "gate": 4, "down": 4, "dense": 4, "commit": "ab" * 20}
+    good |= {"pack": "0" * 64, "to": str(folder / "a" / "x")} if rng.random() < 0.5 else {}
     _put(rng, models / "tiny.setup.json", _hostile.text(rng, good))
     begun, bad = wish.unfinished(), wish.bad_notes()
     assert len(begun) + len(bad) == 1
