@@ -22,6 +22,7 @@ from ...models.errors import FloeError
 from ...models.gguf.parts import is_gguf
 from ...models.hub.fetch_progress import DownloadProgress
 from .links import link_to, need_disk
+from .ready_words import claims, owner
 from .wish import Wish, check_folders, clear_fetched, write_note
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Setup:
     """One model being set up; use as a context manager, or `close` it.
 
     Attributes:
-        error: why it failed. wish: with the commit, once that is known.
+        error: why it failed. wish: with the commit, once that is known. claims: what a ready pack says, in sentences.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Setup:
         """
         self.wish = wanted
         self.error: FloeError | None = None
+        self.claims: list[str] = []
         self._token, self._tuning, self._after = token, tuning, after
         self._state: SetupState = "looking"
         self._step, self._share, self._left = "Looking at the model", 0.0, None
@@ -239,6 +241,7 @@ class Setup:
         from .taking import check_place, copy, look_through
 
         check_place(place, offer)
+        self.claims = claims(offer.described(self.wish.model, owner(self.wish.model)))
         self._peak = offer.bytes
         check_room(self.wish.folder, max(0, offer.bytes - self.wish.taken))
         self._step = "Copying the pack" if isinstance(place, Path) else "Fetching the pack"

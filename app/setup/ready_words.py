@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from urllib.parse import urlsplit
+
 from ...models.catalog_entry import ReadyPack
 from ...models.pack.widths import Widths
 from ...models.quantities import size, trimmed
@@ -14,12 +17,24 @@ def in_short(ready: ReadyPack) -> str:
     return f"ready pack, {size(ready.bytes)}, nothing to compute"
 
 
+def owner(place: str) -> str:
+    """Who offers the pack at a hub id or an address; "" of a folder on this machine."""
+    if Path(place).is_absolute():
+        return ""
+    if "://" not in place:
+        return place.partition("/")[0]
+    parts = urlsplit(place)
+    return parts.netloc if place.endswith("/") else f"{parts.path.split('/')[1]} on {parts.netloc}"
+
+
 def claims(ready: ReadyPack) -> list[str]:
     """What it says, in sentences; none of it is known to be true."""
+    bits = Widths(ready.up, ready.gate, ready.down, ready.dense, "", ready.group).describe()
+    if not ready.digest:
+        return [f"The pack {ready.place}: {bits}."]
     says = f"A pack by {ready.by}, which says" if ready.by else "A pack, which says"
     commit = f", commit {ready.source_commit[:_COMMIT]}" if ready.source_commit else ""
     source = f"it was made from {ready.source}{commit}" if ready.source else "nothing about its source"
-    bits = Widths(ready.up, ready.gate, ready.down, ready.dense, "", ready.group).describe()
     return [f"{says}: {source}; {bits}.", _presets(ready)]
 
 
@@ -31,12 +46,10 @@ def takes(ready: ReadyPack) -> str:
 
 def is_remote(ready: ReadyPack) -> bool:
     """Whether it has to be downloaded."""
-    return bool(ready.by)
+    return bool(owner(ready.place))
 
 
 def _presets(ready: ReadyPack) -> str:
-    if not ready.digest:
-        return "Its presets are known once it has been looked up."
     if not ready.presets:
         return "It has no presets of its own: `floe-chat tune` measures them."
     told = ", ".join(f"{name} (KL {trimmed(kl, 2)})" for name, kl in ready.presets)

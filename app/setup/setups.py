@@ -12,12 +12,12 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
-from urllib.parse import urlsplit
 
 from ...models import catalog, supported
 from ...models.errors import CheckpointError, FloeError, TryAgainError
 from .flow import Setup, SetupProgress
 from .packing_progress import time_left
+from .ready_words import owner
 from .wish import Wish, forget
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
     if (local := wanted.local) is not None:
         if (offer := in_folder(local)) is None:
             return replace(catalog.described(local), name=wanted.name)
-        ready = offer.described(wanted.model, "")
+        ready = offer.described(wanted.model, owner(wanted.model))
         return replace(check_place(local, offer), name=wanted.name, ready=ready)
     repo, offer = look_up_place(wanted.model, wanted.commit or "main", token)
     if offer is not None:
-        ready = offer.described(wanted.model, _owner(wanted.model), repo.commit)
+        ready = offer.described(wanted.model, owner(wanted.model), repo.commit)
         return replace(check_place(repo, offer), name=wanted.name, ready=ready)
     try:
         fields = json.loads(repo.read("config.json") or b"{}")
@@ -105,14 +105,6 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         raise refused
     known = catalog.published(wanted.model) or catalog.described({**fields, "_name_or_path": wanted.model})
     return replace(known, name=wanted.name, repo=wanted.model, gated=repo.gated)
-
-
-def _owner(place: str) -> str:
-    """Who offers the pack at a hub id or an address."""
-    if "://" not in place:
-        return place.partition("/")[0]
-    parts = urlsplit(place)
-    return parts.netloc if place.endswith("/") else f"{parts.path.split('/')[1]} on {parts.netloc}"
 
 
 def remove(name: str, *, linked: bool = False) -> None:

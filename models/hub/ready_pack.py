@@ -23,6 +23,7 @@ from ..visible import as_name
 from .repository import Repo
 
 _OURS = frozenset({"dense.safetensors", "profile.safetensors", FRONTIER, *COPIED})
+_ALIKE = {"dense.safetensors", "profile.safetensors"}  # which no checkpoint has
 _SPARE = 64 << 20  # bytes: more than headers, tables of predictors' figures, or a tokenizer take
 _HEADER = 1 << 20  # bytes: more than the header of a layer's file takes
 _HINT = "Ask its publisher, or pack the model's original weights yourself: `floe-chat plan` lists models."
@@ -80,11 +81,11 @@ def offered(repo: Repo) -> Offer | None:
         manifest states, or not those of a pack. HubError: neither a pack nor a checkpoint. FloeError: as `Repo.read`.
     """
     names = {file.name for file in repo.files}
-    alike = {"dense.safetensors", "profile.safetensors"} <= names
+    alike = names >= _ALIKE
     listed = repo.file(FILE_NAME)
     if listed is None:
         if alike:
-            raise _refused(repo.name, f"It has no {FILE_NAME}, which is uploaded last.")
+            raise _refused(repo.name, f"It has no {FILE_NAME}.")
         return None
     content = b""
     if listed.size <= LARGEST:
@@ -114,13 +115,16 @@ def in_folder(folder: Path) -> Offer | None:
     Raises:
         PackError: as `offered`; the hashes are compared when it is copied.
     """
+    alike = all((folder / name).is_file() for name in _ALIKE)
     try:
         content = private_file.read(folder / FILE_NAME, LARGEST)
     except FileNotFoundError:
+        if alike:
+            raise _refused(str(folder), f"It has no {FILE_NAME}.") from None
         return None
     except OSError as error:
         raise _refused(str(folder), f"{FILE_NAME} cannot be read: {error.strerror or error}.") from error
-    if not manifests.is_manifest(content):
+    if not alike and not manifests.is_manifest(content):
         return None
     offer = parsed(str(folder), content)
     for name, entry in offer.files.items():

@@ -250,6 +250,14 @@ def test_a_listed_model_comes_as_its_ready_pack(
     assert here.code == 0 and Manifest.read(catalog.models_folder() / "tiny").source.name == REPO, here.err
 
 
+def test_plans_name_it(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed(published, monkeypatch)
+    told = " ".join(run_cli("plan", "tiny").out.split())
+    assert f"floe-chat setup tiny ({PACK}: ready pack, 12.3 GB, nothing to compute)" in told
+    fields = json.loads(run_cli("plan", "tiny", "--json").out)
+    assert fields["entry"]["ready"]["place"] == PACK
+
+
 @pytest.mark.parametrize(("answer", "source"), [("\n", "mistralai"), ("p\ny\n", REPO), ("n\n", "")])
 def test_the_other_way_is_a_key_away(
     hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch, answer: str, source: str
@@ -294,3 +302,17 @@ def test_a_note_with_another_hash_is_not_used(pack: object) -> None:
     begun.home.mkdir(parents=True)
     begun.note.write_text(json.dumps({"model": "https://example.org/x/", "name": "tiny", "pack": pack}))
     assert len(unfinished()) == (pack == "")
+
+
+def test_what_the_hubs_own_cache_has_is_not_fetched_again(hub: FakeHub, ready: Path, tmp_path: Path) -> None:
+    commit = hub.repositories[PACK].commit
+    snapshot = tmp_path / "hub home" / "hub" / "models--floe--tiny-floe" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    shutil.copy(ready / "layer_00.safetensors", snapshot)
+    shutil.copy(ready / "tokenizer.json", snapshot)
+    (snapshot / "layer_01.safetensors").write_bytes((ready / "layer_01.safetensors").read_bytes()[:-1] + b"?")
+    running = set_up(PACK)
+    assert running.error is None and is_copy(running.wish.folder, ready)
+    assert hub.sent("layer_00") == hub.sent("tokenizer.json") == 0 < hub.sent("layer_01")
+    assert (snapshot / "layer_00.safetensors").exists()

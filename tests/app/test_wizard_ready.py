@@ -48,7 +48,7 @@ async def test_two_keys_from_the_plan_to_the_chat(published: Path, hub: FakeHub,
         await to_choice(pilot)
         await see(pilot, "ready pack, 12.3 GB", "nothing has to be packed", "packs them here", "Enter sets it up")
         await pilot.press("enter")
-        await see(pilot, "tiny is ready", "Enter chats with it")
+        await see(pilot, "tiny is ready", "Enter chats with it", "A pack by floe, which says", "no presets of its own")
         assert " Pack " not in shown(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: results(pilot) == ["tiny"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from floe_chat.models.catalog import source
 from floe_chat.models.errors import FloeError, HubError, PackError, UsageError
 from floe_chat.models.hub.places import PackServer, look_up
-from floe_chat.models.hub.ready_pack import Offer, check_config
+from floe_chat.models.hub.ready_pack import Offer, check_config, in_folder
 from floe_chat.models.pack.manifest import FILE_NAME, FileEntry, Manifest
 from floe_chat.models.typed_names import other_address
 
@@ -147,7 +148,7 @@ def test_missing_files_and_a_missing_manifest_are_told(folder: Path, serve: Call
     serve()
     with pytest.raises(PackError) as caught:
         look_up(PACK)
-    assert caught.value.cause == "It has no manifest.json, which is uploaded last."
+    assert caught.value.cause == "It has no manifest.json."
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", b"null"], ids=range(5))
@@ -205,6 +206,33 @@ def test_config_json_is_compared(folder: Path) -> None:
     with pytest.raises(PackError) as caught:
         check_config(PACK, offer, config)
     assert "describe models of different sizes" in caught.value.cause
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "loop", "gone", "folder", "shorter"])
+def test_a_folder_is_looked_at_before_it_is_copied(folder: Path, what: str) -> None:
+    assert in_folder(folder) is not None
+    for name in ("layer_01.safetensors", FILE_NAME):
+        file = folder / name
+        content = file.read_bytes()
+        file.unlink()
+        match what:
+            case "pipe":
+                os.mkfifo(file)
+            case "device":
+                file.symlink_to("/dev/zero")
+            case "loop":
+                file.symlink_to(name)
+            case "folder":
+                file.mkdir()
+            case "shorter":
+                file.write_bytes(content[:-2])
+            case _:
+                pass
+        with pytest.raises(PackError, match=r"cannot be used|damaged") as caught:
+            in_folder(folder)
+        assert name in caught.value.cause
+        file.rmdir() if what == "folder" else file.unlink(missing_ok=True)
+        file.write_bytes(content)
 
 
 def test_mirrors_and_web_servers(folder: Path, serve: Callable[[], FakeHub], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class ProgressStep(WizardStep):
         name, held = self._work.wish.name, now.state in _HELD
         self.state = now.state
         self.say_keys(self._keys(now))
-        self._summary.update(Content(printable(_summary(name, now))))
+        self._summary.update(Content(printable("\n".join([_summary(name, now), *self._work.claims]))))
         for bar in (self._fetching, self._packing, self._checking):
             bar.held = held
             bar.beat += 0 if held else 1
