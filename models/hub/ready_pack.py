@@ -118,7 +118,7 @@ def in_folder(folder: Path) -> Offer | None:
     alike = all((folder / name).is_file() for name in _ALIKE)
     try:
         content = private_file.read(folder / FILE_NAME, LARGEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if alike:
             raise _refused(str(folder), f"It has no {FILE_NAME}.") from None
         return None
@@ -131,7 +131,7 @@ def in_folder(folder: Path) -> Offer | None:
         try:
             private_file.need_ordinary(folder / name)
             size = (folder / name).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _refused(str(folder), f"{name} is missing.") from None
         except OSError as error:
             raise _refused(str(folder), f"{name} cannot be read: {error.strerror or error}.") from error
