@@ -20,11 +20,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("*/**/*.cpp")))
 ARCH = {  # by folder of arch/; on other processors than x86 these compile to empty tables
-    "avx2": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
+    "avx2": {"unix": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt"], "msvc": ["/arch:AVX2"]},
     "avx512": {
         # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
         "unix": [
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-mpopcnt"),
             *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
         ],
         "msvc": ["/arch:AVX512"],

@@ -56,10 +56,11 @@ Features detect() {
     Features found;
     const Registers basic = cpuid(1, 0);
     const bool xsave = bit(basic.c, 27), avx = bit(basic.c, 28), fma = bit(basic.c, 12), f16c = bit(basic.c, 29);
+    const bool popcnt = bit(basic.c, 23);
     if (!xsave || !avx) return found;
     const uint64_t state = saved_state();
     const Registers extended = cpuid(7, 0);
-    found.avx2 = (state & 0x6) == 0x6 && fma && f16c && bit(extended.b, 5);
+    found.avx2 = (state & 0x6) == 0x6 && fma && f16c && popcnt && bit(extended.b, 5);
     const bool f = bit(extended.b, 16), dq = bit(extended.b, 17), bw = bit(extended.b, 30), vl = bit(extended.b, 31);
     found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && f && dq && bw && vl && bit(extended.c, 11);
     found.bfloat16 = found.avx512 && extended.a >= 1 && bit(cpuid(7, 1).a, 5);

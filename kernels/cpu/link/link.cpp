@@ -45,6 +45,12 @@ template <class Use> auto with(int64_t handle, Use use) -> decltype(use(*link_of
     }
 }
 
+// FLOE_OK if these slots are named once each. A thread's own variable may not stand in a function that a DLL exports.
+int named_once(const int32_t *slots, int64_t count, int64_t capacity) {
+    thread_local Marks marks;
+    return marks.once(slots, count, capacity);
+}
+
 std::shared_ptr<Link> make(const floe_link_config &config) {
     if (config.kind == FLOE_LINK_CUDA) return make_cuda_link(config);
     if (config.kind == FLOE_LINK_DISK) return make_disk_link(config);
@@ -116,8 +122,7 @@ int64_t floe_link_submit(int64_t link, const uint8_t *source, int64_t rows, uint
         if (rows < 0 || capacity < 0 || count < 0 || std::isnan(score)) return FLOE_BAD_SHAPE;
         if (count && !full && (source != nullptr || target != nullptr)) return FLOE_BAD_SHAPE;
         if (!in_range(index, count, rows) || !in_range(slots, count, capacity)) return FLOE_BAD_INDEX;
-        thread_local Marks marks;
-        if (const int error = count ? marks.once(slots, count, capacity) : FLOE_OK) return error;
+        if (const int error = count ? named_once(slots, count, capacity) : FLOE_OK) return error;
         auto transfer = std::make_unique<Transfer>();
         transfer->source = source;
         transfer->target = target;
