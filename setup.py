@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -19,6 +21,9 @@ build = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "kernels" /
 class BuildKernels(build_ext):
     """Compiles each source with the flags of its own instruction set; the result is a plain library for ctypes."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_name(build.NAME))
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -26,8 +31,9 @@ class BuildKernels(build_ext):
             self._build_with_msvc(ext, target)
             return
         try:
-            # Python's own flags would add its debug information, ten times as large as the kernels.
-            build.build(target)
+            # Not with Python's own flags: they would add debug information ten times as large as the kernels. -S drops
+            # what $CXXFLAGS adds.
+            build.build(target, ["-Wl,-S"])
         except FileNotFoundError as error:
             raise CompileError(str(error)) from error
         except subprocess.CalledProcessError as error:
@@ -42,7 +48,16 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(objects, str(target), target_lang="c++")
 
 
-setup(
-    ext_modules=[Extension("floe_chat.kernels.cpu._floe", [f"kernels/cpu/{s}" for s in build.SOURCES], optional=True)],
-    cmdclass={"build_ext": BuildKernels},
+class PlatformWheel(bdist_wheel):
+    """One wheel serves every Python of a platform, since ctypes loads the library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+kernels = Extension(
+    "floe_chat.kernels.cpu._floe",
+    [f"kernels/cpu/{source}" for source in build.SOURCES],
+    optional=os.environ.get("CIBUILDWHEEL") != "1",  # a wheel for others has to have them
 )
+setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})

@@ -186,7 +186,8 @@ def library_path() -> Path:
     """
     if named := os.environ.get("FLOE_CPU_LIBRARY"):
         return Path(named)
-    for path in sorted(Path(__file__).parent.glob("_floe*")):
+    # The shortest name first: older builds, which may still lie there, had the version of Python in theirs.
+    for path in sorted(Path(__file__).parent.glob("_floe*"), key=lambda path: len(path.name)):
         if path.suffix in _SUFFIXES:
             return path
     raise NativeUnavailableError("the CPU kernels were not compiled (no C++ compiler when the package was installed)")

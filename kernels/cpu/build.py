@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+NAME = "_floe.dll" if os.name == "nt" else "_floe.so"
 SOURCES = tuple(sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("*/**/*.cpp")))
 ARCH = {  # by folder of arch/; on other processors than x86 these compile to empty tables
     "avx2": {"unix": ["-mavx2", "-mfma", "-mf16c", "-mpopcnt"], "msvc": ["/arch:AVX2"]},

@@ -25,7 +25,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import types
 from pathlib import Path
@@ -148,7 +147,7 @@ def _module(name: str) -> types.ModuleType:
 def _build_library() -> str:
     """Compile the C++ library where it is missing or older than its sources; why not, where that fails."""
     folder = ROOT / "kernels" / "cpu"
-    target = folder / f"_floe{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+    target = folder / "_floe.so"
     sources = [path for kind in ("cpp", "h", "inl") for path in folder.rglob(f"*.{kind}")]
     if target.exists() and target.stat().st_mtime >= max(path.stat().st_mtime for path in sources):
         return ""
