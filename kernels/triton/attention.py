@@ -135,8 +135,9 @@ def attend_kernel(
     key_head = tl.program_id(0)
     split = tl.program_id(1)
     group: tl.constexpr = A.heads // A.kv_heads
+    aligned: tl.constexpr = A.aligned
     at = tl.load(position).to(tl.int32)
-    entries = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(STORED)), A.aligned)
+    entries = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(STORED)), aligned)
     d = tl.arange(0, COLUMNS)
     g = tl.arange(0, GROUP)
     within = d[None, :] < A.dim

@@ -147,14 +147,15 @@ def load_plane(base, at, n, live, BITS: tl.constexpr):
 def spread_kernel(x, out, V: tl.constexpr, BLOCK: tl.constexpr):
     """x (B, n) -> (B, fields + sets, words) float32: each field's x, then each set's sum of x, word by word."""
     fields: tl.constexpr = len(V.shifts)
+    sets: tl.constexpr = V.sets
     token = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = word < V.words
     x_at = x + token * V.n + first_column(word, V)
-    out_at = out + token * ((fields + V.sets) * V.words) + word
-    for group in tl.static_range(V.sets):
+    out_at = out + token * ((fields + sets) * V.words) + word
+    for group in tl.static_range(sets):
         total = tl.zeros((BLOCK,), tl.float32)
-        for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+        for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
             xi = tl.load(x_at + V.columns[i], mask=within, other=0.0).to(tl.float32)
             total += xi
             tl.store(out_at + i * V.words, xi * undo_field(i, V), mask=within)
@@ -166,7 +167,8 @@ def dot_rows(data, scale, zero, row, live, x, token, magic, V: tl.constexpr, BLO
     """Rows (R,) of a stored matrix times one token of spread x: (R,) float32."""
     rows = row[:, None]
     fields: tl.constexpr = len(V.shifts)
-    x += token * ((fields + V.sets) * V.words)
+    sets: tl.constexpr = V.sets
+    x += token * ((fields + sets) * V.words)
     acc = tl.zeros((row.shape[0], BLOCK), tl.float32)
     for start in range(0, V.words, BLOCK):
         word = start + tl.arange(0, BLOCK)
@@ -174,15 +176,15 @@ def dot_rows(data, scale, zero, row, live, x, token, magic, V: tl.constexpr, BLO
         both = live[:, None] & within[None, :]
         if V.fast:
             words = load_words(data, rows, word[None, :], both, V)
-            for group in tl.static_range(V.sets):
+            for group in tl.static_range(sets):
                 part = tl.zeros((row.shape[0], BLOCK), tl.float32)
-                for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+                for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
                     xi = tl.load(x + i * V.words + word, mask=within, other=0.0)
                     part += field(words, magic, i, V) * xi[None, :]
                 if V.bits == 16:
                     acc += part
                 else:
-                    at = group_of(word, group * (fields // V.sets), V)
+                    at = group_of(word, group * (fields // sets), V)
                     s, z = load_scale(scale, zero, rows, at[None, :], both, V)
                     total = tl.load(x + (fields + group) * V.words + word, mask=within, other=0.0)
                     acc += s * (part - z * total[None, :])

@@ -107,6 +107,7 @@ def _down_words(
     """The sum over records of h times the columns that a block of their words holds."""
     two_23 = tl.load(magic)
     fields: tl.constexpr = len(V.shifts)
+    sets: tl.constexpr = V.sets
     word = block * BLOCK + tl.arange(0, BLOCK)
     within = word < V.words
     first = first_column(word, V)
@@ -117,7 +118,7 @@ def _down_words(
     for _ in tl.static_range(fields):
         sums = sums + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
     zeros = ()
-    for _ in tl.static_range(V.sets):
+    for _ in tl.static_range(sets):
         zeros = zeros + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005
     for start in range(begin, end, ROWS):
         next_h, next_row = _record(h, place, start + ROWS + lane, end)
@@ -125,23 +126,23 @@ def _down_words(
         words = load_words(data, row[:, None], word[None, :], both, V)
         new_sums = ()
         new_zeros = ()
-        for group in tl.static_range(V.sets):
+        for group in tl.static_range(sets):
             hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
             if V.bits != 16:
-                of_word = group_of(word, group * (fields // V.sets), V)[None, :]
+                of_word = group_of(word, group * (fields // sets), V)[None, :]
                 s, z = load_scale(data, data, row[:, None], of_word, both, V)
                 hs = hs * s
                 new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
             else:
                 new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
-            for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+            for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
                 new_sums = new_sums + (sums[i] + hs * field(words, two_23, i, V),)  # noqa: RUF005
         sums = new_sums
         zeros = new_zeros
         hn = next_h
         row = next_row
     for i in tl.static_range(fields):
-        total = sums[i] * undo_field(i, V) - zeros[i * V.sets // fields]
+        total = sums[i] * undo_field(i, V) - zeros[i * sets // fields]
         tl.store(out + first + V.columns[i], tl.sum(total, 0), mask=within)
 
 
