@@ -148,6 +148,7 @@ class Loaded:
         device: where it computes. backend: which kernels run there. reason: why these.
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.
+        remedy: in a sentence, how to make torch compute on a GPU that is there; "" if there is nothing to mend.
     """
 
     model: str
@@ -164,6 +165,7 @@ class Loaded:
     seconds: float
     memory_bytes: int
     advanced: tuple[str, ...] = ()
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

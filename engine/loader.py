@@ -224,6 +224,7 @@ def _describe(
         seconds=seconds,
         memory_bytes=nbytes,
         advanced=changed,
+        remedy=pack.choice.remedy,
     )
 
 

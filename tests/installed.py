@@ -34,9 +34,7 @@ class Home:
         """What it prints; stderr where it may fail and does."""
         env = self._env | ({"FLOE_CPU_ISA": isa} if isa else {})
         words = [str(part) for part in command]
-        done = subprocess.run(
-            words, cwd=self._folder, env=env, capture_output=True, encoding="utf-8", errors="replace"
-        )
+        done = subprocess.run(words, cwd=self._folder, env=env, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode and not may_fail:
             raise CheckError(f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
         return done.stderr if done.returncode else done.stdout

@@ -113,6 +113,8 @@ def _machine(found: Hardware) -> Iterator[str]:
         yield _line("pinnable", quantities.memory(found.pinnable), source["pinnable"])
     for gpu in found.gpus:
         yield from _gpu(gpu, found.gpu_reason)
+    if found.remedy:
+        yield _line("", found.remedy)
     if not found.gpus:
         yield _line("gpu", f"none: {found.gpu_reason}", source["gpus"])
     free = "?" if found.disk_free is None else f"{quantities.size(found.disk_free)} free"

@@ -55,18 +55,10 @@ def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...],
     Args:
         library: pynvml; None imports it. If it fails midway, only the rest is lost.
     """
-    nvml: Any = library
+    nvml, reason = _started(library)
     if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError:
-            return (), _NO_LIBRARY
+        return (), reason
     found: list[Gpu] = []
-    try:
-        nvml.nvmlInit()
-    except (nvml.NVMLError, OSError) as error:
-        return (), f"NVML: {error}"
-    reason = ""
     try:
         for number in range(nvml.nvmlDeviceGetCount()):
             found.append(_device(nvml, nvml.nvmlDeviceGetHandleByIndex(number)))
@@ -75,6 +67,34 @@ def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...],
     with contextlib.suppress(nvml.NVMLError, OSError):
         nvml.nvmlShutdown()
     return tuple(found), reason or ("" if found else "NVML sees no device")
+
+
+def cuda_of_driver(library: ModuleType | Any | None = None) -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, such as (12, 4); None if unknown. library: as for `of_driver`."""
+    nvml, _ = _started(library)
+    if nvml is None:
+        return None
+    version = 0
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12040 is 12.4
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        nvml.nvmlShutdown()
+    return (version // 1000, version % 1000 // 10) if version else None
+
+
+def _started(library: ModuleType | Any | None) -> tuple[Any, str]:
+    """NVML, ready for questions, or None and why it is not."""
+    nvml: Any = library
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return None, _NO_LIBRARY
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return None, f"NVML: {error}"
+    return nvml, ""
 
 
 def merged(torch_gpus: tuple[Gpu, ...], driver_gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:

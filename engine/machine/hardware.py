@@ -19,7 +19,7 @@ import torch
 
 from ...kernels import operations as kernels
 from ...kernels.cpu import native
-from . import containers, gpus
+from . import containers, gpus, torch_build
 from .containers import ROOT
 from .gpus import Gpu
 
@@ -34,6 +34,7 @@ class Hardware:
         pinnable: how much memory can be pinned for copies to a GPU.
         gpus: devices, first those that torch computes on. gpu_reason: why torch computes on none.
         sources: by field, the source of its value, or why there is none.
+        remedy: how to make torch compute on a GPU that is there, see torch_build.py; "" if there is nothing to mend.
     """
 
     system: str
@@ -53,6 +54,7 @@ class Hardware:
     torch_version: str
     torch_threads: int
     sources: Mapping[str, str]
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ def probe(folder: Path, root: Path = ROOT) -> Hardware:
         torch_version=torch.__version__,
         torch_threads=torch.get_num_threads(),
         sources=sources,
+        remedy=torch_build.remedy(),
     )
 
 

@@ -23,7 +23,7 @@ from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
-from ..machine import hardware
+from ..machine import hardware, torch_build
 from ..offload import cards
 from ..offload.device import Device
 from ..offload.lane_rates import TOUCHED, Rates, rates_file
@@ -66,6 +66,7 @@ class DeviceChoice:
         make: the device of a pool of rows; None where there is no pool.
         budget: bytes of device memory that weights, keys and values may take; None if the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
+        remedy: how to make torch compute on a GPU that would have been chosen, see torch_build.py; or "".
     """
 
     place: str
@@ -74,6 +75,7 @@ class DeviceChoice:
     make: Callable[[TransferMode], Device] | None = None
     budget: int | None = None
     cap: int | None = None
+    remedy: str = ""
 
     def enforce(self) -> None:
         """Make torch refuse allocations beyond the memory that may be used; the driver's own 0.3 to 0.5 GB are not
@@ -119,9 +121,11 @@ def choose(
     except ValueError as error:
         why = str(error)
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
-        raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
+        hint = torch_build.remedy() or "Use --device cpu."
+        raise UsageError(f"The device {wanted!r} cannot be used", cause, hint) from error
     if place == "cpu":
-        return _in_ram(why, pack, packed)
+        remedy = torch_build.remedy() if wanted.lower() == "auto" else ""
+        return dataclasses.replace(_in_ram(why, pack, packed), remedy=remedy)
     found = hardware.probe(Path())
     if wanted != "auto":
         return _on_gpu(UsableGpu.of(place, found), why, pack, vram)

@@ -131,6 +131,8 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
+    if found.remedy:
+        told["remedy"] = found.remedy
     told["ram"] = _of_ram(found.ram_total)
     ram = found.ram_total - reserve(found.ram_total)
     if found.ram_available < FREE * ram:
@@ -177,6 +179,7 @@ def described(said: Described, base: Machine) -> Machine:
         machine = base if said.card is None else of_card(cards.named(said.card), base)
     speeds, told = machine.speeds, dict(machine.told)
     if said.vram is not None:
+        told.pop("remedy", None)
         machine = dataclasses.replace(machine, vram=said.vram)
         if not speeds.gpu:
             speeds = _with_gpu(speeds, {}, told)
@@ -202,8 +205,8 @@ def described(said: Described, base: Machine) -> Machine:
 def _without_gpu(said: Described, base: Machine) -> Machine:
     if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
         raise UsageError("--card none has no memory and no link", "", "Leave out --vram, --pcie and --link-gbs.")
-    told = {**base.told, "gpu": "It has no GPU."}
-    told.pop("link", None)
+    told = {what: said for what, said in base.told.items() if what not in ("link", "remedy")}
+    told["gpu"] = "It has no GPU."
     speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
     return dataclasses.replace(base, vram=0, speeds=speeds, told=told)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import psutil
 import pytest
 from floe_chat.engine.machine import containers, gpus, hardware
 from floe_chat.engine.machine.gpus import Gpu
+
+from .fake_nvml import device, library
 
 GB = 1 << 30
 
@@ -152,51 +155,6 @@ class TestProbe:
         assert found.disk_free is None and "Input/output error" in found.sources["disk_free"]
 
 
-class NVMLError(Exception):
-    """The library's own."""
-
-
-def library(devices: list[dict[str, Any]], fails_at: int | None = None, starts: bool = True) -> Any:
-    """NVML with these devices: what a device lacks raises, and so does the device at `fails_at`."""
-
-    def get(name: str) -> Any:
-        def ask(device: dict[str, Any]) -> Any:
-            if name not in device:
-                raise NVMLError("Not Supported")
-            return device[name]
-
-        return ask
-
-    def handle(number: int) -> dict[str, Any]:
-        if number == fails_at:
-            raise NVMLError("GPU is lost")
-        return devices[number]
-
-    def start() -> None:
-        if not starts:
-            raise NVMLError("NVML Shared Library Not Found")
-
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=start,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(devices),
-        nvmlDeviceGetHandleByIndex=handle,
-        nvmlDeviceGetMemoryInfo=get("memory"),
-        nvmlDeviceGetName=get("name"),
-        nvmlDeviceGetCudaComputeCapability=get("capability"),
-        nvmlDeviceGetUUID=get("uuid"),
-        nvmlDeviceGetCurrPcieLinkGeneration=get("generation"),
-        nvmlDeviceGetCurrPcieLinkWidth=get("lanes"),
-        nvmlDeviceGetMaxPcieLinkGeneration=get("most_generation"),
-        nvmlDeviceGetMaxPcieLinkWidth=get("most_lanes"),
-    )
-
-
-def device(name: str | bytes = "NVIDIA GeForce RTX 3090", **more: Any) -> dict[str, Any]:
-    return {"name": name, "memory": SimpleNamespace(total=24 * GB, free=20 * GB), **more}
-
-
 class TestDriver:
     def test_everything_is_told(self) -> None:
         one = device(
@@ -221,6 +179,11 @@ class TestDriver:
         found, reason = gpus.of_driver(broken)
         assert found == () and reason
 
+    @pytest.mark.parametrize(("told", "cuda"), [(12040, (12, 4)), (13000, (13, 0)), (11080, (11, 8)), (None, None)])
+    def test_the_cuda_that_the_driver_runs(self, told: int | None, cuda: tuple[int, int] | None) -> None:
+        assert gpus.cuda_of_driver(library([device()], cuda=told)) == cuda
+        assert gpus.cuda_of_driver(library([], starts=False, cuda=12040)) is None
+
     def test_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
         assert gpus.of_driver() == ((), "nvidia-ml-py is not installed")
@@ -238,7 +201,8 @@ class TestDriver:
     def test_a_device_that_only_the_driver_knows_is_told_but_not_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gpus, "of_driver", lambda: ((Gpu("Old", "6.1", 4 * GB, 4 * GB, source="NVML"),), ""))
+        old = {**device("Old", capability=(6, 1)), "memory": SimpleNamespace(total=4 * GB, free=4 * GB)}
+        monkeypatch.setitem(sys.modules, "pynvml", library([old]))
         monkeypatch.setattr(hardware, "_gpus", lambda: ((), "this torch is built without CUDA"))
         found = hardware.probe(tmp_path)
         assert [gpu.name for gpu in found.gpus] == ["Old"] and found.gpus[0].index is None and found.gpu_reason

@@ -160,6 +160,7 @@ def backend(figures: PanelFigures, width: int) -> Content:
             heading("Backend", width, where if fits else ""),
             *([] if fits else [Content(where)]),
             Content(loaded.widths),
+            *([Content.styled(loaded.remedy, "$warning")] if loaded.remedy else []),
             *([Content.styled(f"Advanced: {', '.join(loaded.advanced)}", "$warning")] if loaded.advanced else []),
             muted(f"Why: {loaded.reason}"),
         ]
@@ -192,7 +193,7 @@ def strip(figures: PanelFigures, width: int) -> Content:
     if loaded is None:
         places.append(muted("backend known once the model is loaded"))
     else:
-        places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
+        places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.remedy or loaded.reason}"))
     if figures.paused:
         speeds.insert(0, Content.styled("paused", f"italic {MUTED}"))
     while len(speeds) > 1 and Content.assemble(*between(speeds)).cell_length > width:

@@ -168,7 +168,8 @@ class MachineStep(WizardStep):
             room = f"{memory(gpus[0].vram_free)} free of {memory(gpus[0].vram_total)}"
             self._tell("Graphics", f"{gpus[0].name}, {room}{at('link pinned', 'copies at')}")
         else:
-            self._tell("Graphics", f"no GPU ({hardware.gpu_reason}); models run on the CPU")
+            name = f"{hardware.gpus[0].name}, not usable" if hardware.gpus else "no GPU"
+            self._tell("Graphics", f"{name} ({hardware.gpu_reason}); models run on the CPU")
         disk = "unknown" if hardware.disk_free is None else f"{size(hardware.disk_free)} free"
         self._tell("Disk", f"{disk}{at('disk read', 'read at')}, for {hardware.disk_folder}")
 
