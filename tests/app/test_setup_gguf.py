@@ -19,6 +19,7 @@ from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.setup import setups
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import forget, unfinished, wish
+from floe_chat.app.widgets.setup.models import look
 from floe_chat.models import catalog
 from floe_chat.models.errors import UsageError
 from floe_chat.models.pack.manifest import Manifest
@@ -107,6 +108,7 @@ def test_what_was_rounded_before_is_said(kind: str, recommended: bool, files: di
     manifest = Manifest.read(catalog.models_folder() / "rounded")
     assert manifest.source.rounding == kind and manifest.source.called == f"{files[kind].name} ({kind})"
     assert not manifest.unquantized
+    assert [model.details.count(manifest.source.called) for model in look([]).models if model.name == "rounded"] == [1]
     plan = run_cli("plan", str(files[kind]))
     assert plan.code == 0 and f"Weights of this file are {kind}" in plan.out.replace("\n    ", " ")
     fields = json.loads(run_cli("plan", str(files[kind]), "--json").out)["entry"]

@@ -16,6 +16,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
+from ..models.gguf.converting import convert
 from .scripted import until, write
 from .wizardry import (
     IMPATIENT,
@@ -265,7 +266,8 @@ def catalog_names(pilot: Pilot[int]) -> list[str]:
     return [line.split()[0] for line in lines(pilot) if line.split() and line.split()[0] in known]
 
 
-async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_any_model_by_id_folder_or_file(published: Path, hub: FakeHub, setups: Setups, tmp_path: Path) -> None:
+    file = convert(published, tmp_path / "tiny.gguf", "Q4_0")
     async with around(wizard(setups, published, entries=[])) as pilot:
         await see(pilot, "Enter continues")
         await pilot.press("enter")
@@ -282,7 +284,11 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
             await see(pilot, words)
             await pilot.press("escape")
             await see(pilot, "Enter chooses")
-        for named, words in ((REPO, "Disk: download"), (str(published), "Disk: pack")):
+        for named, words in (
+            (REPO, "Disk: download"),
+            (str(published), "Disk: pack"),
+            (str(file), "Q8_0 or F16 keeps"),
+        ):
             await pilot.press("end", "enter")
             await see(pilot, "Enter looks it up")
             paste(pilot, named)
