@@ -17,6 +17,7 @@ from ..log import log_file
 from ..progress import note
 from ..setup.disk_use import files
 from ..setup.leftovers import clear, leftovers
+from ..setup.links import shown
 from ..setup.setups import remove as delete
 from ..setup.wish import bad_notes, forget, unfinished
 from ..text import units
@@ -177,7 +178,7 @@ def _text(found: dict[str, Any]) -> str:
 
     lines = ["Installed"]
     lines += [
-        line(one["name"], one["trouble"] or f"{units.size(one['bytes'])}, {one['folder']}")
+        line(one["name"], one["trouble"] or f"{units.size(one['bytes'])}, {shown(Path(one['folder']))}")
         for one in found["installed"]
     ]
     if found["unfinished"]:

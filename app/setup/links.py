@@ -15,6 +15,14 @@ def leads_to(link: Path, place: Path) -> bool:
         return False
 
 
+def shown(folder: Path) -> str:
+    """A model's folder for a person; of a link also where it leads."""
+    try:
+        return f"{folder} → {folder.readlink()}" if folder.is_symlink() else str(folder)
+    except OSError:
+        return str(folder)
+
+
 def need_free(link: Path, place: Path) -> None:
     """Raises: UsageError: `link` is there and leads elsewhere, or is no link."""
     if (link.is_symlink() or link.exists()) and not leads_to(link, place):

@@ -21,16 +21,17 @@ from .. import config_limits, private_file
 from ..errors import NoPackError, PackError
 from ..families import FAMILIES, Family
 from ..visible import as_name
+from . import marks
+from .marks import FETCHING as FETCHING
+from .marks import FILE_NAME as FILE_NAME
+from .marks import UNFINISHED as UNFINISHED
 from .tensor_file import TensorShapes
 from .widths import Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
-FILE_NAME = "manifest.json"
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 DOWN_BIAS = "down.bias"  # of a layer's experts
-UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
-FETCHING = "download.lock"  # in a folder into which a model is downloaded
 LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
@@ -247,9 +248,9 @@ class Manifest:
         try:
             content = private_file.read(folder / FILE_NAME, LARGEST)
         except FileNotFoundError:
-            raise _unfinished(folder) from None
+            raise marks.unfinished(folder) from None
         except OSError as error:
-            raise _garbled(folder, f"{FILE_NAME} cannot be read: {error.strerror or error}") from error
+            raise marks.garbled(folder, f"{FILE_NAME} cannot be read: {error.strerror or error}") from error
         return Manifest.parse(content, folder)
 
     @staticmethod
@@ -263,9 +264,9 @@ class Manifest:
             fields = json.loads(content)
         except (ValueError, RecursionError) as error:
             cause = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise _garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
+            raise marks.garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
+            raise marks.garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
         seal = fields.pop("sha256", None)
         version = fields.get("version")
         if version == _MIXED_VERSION:
@@ -281,14 +282,14 @@ class Manifest:
                 "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
-            raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
+            raise marks.garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
             found = dataclasses.replace(_parse(fields), sealed=seal is not None)
             if found.version != version or (found.widths.short and not found.calibration.weighed):
                 raise ValueError("its version")
             return found
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
+            raise marks.garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
 
 
 def is_manifest(content: bytes) -> bool:
@@ -309,39 +310,6 @@ def file_entry(path: Path) -> FileEntry:
 def _seal(fields: dict[str, Any]) -> str:
     """sha256 of a manifest's other fields, however they are laid out."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _unfinished(folder: Path) -> PackError:
-    if (folder / UNFINISHED).exists():
-        return PackError(
-            f"The packed model at {folder} is incomplete",
-            "Its manifest, written last, is missing: packing was interrupted.",
-            "Pack it again into the same folder: floe-chat pack SRC DST.",
-        )
-    if (folder / FETCHING).exists():
-        return PackError(
-            f"The packed model at {folder} is incomplete",
-            "Its manifest, written last, is missing: the download was interrupted.",
-            "Continue it: floe-chat setup",
-        )
-    if (folder / "config.json").exists():
-        return PackError(
-            f"{folder} is not packed",
-            "It looks like a checkpoint as published: it has a config.json but no manifest.json.",
-            f"Pack it first: floe-chat pack {folder} DST, then use DST.",
-        )
-    return NoPackError(
-        f"{folder} holds no packed model",
-        "It has no manifest.json.",
-        "Check the path, or pack a checkpoint into it.",
-    )
-
-
-def _garbled(folder: Path | str, cause: str) -> PackError:
-    # Without a manifest a pack cannot be repaired.
-    return PackError(
-        f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
-    )
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:

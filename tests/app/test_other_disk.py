@@ -50,6 +50,7 @@ def test_set_up_there_and_removed(hub: FakeHub, disk: Path, model: str) -> None:
     assert link.is_symlink() and link.readlink() == disk / "tiny" and names(disk) == ["tiny"]
     assert names(catalog.models_folder()) == ["tiny"]
     PackedModel.open(catalog.find("tiny"))
+    assert f"{link} → {disk / 'tiny'}" in run_cli("models").out
     assert ("tiny", None) in [(one.name, one.trouble) for one in catalog.installed()]
     removed = run_cli("models", "remove", "tiny", "--yes")
     assert removed.code == 0 and f"{disk / 'tiny'} stays" in removed.err and not link.is_symlink()

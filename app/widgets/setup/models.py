@@ -15,6 +15,7 @@ from ....models import catalog
 from ....models.errors import FloeError
 from ....models.quantities import size
 from ...setup.leftovers import Leftover, leftovers
+from ...setup.links import shown
 from ...setup.wish import Wish, unfinished
 from ...text.plain_text import printable
 from ..common.themes import MUTED
@@ -114,7 +115,7 @@ def _installed(one: catalog.Installed) -> Model:
     built_in = one.name == catalog.DEMO
     about = f"built in, {bits}" if built_in else bits
     origin = "Comes with floe-chat" if built_in else f"Packed from {manifest.source.called}"
-    details = f"{origin}, at {plan_words.named(manifest.widths)}. Folder: {one.folder}"
+    details = f"{origin}, at {plan_words.named(manifest.widths)}. Folder: {shown(one.folder)}"
     return Model("installed", one.name, one.bytes, about, details, "", one.folder)
 
 
