@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...models.errors import UsageError
+from ...models.errors import FloeError, UsageError
 from .. import progress
 from ..text import units
 from ..text.plain_text import printable
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="Also compare a few layers with the checkpoint that was packed.",
 )
 @click.option("--repair", is_flag=True, help="Pack the damaged files again, from --source or the hub.")
+@click.option("--pack", metavar="PLACE", help="For --repair: take the files from this ready pack (see setup) instead.")
 @click.option(
     "--text",
     "text_file",
@@ -43,7 +44,13 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def verify(
-    ctx: click.Context, model: str, source: Path | None, repair: bool, text_file: Path | None, as_json: bool
+    ctx: click.Context,
+    model: str,
+    source: Path | None,
+    repair: bool,
+    pack: str | None,
+    text_file: Path | None,
+    as_json: bool,
 ) -> None:
     """Check every byte and every tensor of the packed MODEL.
 
@@ -57,13 +64,20 @@ def verify(
 
     if text_file is not None and not repair:
         raise click.UsageError("--text is only used with --repair")
+    if pack is not None and not repair:
+        raise click.UsageError("--pack is only used with --repair")
     folder = find(model)
     manifest = Manifest.read(folder)
-    if repair and source is None and manifest.source.commit is None:
-        raise click.UsageError("This model was packed from a folder or a GGUF file; give it with --source PATH")
+    if repair and source is None and pack is None and manifest.source.commit is None:
+        raise click.UsageError(
+            "This model was packed from a folder or a GGUF file; give it with --source PATH, or the same pack with --pack PLACE"
+        )
     damaged = damages(folder, manifest, _step)
     repaired: list[str] = []
-    if repair and damaged:
+    if repair and damaged and pack is not None:
+        repaired = _take_again(folder, manifest, pack, damaged)
+        damaged = damages(folder, manifest, _step)
+    elif repair and damaged:
         repaired = _repair(folder, manifest, source, text_file, damaged)
         damaged = damages(folder, manifest := Manifest.read(folder), _step)
     compared = _compared(folder, manifest, source) if source is not None and not damaged else []
@@ -145,6 +159,18 @@ def _repair(
     return names
 
 
+def _take_again(folder: Path, manifest: Manifest, pack: str, damaged: list[Damage]) -> list[str]:
+    """Replace the damaged files by those of the same ready pack."""
+    from ..setup.taking import take_again
+
+    names = [damage.file for damage in damaged]
+    try:
+        take_again(pack, folder, manifest, names, _step)
+    except OSError as error:
+        raise FloeError(f"{folder} cannot be repaired", f"{error.strerror or error}.") from error
+    return names
+
+
 def _count(manifest: Manifest) -> int:
     """Files that have a checksum."""
     return len(manifest.files) + len(manifest.beside) + manifest.sealed
@@ -195,7 +221,7 @@ def _lines(
             lines += [f"Pack these files again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
             given = "" if here else f" --source {shlex.quote(str(source)) if source else 'FOLDER'}"
             lines += [f"  floe-chat verify {shlex.quote(str(folder))} --repair{given}"]
-            lines += ["or restore them from a copy."]
+            lines += ["or restore them from a copy. Those of a ready pack come again with --repair --pack PLACE."]
         return lines
     lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are intact, {size}."]
     lines += [

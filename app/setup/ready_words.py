@@ -9,6 +9,7 @@ from ...models.catalog_entry import ReadyPack
 from ...models.pack.widths import Widths
 from ...models.quantities import size, trimmed
 
+_PRESETS = 5  # that are named
 _COMMIT = 12  # digits shown of a commit's hash
 
 
@@ -52,5 +53,6 @@ def is_remote(ready: ReadyPack) -> bool:
 def _presets(ready: ReadyPack) -> str:
     if not ready.presets:
         return "It has no presets of its own: `floe-chat tune` measures them."
-    told = ", ".join(f"{name} (KL {trimmed(kl, 2)})" for name, kl in ready.presets)
-    return f"Its own presets, as its maker measured them: {told}."
+    told = ", ".join(f"{name} (KL {trimmed(kl, 2)})" for name, kl in ready.presets[:_PRESETS])
+    more = f" and {len(ready.presets) - _PRESETS} more" if len(ready.presets) > _PRESETS else ""
+    return f"Its own presets, as its maker measured them: {told}{more}."

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...models import catalog
 from ...models.errors import PackError, UsageError
 from .wish import Wish
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from ...models.catalog_entry import CatalogEntry
     from ...models.hub.ready_pack import Offer
     from ...models.hub.repository import Repo
+    from ...models.pack.manifest import Manifest
 
 Report = Callable[[str, float], None]
 
@@ -66,6 +68,36 @@ def copy(source: Path, offer: Offer, folder: Path, told: Report) -> None:
     with locked(folder / FETCHING, f"Another floe-chat is copying into {folder}"):
         for name, entry in offer.files.items():
             copy_file(source / name, folder, name, entry, lambda more, name=name: count(name, more))
+
+
+def take_again(place: str, folder: Path, manifest: Manifest, names: list[str], told: Report) -> None:
+    """Replace files of a finished pack by those of the same pack at `place`, as `catalog.source` understands it.
+
+    Raises:
+        UsageError: there is another pack, or none. FloeError: as `look_up` and `Download`. OSError: of a disk.
+    """
+    from ...models.hub.download import Download
+    from ...models.hub.places import look_up
+    from ...models.hub.ready_pack import in_folder
+    from ...models.packing.pack_copy import copy_file, tidy
+
+    source = catalog.source(place)
+    repo, offer = (None, in_folder(source.folder)) if source.folder else look_up(source.repo, source.commit or "main")
+    ours = {**manifest.files, **manifest.beside}
+    if offer is None or any(offer.files.get(name) != ours[name] for name in names):
+        cause = "It is another pack, or a checkpoint." if offer else "It is no pack."
+        raise UsageError(f"{place} does not have these files", cause, "Give the place where this pack came from.")
+    if repo is not None:
+        with Download(repo, names, folder).start() as download:
+            for at, name in enumerate(names):
+                told(f"Fetching {name}", at / len(names))
+                if (path := download.wait(name)).parent != folder:  # in the hub's own cache
+                    copy_file(path, folder, name, ours[name], lambda _count: None)
+        tidy(folder)
+    for at, name in enumerate(names if source.folder else ()):
+        assert source.folder is not None
+        told(f"Copying {name}", at / len(names))
+        copy_file(source.folder / name, folder, name, ours[name], lambda _count: None)
 
 
 def look_through(wanted: Wish, offer: Offer, told: Report) -> None:

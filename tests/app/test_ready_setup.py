@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
 from floe_chat.app.setup.flow import Setup
+from floe_chat.app.setup.ready_words import claims
 from floe_chat.app.setup.setups import look_up
 from floe_chat.app.setup.wish import Wish, forget, unfinished, wish
 from floe_chat.kernels.rule import Rule
@@ -316,3 +317,27 @@ def test_what_the_hubs_own_cache_has_is_not_fetched_again(hub: FakeHub, ready: P
     assert running.error is None and is_copy(running.wish.folder, ready)
     assert hub.sent("layer_00") == hub.sent("tokenizer.json") == 0 < hub.sent("layer_01")
     assert (snapshot / "layer_00.safetensors").exists()
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_damage_is_repaired_from_the_pack_itself(hub: FakeHub, ready: Path, from_folder: bool) -> None:
+    folder = set_up(PACK).wish.folder
+    for name in ("layer_01.safetensors", "tokenizer.json"):
+        (folder / name).write_bytes(b"?" + (folder / name).read_bytes()[1:])
+    sent = hub.sent("layer_00")
+    told = run_cli("verify", "tiny")
+    assert told.code == 1 and "--pack PLACE" in told.out
+    wrong = run_cli("verify", "tiny", "--repair", "--pack", REPO)
+    assert "does not have these files" in explained(wrong, 2)
+    done = run_cli("verify", "tiny", "--repair", "--pack", str(ready) if from_folder else PACK)
+    assert done.code == 0 and "repaired  layer_01.safetensors" in done.out, done
+    assert is_copy(folder, ready) and hub.sent("layer_00") == sent
+    explained(run_cli("verify", "tiny", "--pack", PACK), 2)
+
+
+def test_a_pack_with_countless_presets_is_told_in_a_line(hub: FakeHub, ready: Path) -> None:
+    manifest = Manifest.read(ready)
+    dataclasses.replace(manifest, tuned=manifest.tuned * 5000).write(ready)
+    found = look_up(wish(str(ready), "tiny"))
+    assert found.ready is not None and all(len(line) < 600 for line in claims(found.ready))
+    assert "and 9995 more" in claims(found.ready)[1]
