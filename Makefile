@@ -68,4 +68,4 @@ $(STAMP_DEV): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist/floe_chat-* *.egg-info

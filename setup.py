@@ -45,7 +45,8 @@ class BuildKernels(build_ext):
         for source in (*ext.sources, str(build.write_layout(Path(self.build_temp)))):
             flags = build.flags_for(source, "msvc", platform.machine())
             objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
-        self.compiler.link_shared_object(objects, str(target), target_lang="c++")
+        aside = [f"/IMPLIB:{Path(self.build_temp) / 'floe.lib'}"]  # else it gets into the wheel
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=aside, target_lang="c++")
 
 
 class PlatformWheel(bdist_wheel):
