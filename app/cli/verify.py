@@ -70,7 +70,8 @@ def verify(
     manifest = Manifest.read(folder)
     if repair and source is None and pack is None and manifest.source.commit is None:
         raise click.UsageError(
-            "This model was packed from a folder or a GGUF file; give it with --source PATH, or the same pack with --pack PLACE"
+            "This model was packed from a folder or a GGUF file; give it with --source PATH, "
+            "or the same pack with --pack PLACE"
         )
     damaged = damages(folder, manifest, _step)
     repaired: list[str] = []
