@@ -26,7 +26,7 @@ from ...kernels.types import Limits
 from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
 from ...models.packing import calibration
-from ...models.packing.allotment import LayerTables
+from ...models.packing.allotment import LayerTables, spread
 from ...models.packing.rounding import Felt, felt, round_down, round_for
 from ..experts import substitution
 from .half_resident import RESIDENT_SHARE
@@ -289,11 +289,6 @@ class _Expert:
         self._signal, self._other = (gate, up) if signal == "gate" else (up, gate)
         self._by: Function = function_of(signal, "silu")
         self._beside: Function = function_of(beside(signal), "silu")
-        g, u = F.silu(F.linear(seen, gate)), F.linear(seen, up)
-        self._hidden = g * u
-        self._order = calibration.importance(self._hidden, self._down).argsort(descending=True)
-        major = self._order[: -(-len(self._order) // 2)]
-        self._minor = torch.ones(len(self._order), dtype=torch.bool).index_fill_(0, major, False)
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
         self._made: dict[tuple[str | int, ...], Tensor] = {}
 
@@ -306,7 +301,7 @@ class _Expert:
         v = self._v(s, x)
         active = ~(v.abs() < self._v_limit(s) * each) if rule.sparsity else torch.ones_like(v, dtype=torch.bool)
         if part == MAJOR:
-            active &= ~self._minor
+            active &= ~self._minor(s)
         h = self._h(s, x, v)
         kept = active
         if rule.product:
@@ -325,7 +320,22 @@ class _Expert:
 
     def _down_at(self, s: Candidate) -> Tensor:
         """(F, H): the columns, as neurons have them."""
-        return self._once(("down", s.down), lambda: self._rounded_down(s.down))
+        return self._once(("down", s.down, *_sides(s)), lambda: self._rounded_down(s))
+
+    def _order(self, s: Candidate) -> Tensor:
+        """The neurons by falling importance, as a pack of these widths has them."""
+
+        def make() -> Tensor:
+            some = self._seen[spread(len(self._seen))]
+            return calibration.importance(self._h(s, some, self._v(s, some)), self._down).argsort(descending=True)
+
+        return self._once(("order", *_sides(s)), make)
+
+    def _minor(self, s: Candidate) -> Tensor:
+        """Which neurons are not of the major half, (F,)."""
+        order = self._order(s)
+        major = order[: -(-len(order) // 2)]
+        return torch.ones(len(order), dtype=torch.bool).index_fill_(0, major, False)
 
     def _v_limit(self, s: Candidate) -> Tensor:
         return self._limit(("v", s.up, s.rank), s, s.rule.sparsity, lambda: self._v(s, self._seen))
@@ -349,14 +359,15 @@ class _Expert:
         group = group_size(matrix.shape[1])
         return round_for(self._inputs(), matrix, bits, group, short=self._short).dense()
 
-    def _rounded_down(self, bits: int) -> Tensor:
-        """(F, H): down's columns likewise, which are rounded by falling importance."""
+    def _rounded_down(self, s: Candidate) -> Tensor:
+        """(F, H): down's columns likewise, by falling importance, for what the rounded neurons give."""
         down = self._down.T
-        if bits == 16:
+        if s.down == 16:
             return down
-        hidden = self._hidden[:, self._order]
-        codes = round_down(hidden, down[self._order], bits, group_size(down.shape[1]), short=self._short)
-        return torch.empty_like(down).index_copy_(0, self._order, codes.dense())
+        order = self._order(s)
+        hidden = self._h(s, self._seen, self._v(s, self._seen))[:, order]
+        codes = round_down(hidden, down[order], s.down, group_size(down.shape[1]), short=self._short)
+        return torch.empty_like(down).index_copy_(0, order, codes.dense())
 
     def _once(self, key: tuple[str | int, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:
@@ -376,6 +387,10 @@ class _Expert:
             torch.manual_seed(0)  # the factors start from a random subspace; the same command gives the same figures
             left, values, right = torch.svd_lowrank((self._signal - rounded) * weight, q=rank, niter=4)
         return rounded + (left * values) @ (right.T / weight)
+
+
+def _sides(s: Candidate) -> tuple[int, int, int]:
+    return s.up, s.gate, s.rank
 
 
 def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:

@@ -12,6 +12,7 @@ from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Outcome, Tak
 from floe_chat.kernels.activation import Projection
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.packing import pack_experts
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
@@ -54,7 +55,13 @@ def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path
 
 @pytest.mark.parametrize("signal", ["up", "gate"])
 @pytest.mark.parametrize("widths", [(2, 4, 4), (3, 8, 2), (16, 3, 16)])
-def test_widths_are_those_of_a_pack(tmp_path: Path, widths: tuple[int, int, int], signal: Projection) -> None:
+def test_widths_are_those_of_a_pack(
+    tmp_path: Path, widths: tuple[int, int, int], signal: Projection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def float32(_device: torch.device) -> torch.dtype:
+        return torch.float32
+
+    monkeypatch.setattr(pack_experts, "fast_type", float32)  # as candidates are computed
     # One layer: a second one would be rounded for what the first gives, which here is the source's.
     source = make_checkpoint(tmp_path / "source", layers=1)
     up, gate, down = widths
@@ -65,8 +72,9 @@ def test_widths_are_those_of_a_pack(tmp_path: Path, widths: tuple[int, int, int]
     plain, found = run(source, Candidate(), Candidate(up, gate, down), signals=(signal,), passages=passages)
     with torch.inference_mode():
         expected = loaded.model(input_ids=WINDOWS[:, : passages.shape[1]]).logits[:, -KEEP:]
-    # A code on the border between two may differ, and then others after it.
-    assert relative_rms(found.logits(), expected) <= 0.02 < 0.1 < relative_rms(plain.logits(), expected)
+    # A code on the border between two may differ, and then others after it, at 2 bits by much.
+    lost = relative_rms(plain.logits(), expected)
+    assert relative_rms(found.logits(), expected) <= 0.3 * lost and lost > 0.1
     layer = loaded.packed.layer(0)
     gate_bytes = layer.rows.layout.other.nbytes
     down_bytes = layer.rows.layout.down.nbytes
