@@ -18,6 +18,7 @@ from ..setup.setups import look_up
 from ..setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
 from ..text import units
 from ..text.plain_text import printable
+from . import elsewhere_setup
 from .ready_setup import offered
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
 @click.option(
     "--to", metavar="FOLDER", help="Store the pack here, such as on another disk. The models folder links to it."
 )
+@click.option(
+    "--look/--no-look",
+    default=None,
+    help="Look for a copy in the folders of LM Studio, Ollama and llama.cpp, and pack that.  [default: ask]",
+)
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
     "--tune/--no-tune",
@@ -53,6 +59,7 @@ def setup(
     name: str | None,
     pack_here: bool,
     to: str | None,
+    look: bool | None,
     yes: bool,
     tuning: bool | None,
     forgetting: bool,
@@ -86,7 +93,7 @@ def setup(
     token: str | None = None
     if wanted is None:
         called = model or _recommended(begun, ask=not yes)
-        wanted, token = _planned(called, name, given, to=to, here_only=pack_here, ask=not yes)
+        wanted, token = _planned(called, name, given, to=to, here_only=pack_here, look=look, ask=not yes)
     else:
         _check_same(wanted, given, model)
         if to is not None and expanded(to).absolute() != wanted.beside:
@@ -207,7 +214,14 @@ def _names(begun: list[Wish]) -> str:
 
 
 def _planned(
-    model: str, name: str | None, given: dict[str, int], *, to: str | None, here_only: bool, ask: bool
+    model: str,
+    name: str | None,
+    given: dict[str, int],
+    *,
+    to: str | None,
+    here_only: bool,
+    look: bool | None,
+    ask: bool,
 ) -> tuple[Wish, str | None]:
     """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
     from ...engine.planning.plan import make
@@ -219,6 +233,8 @@ def _planned(
     if entry.only_pack and (given or here_only):
         hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
         raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
+    if (copy := elsewhere_setup.found(wanted, entry, look, ask=ask)) is not None:
+        wanted, entry = wish(str(copy.entry.folder), wanted.name, to=to), copy.entry
     machine = here()
     if wanted.to:
         machine = dataclasses.replace(machine, disk_free=room(wanted.beside))

@@ -44,11 +44,14 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file that exists."""
+    """Whether a path names a GGUF file that exists: by its ending or, as Ollama's have none, its first bytes."""
     try:
-        return path.suffix.lower() == ".gguf" and path.is_file()
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
     except (OSError, ValueError):
-        return False  # too long a name, or a folder that may not be read
+        return False  # too long a name, or a file that may not be read
 
 
 def first_part(path: Path) -> Path:

@@ -78,7 +78,7 @@ async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> No
         await see(pilot, "This machine")
         await click(pilot, "Enter continues")
         await see(pilot, "Speed: ")
-        await click(pilot, "Enter chooses")
+        await click(pilot, "F other folder")
         await see(pilot, "Models folder")
         await click(pilot, "Ctrl+D demo model")
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))

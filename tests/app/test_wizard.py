@@ -45,12 +45,14 @@ async def to_folder(pilot: Pilot[int]) -> None:
     await see(pilot, "A test's processor", "Enter continues")
     await pilot.press("enter")
     await see(pilot, "recommended", "Speed: ")
-    await pilot.press("enter")
+    await pilot.press("f")
     await see(pilot, "Models folder", "are free")
 
 
 async def to_progress(pilot: Pilot[int]) -> None:
-    await to_folder(pilot)
+    await see(pilot, "A test's processor", "Enter continues")
+    await pilot.press("enter")
+    await see(pilot, "recommended", "Speed: ")
     await pilot.press("enter")
     await see(pilot, "Download", "Pack", "Check")
 
@@ -283,7 +285,7 @@ async def test_any_model_by_id_folder_or_file(published: Path, hub: FakeHub, set
             await pilot.press("enter")
             await see(pilot, words)
             await pilot.press("escape")
-            await see(pilot, "Enter chooses")
+            await see(pilot, "Enter sets it up")
         for named, words in (
             (REPO, "Disk: download"),
             (str(published), "Disk: pack"),
@@ -305,7 +307,7 @@ async def test_nothing_essential_is_cut_off(
     async with around(wizard(setups, published, entries=[entry_of(published), long]), size) as pilot:
         await see(pilot, "read at 33.1 GB/s", "no GPU", "Enter continues", "Ctrl+D demo model", "Ctrl+Q quit")
         await pilot.press("enter")
-        await see(pilot, "3/4/4", "words a minute", "Disk: ", "Enter chooses", "B all bits", "Ctrl+D demo model")
+        await see(pilot, "3/4/4", "words a minute", "Disk: ", "Enter sets it up", "B all bits", "Ctrl+D demo model")
         assert "4/4/8" not in shown(pilot)
         await pilot.press("b")
         await see(pilot, "4/4/8", "● 3/4/4")
@@ -313,7 +315,7 @@ async def test_nothing_essential_is_cut_off(
         assert "\x1b" not in "".join(lines(pilot))
         await pilot.press("end", "up")
         await see(pilot, "asks you to accept terms on the hub first; that needs an account")
-        await pilot.press("home", "enter")
+        await pilot.press("home", "f")
         await see(pilot, "Models folder", "are free", "Enter continues", "Ctrl+D demo model")
         await pilot.press("enter")
         await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")

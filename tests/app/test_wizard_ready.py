@@ -66,8 +66,6 @@ async def test_packing_it_here_is_the_next_line(
         await pilot.press("down")
         await see(pilot, "Disk: download")
         await pilot.press("enter")
-        await see(pilot, "Models folder", "are free")
-        await pilot.press("enter")
         await see(pilot, "tiny is ready")
     assert Manifest.read(catalog.find("tiny")).source.name == REPO
 

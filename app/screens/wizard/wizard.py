@@ -14,7 +14,7 @@ from typing import ClassVar
 from textual import on
 from textual.binding import Binding, BindingType
 
-from ....models import catalog
+from ....models import catalog, elsewhere
 from ....models.catalog_entry import CatalogEntry
 from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
@@ -37,8 +37,10 @@ _KEYS: list[BindingType] = [
     Binding("escape", "back", "Previous step; on the first one, leave", show=False),
     Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
     Binding("enter", "go_on", "Continue", show=False),
-    Binding("f", "folder", "Choose the folder of a ready pack before it is set up", show=False),
+    Binding("f", "folder", "Choose another models folder before it is set up", show=False),
     Binding("b", "bits", "Show all bits of the model, or the recommended ones only", show=False),
+    Binding("k", "figures", "Give quality in figures (KL), or in words", show=False),
+    Binding("l", "look", "Look for models in the folders of LM Studio, Ollama and llama.cpp", show=False),
     Binding("m", "measure", "Measure the machine again", show=False),
     Binding("space", "pause", "Pause or continue the setup", show=False),
     Binding("s", "stop", "Stop the setup for now", show=False),
@@ -76,6 +78,7 @@ class WizardScreen(WizardAccess):
         self._setups, self._entries, self._surveyor = setups, list(entries), surveyor
         self._wanted, self._asked = wanted, asked
         self._survey: Survey | None = None
+        self._looked = False  # in other programs' folders
         self._intent = Intent(settings)
 
     async def on_mount(self) -> None:
@@ -112,7 +115,9 @@ class WizardScreen(WizardAccess):
             asked, self._asked = self._asked, None
             await self._look_up_wish(asked)
         else:
-            await self._turn_to(ChoiceStep(self._survey.machine, self._entries, self._wanted))
+            # Named, and no more: what is in them is read when the user asks for it.
+            programs = "" if self._looked else elsewhere.programs()
+            await self._turn_to(ChoiceStep(self._survey.machine, self._entries, self._wanted, programs))
 
     @on(ChoiceStep.Asked)
     async def _look_up(self, event: ChoiceStep.Asked) -> None:
@@ -142,7 +147,7 @@ class WizardScreen(WizardAccess):
             event.step.tell(error)
             return
         chosen = event.chosen
-        if chosen.entry.only_pack and chosen.option.works and not event.folder and self._intent.earlier is None:
+        if chosen.option.works and not event.folder and self._intent.earlier is None:
             await self._begin_setup(self._show_choice)  # there is nothing to decide any more
         else:
             await self._show_folder()
@@ -267,6 +272,30 @@ class WizardScreen(WizardAccess):
         """Choose the highlighted model, and be asked for the folder."""
         if isinstance(self._step, ChoiceStep):
             self._step.take_elsewhere()
+
+    def action_figures(self) -> None:
+        """Give quality in figures, or in words."""
+        if isinstance(self._step, ChoiceStep):
+            self._step.toggle_figures()
+
+    def action_look(self) -> None:
+        """Look for models in other programs' folders, and add them to the list."""
+        if not isinstance(self._step, ChoiceStep) or self._looked or not elsewhere.programs():
+            return
+        step, self._looked = self._step, True
+        step.say_keys("Looking …")
+
+        async def add(copies: list[elsewhere.Copy]) -> None:
+            known = {one.entry.name for one in copies}
+            self._entries = [*(one for one in self._entries if one.name not in known), *(one.entry for one in copies)]
+            if copies:
+                self._wanted = copies[0].entry.name
+            else:
+                self.app.notify(f"No model that floe-chat can pack is in the folders of {elsewhere.programs()}.")
+            if self._step is step:
+                await self._show_choice()
+
+        in_background(self, elsewhere.copies, add)
 
     def action_pause(self) -> None:
         """Pause or continue the setup."""

@@ -16,15 +16,14 @@ from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
-from ....models import catalog
 from ....models.errors import FloeError
-from ....models.quantities import digits, forecast, size, trimmed
+from ....models.quantities import digits, size, trimmed
 from ....models.supported import CALLED
 from ...background import in_background
-from ...setup.ready_words import claims, takes
 from ...text.plain_text import printable
 from ..common.themes import MUTED
 from . import plan_words
+from .choice_words import WIDE, columns, details, disk, quality, ready_details
 from .step import Trouble, WizardStep
 
 if TYPE_CHECKING:
@@ -33,11 +32,9 @@ if TYPE_CHECKING:
     from ....engine.planning.plan import Plan
     from ....models.catalog_entry import CatalogEntry
 
-_WIDE = 74  # columns from which all figures stand in the table
-_LEAD = f"{plan_words.BITS} {plan_words.KL} Best first; ● marks recommended bits."
+_LEAD = f"{plan_words.BITS} Best first; ● marks recommended bits."
 _OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
-_KEYS, _READY_KEYS = "Enter chooses · B all bits", "Enter sets it up · F other folder · B all bits"
-_WORDS = 0.75  # words per token, in English text
+_KEYS = "Enter sets it up · F other folder · B all bits · K figures of quality"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +116,12 @@ class ChoiceStep(WizardStep):
             self.step = step
             self.model = model
 
-    def __init__(self, machine: Machine, entries: Sequence[CatalogEntry], wanted: str | None = None) -> None:
-        """`wanted`: the name of the entry that the user asked for."""
+    def __init__(
+        self, machine: Machine, entries: Sequence[CatalogEntry], wanted: str | None = None, programs: str = ""
+    ) -> None:
+        """`wanted`: the name of the entry that the user asked for. programs: whose folders a key looks through."""
         super().__init__()
+        self._more = f" · L looks in the folders of {programs}" if programs else ""
         self._machine = machine
         self._entries = list(entries)
         self._wanted = wanted
@@ -129,6 +129,8 @@ class ChoiceStep(WizardStep):
         self._ready: dict[str, Plan] = {}  # by the model's name, where its checkpoint can be packed here as well
         self._opened = {wanted} if wanted else set[str]()  # models of which all bits are shown
         self._lines: list[_Line] = []
+        self._figures = False  # whether quality is given as KL, too
+        self._lead = Static(_LEAD, classes="lead")
         self._head = Static("", markup=False, id="head")
         self._list = OptionList(id="choices", markup=False)
         self._details = Static("Estimating …", markup=False, id="details")
@@ -137,7 +139,7 @@ class ChoiceStep(WizardStep):
         self._other = Input(placeholder=known, id="other")
 
     def compose(self) -> ComposeResult:
-        yield Static(_LEAD, classes="lead")
+        yield self._lead
         yield self._head
         yield self._list
         yield self._other
@@ -217,6 +219,12 @@ class ChoiceStep(WizardStep):
         own = [at for at, line in enumerate(self._lines) if line.option and line.plan is plan]
         self._fill(next((at for at in own if self._lines[at].recommended), own[0]))
 
+    def toggle_figures(self) -> None:
+        """Give quality as KL, or in words."""
+        self._figures = not self._figures
+        self._lead.update(f"{_LEAD} {plan_words.KL}" if self._figures else _LEAD)
+        self._fill(self._list.highlighted or 0)
+
     def _first(self) -> int:
         """The line to start on: the recommended one of the wanted model, or of the first model that fits."""
         chosen = [
@@ -228,9 +236,10 @@ class ChoiceStep(WizardStep):
         return chosen[0] if chosen else next((at for at, line in enumerate(self._lines) if line.option), 0)
 
     def _fill(self, highlighted: int) -> None:
-        wide = self.size.width >= _WIDE
+        wide = self.size.width >= WIDE
         speed = "tokens/s, estimated" if wide else "tokens/s"
-        self._head.update(_columns("bits", "KL, nats", speed, "download", "packed", "disk at peak", wide=wide))
+        answers = "KL, nats" if self._figures else "answers"
+        self._head.update(columns("bits", answers, speed, "download", "packed", "disk at peak", wide=wide))
         self._list.clear_options()
         for line in self._lines:
             heading = line.option is None and (line.plan is not None or bool(line.trouble or line.heading))
@@ -250,29 +259,31 @@ class ChoiceStep(WizardStep):
             return Content.assemble((printable(entry.name), "bold $primary"), (f"  {plan_words.about(entry)}", MUTED))
         one = line.option
         mark = "●" if line.recommended else " "
-        quality = f"{mark} {plan_words.widths(one.spec)}", trimmed(one.kl, 2)
+        kl = trimmed(one.kl, 2) if self._figures else plan_words.closeness(one.kl)
+        first = f"{mark} {plan_words.widths(one.spec)}", kl
         if lacks := plan_words.missing(one):
-            return Content.styled(f"{_quality(*quality)}  {lacks}", MUTED)
+            return Content.styled(f"{quality(*first)}  {lacks}", MUTED)
         speed = plan_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
         if (ready := line.plan.entry.only_pack) is not None:
             told = f"ready pack, {size(ready.bytes)}" if wide else f"ready, {size(ready.bytes)}"
-            return Content(f"{_quality(*quality)}{speed:>{22 if wide else 10}}   {told}")
+            return Content(f"{quality(*first)}{speed:>{20 if wide else 10}}   {told}")
         fetched = size(line.plan.entry.download_bytes) if line.plan.entry.folder is None else "none"
-        return Content(_columns(*quality, speed, fetched, *map(size, _disk(one)), wide=wide))
+        return Content(columns(*first, speed, fetched, *map(size, disk(one)), wide=wide))
 
     @on(OptionList.OptionHighlighted)
     def _explain(self, event: OptionList.OptionHighlighted) -> None:
         line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
         self.tell(None)
-        self.say_keys(_READY_KEYS if line.ready else _KEYS)
+        if not self._other.display:
+            self.say_keys(_KEYS + self._more)
         if line.plan is None or line.option is None:
             self._details.update(f"{CALLED} models work: from the hub, a downloaded checkpoint folder, or a GGUF file.")
             return
         if line.ready:
-            self._details.update(_ready_details(line.plan, line.option, also=line.plan.entry.name in self._ready))
+            self._details.update(ready_details(line.plan, line.option, also=line.plan.entry.name in self._ready))
             return
         first = line.plan is self._plans[0] and line.recommended
-        self._details.update(_details(line.plan, line.option, first=first))
+        self._details.update(details(line.plan, line.option, first=first, figures=self._figures))
 
     @on(OptionList.OptionSelected)
     def _choose(self, event: OptionList.OptionSelected) -> None:
@@ -316,69 +327,9 @@ class ChoiceStep(WizardStep):
         self._other.value = ""
         self.tell(None)
         self._list.focus()
-        self.say_keys(_KEYS)
+        self.say_keys(_KEYS + self._more)
 
     def on_resize(self, _event: events.Resize) -> None:
         """Columns follow the terminal."""
         if self._lines:
             self._fill(self._list.highlighted or 0)
-
-
-def _quality(bits: str, kl: str) -> str:
-    return f"{bits:<8}{kl:>8} "
-
-
-def _columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
-    if wide:
-        return f"{_quality(bits, kl)}{speed:>22}{fetched:>10}{pack:>10}{peak:>13}"
-    return f"{_quality(bits, kl)}{speed:>10}{peak:>15}"
-
-
-def _disk(one: Option) -> tuple[int, int]:
-    return one.disk["pack"], one.disk["peak"]
-
-
-def _ready_details(plan: Plan, one: Option, *, also: bool) -> Content:
-    """All about a ready pack, in sentences; `also`: it can be packed here instead."""
-    ready, free = plan.entry.only_pack, plan.machine.disk_free
-    assert ready is not None
-    lines: list[Content | str] = []
-    if lacks := plan_words.missing(one):
-        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It is {lacks}.", "$text-warning"))
-    else:
-        lines.append(f"Speed: {plan_words.rate(one.decode)} tokens/s, {plan_words.place(one)}.")
-    lines += map(printable, claims(ready))
-    left = "" if free is None else f" {size(free)} are free."
-    lines.append(f"{takes(ready)}{left} Files in {printable(str(catalog.models_folder()))}.")
-    if also:
-        lines.append("The next line downloads the original weights instead and packs them here.")
-    return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])
-
-
-def _details(plan: Plan, one: Option, *, first: bool) -> Content:
-    """All about one choice, in sentences; `first`: it is the first of all."""
-    pack, peak = map(size, _disk(one))
-    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} free"
-    words = digits(one.decode.mid * _WORDS * 60, 2)
-    lines: list[Content | str] = []
-    if lacks := plan_words.missing(one):
-        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It is {lacks}.", "$text-warning"))
-    else:
-        lines.append(
-            f"Speed: {plan_words.rate(one.decode)} tokens/s, about {words} words a minute, {plan_words.place(one)}."
-        )
-    lines.append(f"Quality: {plan_words.named(one.spec)}; {plan_words.loss(one.kl)}.")
-    if twice := plan.entry.rounded_twice(plan_words.widths(one.spec)):
-        lines.append(twice)
-    if plan.entry.gated:
-        lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
-    if plan.entry.folder is None:
-        fetched = size(plan.entry.checkpoint_bytes)
-        lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}.")
-    else:
-        lines.append(f"Disk: pack {pack}{free}.")
-    if plan.pack_s is not None and one is plan.chosen:
-        lines.append(f"Packing takes {forecast(plan.pack_s)}.")
-    if first and plan_words.at_reading_speed(plan):
-        lines.append("First at reading speed, by size and age; answers are not measured.")
-    return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

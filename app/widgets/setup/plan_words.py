@@ -19,7 +19,14 @@ KL = (
     "KL: how far the model's next-word probabilities move from the 16-bit original's, in nats; "
     "0 is identical, below 0.01 hard to notice, above 0.1 noticeable."
 )
-_HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
+# Up to which KL, and what it means: in a column, and in a sentence.
+_CLOSE = (
+    (1e-9, "the same", "Answers are the original model's"),
+    (0.01, "very close", "Answers stay very close to the original model's"),
+    (0.03, "close", "Answers stay close to the original model's"),
+    (0.1, "less close", "Answers differ from the original model's now and then"),
+)
+_FAR = "different", "Answers differ noticeably from the original model's"
 STANDINGS = {
     "reading": "At reading speed",
     "slower": "Slower answers, the fastest first",
@@ -60,10 +67,15 @@ def named(of: HasWidths) -> str:
     return f"up {of.up}, {rows}, attention {of.dense} bits per weight"
 
 
-def loss(kl: float) -> str:
-    """The quality loss of widths and what it means: "KL 0.014 (on the demo model), slightly noticeable"."""
-    meaning = "slightly noticeable" if kl < _NOTICEABLE else "noticeable"
-    return f"KL {trimmed(kl, 2)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
+def closeness(kl: float) -> str:
+    """The quality loss of widths in a word or two, for a column."""
+    return next((word for least, word, _ in _CLOSE if kl < least), _FAR[0])
+
+
+def loss(kl: float, *, figures: bool) -> str:
+    """In a sentence: "Answers stay very close to the original model's"; figures: with the KL."""
+    said = next((sentence for least, _, sentence in _CLOSE if kl < least), _FAR[1])
+    return f"{said} (KL {trimmed(kl, 2)} nats, measured on the demo model)" if figures else said
 
 
 def rate(of: SpeedRange) -> str:
@@ -112,6 +124,8 @@ def about(entry: CatalogEntry) -> str:
         said.append("terms to accept")
     if entry.licence:
         said.append(entry.licence)
+    if entry.rounding:
+        said.append(f"a {entry.rounding} file")
     if entry.ready:
         said.append("ready pack")
     return " · ".join(said)

@@ -1,0 +1,150 @@
+"""Models that LM Studio, Ollama and llama.cpp have downloaded: found by sizes and name, and only read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.models import catalog, elsewhere
+from floe_chat.models.catalog_entry import CatalogEntry
+from floe_chat.models.errors import UsageError
+
+from ..families import one_shard
+from ..helpers import make_checkpoint
+from .gguf.converting import convert
+
+DIGEST = "a" * 64
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    source = one_shard(make_checkpoint(folder / "source", hidden=32, intermediate=64, dtype=torch.float16))
+    other = one_shard(make_checkpoint(folder / "other", hidden=64, intermediate=64, dtype=torch.float16))
+    found = {kind: convert(source, folder / f"tiny-moe-instruct-{kind}.gguf", kind) for kind in ("F16", "Q4_0")}
+    return {
+        **found,
+        "parts": convert(source, folder / "parts.gguf", parts=6),
+        "other": convert(other, folder / "o.gguf"),
+    }
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder without any of these programs."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def entry(files: dict[str, Path], name: str = "tiny-moe-instruct") -> CatalogEntry:
+    return replace(catalog.described(files["F16"]), name=name, folder=None, repo=f"somebody/{name}")
+
+
+def put(file: Path, folder: Path, name: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copyfile(file, folder / (name or file.name)))
+
+
+def ollama(file: Path, folder: Path, name: str = "tiny-moe", tag: str = "instruct", digest: str = DIGEST) -> Path:
+    """As `ollama pull` leaves it."""
+    blob = put(file, folder / "blobs", f"sha256-{digest}")
+    manifest = folder / "manifests" / "registry.ollama.ai" / "library" / name / tag
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    layers = [
+        {"mediaType": "application/vnd.ollama.image.template", "digest": f"sha256:{'b' * 64}", "size": 3},
+        {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}", "size": 3},
+    ]
+    manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+    return blob
+
+
+def test_nothing_is_found_where_nothing_is(home: Path, files: dict[str, Path]) -> None:
+    assert elsewhere.folders() == [] and elsewhere.programs() == "" and elsewhere.copies(entry(files)) == []
+
+
+def test_copies_are_found_in_all_folders_the_most_exact_first(home: Path, files: dict[str, Path]) -> None:
+    studio = put(files["F16"], home / ".lmstudio" / "models" / "somebody" / "tiny-moe-GGUF")
+    blob = ollama(files["Q4_0"], home / ".ollama" / "models")
+    put(files["other"], home / ".cache" / "llama.cpp")
+    found = elsewhere.copies(entry(files))
+    assert [(one.program, one.entry.folder, one.called) for one in found] == [
+        ("LM Studio", studio, studio.stem),
+        ("Ollama", blob, "tiny-moe:instruct"),
+    ]
+    assert [one.entry.rounding for one in found] == ["", "Q4_0"] and {one.entry.name for one in found} == {
+        "tiny-moe-instruct"
+    }
+    assert elsewhere.programs() == "LM Studio, Ollama and llama.cpp"
+    everything = elsewhere.copies()
+    assert len(everything) == 3 and len({one.entry.name for one in everything}) == 3
+
+
+def test_folders_that_were_moved_are_found(home: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / ".lmstudio-home-pointer").write_text(f"{home / 'moved'}\n")
+    put(files["F16"], home / "moved" / "models" / "a" / "b")
+    monkeypatch.setenv("OLLAMA_MODELS", str(home / "disk"))
+    ollama(files["Q4_0"], home / "disk")
+    monkeypatch.setenv("LLAMA_CACHE", str(home / "llama"))
+    put(files["Q4_0"], home / "llama")
+    assert [one.program for one in elsewhere.copies(entry(files))] == ["LM Studio", "Ollama", "llama.cpp"]
+
+
+def test_parts_are_one_model(home: Path, files: dict[str, Path]) -> None:
+    folder = home / ".lmstudio" / "models" / "x"
+    for part in files["parts"].parent.glob("parts-*.gguf"):
+        put(part, folder)
+    (one,) = elsewhere.copies(entry(files))
+    assert one.bytes == sum(path.stat().st_size for path in folder.iterdir())
+    next(folder.glob("*-00002-of-*")).unlink()
+    assert elsewhere.copies(entry(files)) == []
+
+
+def test_of_models_of_the_same_sizes_the_name_decides(
+    home: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instruct, thinking = entry(files), entry(files, "tiny-moe-thinking")
+    monkeypatch.setattr(elsewhere, "PUBLISHED", (instruct, thinking))
+    put(files["F16"], home / ".lmstudio" / "models", "Tiny-MoE-Thinking-F16.gguf")
+    assert elsewhere.copies(instruct) == []
+    assert [one.entry.name for one in elsewhere.copies(thinking)] == ["tiny-moe-thinking"]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"layers": 3}',
+        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../etc/passwd"}]}',
+        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": 7}]}',
+        "[" * 100_000,
+    ],
+)
+def test_manifests_of_a_stranger_lead_nowhere(home: Path, files: dict[str, Path], manifest: str) -> None:
+    ollama(files["F16"], home / ".ollama" / "models")
+    (home / ".ollama/models/manifests/registry.ollama.ai/library/tiny-moe/instruct").write_text(manifest)
+    assert elsewhere.copies() == []
+
+
+def test_files_that_are_no_models_are_passed_over(home: Path, files: dict[str, Path]) -> None:
+    folder = home / ".lmstudio" / "models"
+    put(files["F16"], folder).write_bytes(b"GGUF" + bytes(200))
+    (folder / "notes.txt").write_text("hello")
+    (folder / "gone.gguf").symlink_to(folder / "nowhere")
+    assert elsewhere.copies() == []
+
+
+def test_a_blob_of_ollamas_is_a_gguf_file_by_its_content(home: Path, files: dict[str, Path]) -> None:
+    blob = ollama(files["F16"], home / "o")
+    assert catalog.source(str(blob)).folder == blob
+    text = home / "text"
+    text.write_text("no model")
+    with pytest.raises(UsageError):
+        catalog.source(str(text))
