@@ -232,7 +232,9 @@ def source(model: str) -> Source:
     except (OSError, ValueError):
         pass  # too long a name, or a path that may not be read
     address = names.other_address(model, os.environ.get("HF_ENDPOINT", ""))
-    if address is not None and (address.endswith("/") or published("/".join(address.split("/")[3:5])) is None):
+    if address is not None and (
+        model.strip().endswith(("/", "/manifest.json")) or published("/".join(address.split("/")[3:5])) is None
+    ):
         return Source(repo=address)
     if (entry := listed(model)) is not None and entry.repo:
         repo = names.hub_repo(model)

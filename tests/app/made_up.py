@@ -85,6 +85,7 @@ class _Setup:
 
     def __init__(self, now: SetupProgress) -> None:
         self.wish, self._now = WISH, now
+        self.claims: list[str] = []
         self.error = None
         if now.state == "failed":
             self.error = FloeError(

@@ -276,6 +276,14 @@ def test_addresses_of_other_hosts(text: str, address: str | None) -> None:
     assert other_address(text, "https://hub.example.org") == address
 
 
+def test_a_listed_models_name_on_another_host_is_the_listed_model_unless_it_is_a_folder() -> None:
+    olmoe = "allenai/OLMoE-1B-7B-0924-Instruct"
+    assert source(f"https://example.org/{olmoe}").repo == olmoe
+    assert source(f"https://example.org/{olmoe}/").repo == f"https://example.org/{olmoe}/"
+    assert source("https://example.org/some/Mixtral-floe").repo == "https://example.org/some/Mixtral-floe"
+    assert source("me/Mixtral-8x7B-4bit-floe").repo == "me/Mixtral-8x7B-4bit-floe"
+
+
 @pytest.mark.parametrize("text", ["http://packs.example.org/pack/", "https://me:secret@packs.example.org/pack/"])
 def test_addresses_that_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
