@@ -96,7 +96,7 @@ def card(name: str, output: Path | None, save: bool, force: bool) -> None:
     With it, the folder of the pack can be uploaded with the hub's own client, and `floe-chat setup` takes it as it is.
     Nothing is uploaded.
     """
-    from ...models.card import card as card_of
+    from ...models.hub.model_card import card as card_of
     from ...models.pack.manifest import Manifest
 
     folder = catalog.find(name)

@@ -15,8 +15,8 @@ from floe_chat.app.setup import taking
 from floe_chat.app.setup.ready_words import claims
 from floe_chat.app.setup.wish import Wish
 from floe_chat.app.text.plain_text import printable
-from floe_chat.models.card import card
 from floe_chat.models.errors import FloeError
+from floe_chat.models.hub.model_card import card
 from floe_chat.models.hub.ready_pack import in_folder
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest
 from floe_chat.models.packing import pack_copy

@@ -6,10 +6,10 @@ import json
 import re
 from importlib.metadata import version
 
-from .catalog import published
-from .pack.manifest import SOURCE, Manifest, TunedPreset
-from .quantities import size, trimmed
-from .visible import as_name
+from ..catalog import published
+from ..pack.manifest import SOURCE, Manifest, TunedPreset
+from ..quantities import size, trimmed
+from ..visible import as_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _LICENCES = {"Apache-2.0": "apache-2.0", "MIT": "mit"}  # by the hub's own names

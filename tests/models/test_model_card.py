@@ -11,8 +11,8 @@ import pytest
 import yaml
 from floe_chat.kernels.rule import Rule
 from floe_chat.models import catalog
-from floe_chat.models.card import card
 from floe_chat.models.checking.verify import damages
+from floe_chat.models.hub.model_card import card
 from floe_chat.models.pack.manifest import Manifest, PackSource, TunedPreset
 
 from ..helpers import explained, run_cli
