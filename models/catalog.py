@@ -8,7 +8,6 @@ finding a model does not import torch.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -89,12 +88,6 @@ def find(name: str, *, saved: bool = False) -> Path:
             f"{entry.name} is not set up on this machine",
             f"Installed: {', '.join(pack.name for pack in packs)}.",
             f"Set it up first: floe-chat setup {entry.name}",
-        )
-    if is_gguf(expanded(name)):
-        raise UsageError(
-            f"{_shown(name)} is not set up on this machine",
-            "A GGUF file has to be packed first.",
-            f"Set it up: floe-chat setup {shlex.quote(name)}",
         )
     raise supported.refused(name) or UsageError(
         f"There is no model {_shown(name)}",
@@ -292,12 +285,16 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
 def _of_file(path: Path) -> CatalogEntry:
     """Describes the model in a GGUF file, whose header is read."""
     from .gguf.configuration import config_of
+    from .gguf.header import undescribed
     from .gguf.rounding import is_coarse, rounding
 
     gguf = open_gguf(path)
     fields = config_of(gguf)
     kind = str(fields["model_type"])
-    entry = CatalogEntry(model_name(path), _sizes(fields, gguf.name), folder=path)
+    try:
+        entry = CatalogEntry(model_name(path), _sizes(fields, gguf.name), folder=path)
+    except CheckpointError as error:
+        raise undescribed(path, error) from error
     return replace(entry, rounding=rounding(gguf, kind), coarse=is_coarse(gguf, kind))
 
 

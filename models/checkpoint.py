@@ -53,7 +53,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     except FileNotFoundError:
         raise NoCheckpointError(
             f"There is no checkpoint at {folder}",
-            "It has no config.json." if folder.is_dir() else "The folder does not exist.",
+            "It has no config.json." if folder.is_dir() else "There is no such folder.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
     except (OSError, ValueError) as error:
@@ -135,7 +135,8 @@ class Checkpoint:
     def __init__(self, source: Path | Shelf) -> None:
         self.shelf: Shelf = FolderShelf(source) if isinstance(source, Path) else source
         self.folder = source if isinstance(source, Path) else _folder_of(source)
-        self._called = self.shelf.name if self.shelf.commit else f"The checkpoint at {self.folder}"
+        here = isinstance(self.shelf, FolderShelf)
+        self._called = f"The checkpoint at {self.folder}" if here else self.shelf.name
         self.config: Any = read_config(self.folder, self._called)
         self.family = FAMILIES[self.config.model_type]
         self.layers = self.family.expert_layers(self.config)

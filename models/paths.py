@@ -16,6 +16,14 @@ def expanded(path: str | Path) -> Path:
         return Path(path)
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether a path as people write it names a file; not if it cannot be looked at, or no path is that long."""
+    try:
+        return expanded(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def is_folder_name(name: object) -> bool:
     """Whether `name` is one component of a path and nothing else: letters, digits, "_", "-" and "."."""
     return isinstance(name, str) and bool(re.fullmatch(r"\w[\w.-]*", name)) and len(name.encode()) <= _LONGEST

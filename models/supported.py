@@ -5,12 +5,14 @@ Decided by the typed name, and by the fields of a config.json.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from . import config_limits
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES, language_fields
+from .paths import is_file
 
 SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the model_type of config.json
 *_FIRST, _LAST = SUPPORTED.values()
@@ -124,8 +126,11 @@ def refused_format(name: str) -> FloeError | None:
 
 
 def _refused_gguf(name: str, key: str) -> FloeError:
-    """A name of GGUF files that is no file here: of a repository, or of a file that is elsewhere."""
+    """A name of GGUF files where a pack is needed, or where there is no such file."""
     hint = f"A downloaded .gguf file works by its path, Q8_0 or better. {_original(key)}"
+    if is_file(name):
+        title = f"{config_limits.shown(name)} is not set up on this machine"
+        return UsageError(title, "A file is packed first.", f"Set it up: floe-chat setup {shlex.quote(name)}")
     if name.lower().endswith(".gguf"):
         return UsageError(f"There is no GGUF file {config_limits.shown(name)}", "", hint)
     return UsageError("GGUF files are not downloaded yet", f"{name} has only these.", hint)

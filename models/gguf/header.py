@@ -85,6 +85,15 @@ def unreadable(path: Path, cause: str) -> CheckpointError:
     return CheckpointError(f"{path.name} cannot be read", cause, "Download that file again.")
 
 
+def undescribed(path: Path, error: CheckpointError) -> CheckpointError:
+    """The error for a file whose metadata gives a config.json that is refused, for which `error` blames that one."""
+    return CheckpointError(
+        f"{path.name} cannot be read",
+        f"Its header does not describe a model that works: {error.cause or error.title}",
+        "Use another file of this model, or its original checkpoint.",
+    )
+
+
 class _BadHeaderError(Exception):
     """Why a header is wrong, in a sentence."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..paths import is_file
 from ..visible import as_name
 from .header import GgufTensor, Header, Value, read_header, unreadable
 
@@ -45,13 +46,15 @@ class Gguf:
 
 def is_gguf(path: Path) -> bool:
     """Whether a path names a GGUF file that exists: by its ending or, as Ollama's have none, its first bytes."""
+    return is_file(path) and (path.suffix.lower() == ".gguf" or _begins(path))
+
+
+def _begins(path: Path) -> bool:
     try:
-        if not path.is_file():
-            return False
         with path.open("rb") as file:
-            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
-    except (OSError, ValueError):
-        return False  # too long a name, or a file that may not be read
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def first_part(path: Path) -> Path:

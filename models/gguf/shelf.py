@@ -22,6 +22,7 @@ from ..pack.manifest import COPIED
 from ..visible import as_name
 from . import rounding, tokenizer
 from .configuration import config_of
+from .header import undescribed
 from .made import Made
 from .names import Naming
 from .parts import is_gguf, open_gguf
@@ -74,7 +75,7 @@ class GgufShelf:
     def _made(self) -> dict[str, Made]:
         """Published name -> how that tensor is made."""
         self.small("config.json")
-        config: Any = read_config(self._folder, self.name)
+        config = self._config
         empty: Any = library_model.empty(config, torch.float32)
         modules = {
             name: tuple(tensor.shape)
@@ -90,6 +91,14 @@ class GgufShelf:
                 "Use another file of this model, or its original checkpoint.",
             ) from error
 
+    @cached_property
+    def _config(self) -> Any:
+        """transformers' configuration, from the file that `small` has made."""
+        try:
+            return read_config(self._folder, self.name)
+        except CheckpointError as error:
+            raise undescribed(self.gguf.path, error) from error
+
     def small(self, name: str) -> Path | None:
         """See `Shelf.small`."""
         if name not in self._contents:
@@ -103,7 +112,7 @@ class GgufShelf:
                 private_file.replace(path, content, private_file.SHARED)
         except OSError as error:
             raise FloeError(f"{path} cannot be written", f"{error.strerror or error}.", "Free some space.") from error
-        return path
+        return path if name != "config.json" or self._config else None
 
     def _content(self, name: str) -> bytes | None:
         if name == "config.json":

@@ -14,6 +14,8 @@ from . import splits
 from .metadata import Metadata
 from .parts import Gguf
 
+_Merges = list[tuple[str, str]]
+
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # of token_type
 _SPACE = "\u2581"  # that pieces have for a space
 _LONGEST_PIECE = 256  # characters of a token that is merged of others
@@ -49,7 +51,8 @@ def _contained(data: Metadata) -> bytes:
 
 
 def _tokenizer(data: Metadata) -> bytes:
-    from tokenizers import AddedToken, Tokenizer
+    """tokenizer.json. The library would write it too, and print where ids are missing between others."""
+    from tokenizers import Tokenizer
 
     tokens, kinds = _vocabulary(data)
     kind = data.text("tokenizer.ggml.model")
@@ -57,12 +60,18 @@ def _tokenizer(data: Metadata) -> bytes:
     if kind not in makers:
         raise ValueError(f"it is of the type {as_name(kind)!r}; {', '.join(makers)} are known")
     used = {token: number for number, token in enumerate(tokens) if kinds[number] != _UNUSED}
-    made: Tokenizer = makers[kind](data, used)
-    special = [token for token, number in used.items() if kinds[number] in (_CONTROL, _UNKNOWN)]
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    defined = [token for token, number in used.items() if kinds[number] == _USER_DEFINED]
-    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
-    return made.to_str(pretty=False).encode()
+    made, merges = makers[kind](data, used)
+    fields = json.loads(made.to_str())
+    fields["model"] |= {"vocab": used, "merges": merges}
+    added = {number: token for token, number in used.items() if kinds[number] in (_CONTROL, _UNKNOWN, _USER_DEFINED)}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    fields["added_tokens"] = [
+        {"id": number, "content": token, **plain, "special": kinds[number] != _USER_DEFINED}
+        for number, token in added.items()
+    ]
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    Tokenizer.from_str(text)  # which checks it
+    return text.encode()
 
 
 def _vocabulary(data: Metadata) -> tuple[list[str], list[int]]:
@@ -81,7 +90,7 @@ def _vocabulary(data: Metadata) -> tuple[list[str], list[int]]:
     return tokens, kinds
 
 
-def _merges(data: Metadata) -> list[tuple[str, str]]:
+def _merges(data: Metadata) -> _Merges:
     """Pairs, the first to be merged first. A space within a token is written as another sign."""
     pairs = [tuple(merge.split(" ")) for merge in data.texts("tokenizer.ggml.merges")]
     if any(len(pair) != 2 for pair in pairs):
@@ -89,35 +98,35 @@ def _merges(data: Metadata) -> list[tuple[str, str]]:
     return pairs  # pyright: ignore[reportReturnType]
 
 
-def _byte_level(data: Metadata, vocabulary: dict[str, int]) -> Any:
+def _byte_level(data: Metadata, _vocabulary: dict[str, int]) -> tuple[Any, _Merges]:
+    """A tokenizer without vocabulary, and the merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     way = data.text("tokenizer.ggml.pre")
-    model = models.BPE(vocabulary, _merges(data), ignore_merges=splits.keeps_words(way))
-    made: Any = Tokenizer(model)
+    made: Any = Tokenizer(models.BPE(ignore_merges=splits.keeps_words(way)))
     if splits.normalizes(way):
         made.normalizer = normalizers.NFC()
     made.pre_tokenizer = splits.splitter(way)
     made.decoder = decoders.ByteLevel()
-    return made
+    return made, _merges(data)
 
 
-def _pieces(data: Metadata, vocabulary: dict[str, int]) -> Any:
-    """Sentencepiece: what is merged first has the better score."""
+def _pieces(data: Metadata, vocabulary: dict[str, int]) -> tuple[Any, _Merges]:
+    """The same of sentencepiece: what is merged first has the better score."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = data.reals("tokenizer.ggml.scores", len(vocabulary))
     merges = _merges(data) if data.says("tokenizer.ggml.merges") else _by_scores(data, vocabulary, scores)
-    made: Any = Tokenizer(models.BPE(vocabulary, merges, unk_token=_unknown(data), byte_fallback=True, fuse_unk=True))
+    made: Any = Tokenizer(models.BPE(unk_token=_unknown(data), byte_fallback=True, fuse_unk=True))
     spaces = normalizers.Replace(" ", _SPACE)
     before = data.flag("tokenizer.ggml.add_space_prefix", default=True)
     made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if before else spaces
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if before else parts)
-    return made
+    return made, merges
 
 
-def _by_scores(data: Metadata, vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _by_scores(data: Metadata, vocabulary: dict[str, int], scores: list[float]) -> _Merges:
     """All ways to make a token of two others, best scores first; of one score in the order that transformers has."""
     kinds = _vocabulary(data)[1]
     found: list[tuple[float, int, int, int, int, int, str, str]] = []
@@ -132,19 +141,21 @@ def _by_scores(data: Metadata, vocabulary: dict[str, int], scores: list[float]) 
     return [(first, last) for *_, first, last in sorted(found)]
 
 
-def _gemma(data: Metadata, vocabulary: dict[str, int]) -> Any:
+def _gemma(data: Metadata, _vocabulary: dict[str, int]) -> tuple[Any, _Merges]:
+    """The same of Gemma 4: pieces with merges."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    model = models.BPE(vocabulary, _merges(data), unk_token=_unknown(data), byte_fallback=True, fuse_unk=True)
-    made: Any = Tokenizer(model)
+    made: Any = Tokenizer(models.BPE(unk_token=_unknown(data), byte_fallback=True, fuse_unk=True))
     made.normalizer = normalizers.Replace(" ", _SPACE)
     made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return made
+    return made, _merges(data)
 
 
 def _unknown(data: Metadata) -> str | None:
-    return _named(data, "unknown")
+    """The token for what has no other: by its id, or by its kind."""
+    tokens, kinds = _vocabulary(data)
+    return _named(data, "unknown") or next((tokens[at] for at, kind in enumerate(kinds) if kind == _UNKNOWN), None)
 
 
 def _named(data: Metadata, kind: str) -> str | None:

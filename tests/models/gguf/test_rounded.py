@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from floe_chat.models import catalog
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.gguf import rounding, values
@@ -165,3 +166,19 @@ def test_an_unknown_architecture_names_those_that_work(tmp_path: Path) -> None:
         GgufShelf(crafted.write(tmp_path / "x.gguf"), tmp_path / "made")
     assert "grok" in caught.value.title and "\x1b" not in caught.value.title
     assert "llama" in caught.value.hint and "qwen3moe" in caught.value.hint and not (tmp_path / "made").exists()
+
+
+def test_sizes_that_cannot_be_are_blamed_on_the_file(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", dtype=torch.float16)
+
+    def lying(writer: gguf.GGUFWriter, folder: Path, vocabulary_size: int) -> None:
+        vocabulary.byte_level(writer, folder, vocabulary_size)
+        writer.add_uint32("llama.expert_used_count", 1 << 30)
+
+    file = convert(source, tmp_path / "tiny.gguf", tokenizer=lying)
+    with pytest.raises(CheckpointError) as opened:
+        Checkpoint(GgufShelf(file, tmp_path / "made"))
+    with pytest.raises(CheckpointError) as planned:
+        catalog.described(file)
+    for caught in (opened, planned):
+        assert caught.value.title == "tiny.gguf cannot be read" and "made" not in str(caught.value)

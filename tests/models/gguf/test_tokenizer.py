@@ -199,6 +199,20 @@ def test_a_shelf_says_whose_tokenizer_it_is(source: Path, tmp_path: Path) -> Non
         shelf.small("tokenizer.json")
 
 
+def test_ids_may_be_missing_between_others(capfd: pytest.CaptureFixture[str]) -> None:
+    vocab, merges = trained()
+    tokens = [*vocab, "[PAD400]", "[PAD401]", "<end>"]
+    values: dict[str, Value] = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(vocab) + [5, 5, 3],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+    }
+    made = Tokenizer.from_str((tokenizer.file(of(values), "tokenizer.json") or b"").decode())
+    assert made.token_to_id("<end>") == len(vocab) + 2 and made.token_to_id("[PAD400]") is None
+    assert made.encode("ab<end>", add_special_tokens=False).ids[-1] == len(vocab) + 2
+    assert made.decode([len(vocab)]) == "" and capfd.readouterr() == ("", "")
+
+
 def test_ends_and_sampling_are_those_of_the_file() -> None:
     values: dict[str, Value] = {f"tokenizer.ggml.{kind}_token_id": number for number, kind in enumerate(("eos", "eot"))}
     gguf = of({**values, "general.sampling.temp": 0.7, "general.sampling.top_k": 20})
