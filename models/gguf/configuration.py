@@ -123,7 +123,7 @@ def _deepseek2(data: Metadata) -> Fields:
     published = (8, 4) if model_type == "deepseek_v3" and data.whole("expert_count") == _V3_EXPERTS else (1, 1)
     rope, groups = data.whole("rope.dimension_count"), data.whole("expert_group_count", published[0])
     keys = data.whole("attention.key_length_mla", data.whole("attention.key_length"))
-    dense, layers = data.whole("leading_dense_block_count", 0), fields["num_hidden_layers"]
+    dense = without_experts(data, fields)
     if data.says("rope.scaling.yarn_log_multiplier"):
         scale = round(10 * data.real("rope.scaling.yarn_log_multiplier"), 6)  # both are the same in published models
         fields["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
@@ -132,9 +132,10 @@ def _deepseek2(data: Metadata) -> Fields:
     else:
         fields["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     if flash:
-        fields["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+        layers = range(fields["num_hidden_layers"])
+        fields["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in layers]
     else:
-        fields["first_k_dense_replace"] = dense
+        fields["first_k_dense_replace"] = len(dense)
     return {
         **fields,
         "num_key_value_heads": fields["num_attention_heads"],

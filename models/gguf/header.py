@@ -236,7 +236,7 @@ def _placed(tensors: dict[str, GgufTensor], alignment: Value, reader: _Reader) -
         if tensor.start % alignment or tensor.start < last:
             raise _BadHeaderError(f"Its tensor {_quoted(tensor.name)} is not where it could be: {tensor.start:,}.")
         last = tensor.start + tensor.nbytes
-    if last > reader.size:
+    if placed and last > reader.size:
         raise _BadHeaderError(f"It has {reader.size:,} bytes; its header needs {last:,}.")
     return placed
 

@@ -91,9 +91,8 @@ def _deepseek(writer: GGUFWriter, config: Any) -> None:
 def _deepseek2(writer: GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(1)
     writer.add_vocab_size(config.vocab_size)
-    kinds = getattr(config, "mlp_layer_types", None)
-    dense = kinds.count("dense") if kinds else config.first_k_dense_replace
-    writer.add_leading_dense_block_count(dense)
+    # GLM-4.7-Flash's configuration says it in another way, which the converter does not read.
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)

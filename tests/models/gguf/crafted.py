@@ -44,6 +44,7 @@ class Crafted:
     key_count: int | None = None
     tensor_count: int | None = None
     data: int = 64
+    padded: bool = True
 
     def write(self, path: Path) -> Path:
         counts = [
@@ -51,5 +52,5 @@ class Crafted:
             for given, count in ((self.tensors, self.tensor_count), (self.keys, self.key_count))
         ]
         head = self.magic + struct.pack("<IQQ", self.version, *counts) + b"".join([*self.keys, *self.tensors])
-        path.write_bytes(head + bytes(-len(head) % 32) + bytes(self.data))
+        path.write_bytes(head + bytes(-len(head) % 32) + bytes(self.data) if self.padded else head)
         return path

@@ -124,6 +124,7 @@ NO_MODELS: dict[str, tuple[Crafted, str]] = {
         "is a draft model",
     ),
     "vocabulary": (named("llama", tensors=()), "holds no weights"),
+    "vocabulary, as published": (Crafted(tensors=[], padded=False), "holds no weights"),
     "dense": (named("llama", tensors=("blk.0.ffn_up.weight",)), "not a Mixture-of-Experts model"),
 }
 
