@@ -50,10 +50,10 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
         fields: Any = private_file.read_json(path, LARGEST_CONFIG)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise NoCheckpointError(
             f"There is no checkpoint at {folder}",
-            "It has no config.json." if folder.is_dir() else "There is no such folder.",
+            "It has no config.json." if folder.is_dir() else "It is no folder.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
     except (OSError, ValueError) as error:

@@ -127,7 +127,7 @@ def refused_format(name: str) -> FloeError | None:
 
 def _refused_gguf(name: str, key: str) -> FloeError:
     """A name of GGUF files where a pack is needed, or where there is no such file."""
-    hint = f"A downloaded .gguf file works by its path, Q8_0 or better. {_original(key)}"
+    hint = f"{_original(key)} Or download a .gguf file, Q8_0 or better: it works by its path."
     if is_file(name):
         title = f"{config_limits.shown(name)} is not set up on this machine"
         return UsageError(title, "A file is packed first.", f"Set it up: floe-chat setup {shlex.quote(name)}")

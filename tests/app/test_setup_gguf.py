@@ -148,6 +148,8 @@ def test_what_cannot_be_set_up_is_refused_at_once(files: dict[str, Path], tmp_pa
         assert "broken.gguf cannot be read" in said and "its header needs" in said
     assert not unfinished() and not catalog.models_folder().exists()
     assert "There is no GGUF file" in explained(run_cli("setup", str(tmp_path / "absent.gguf"), "--yes"), 2)
+    measured = run_cli("eval", "demo", "--source", str(files["F16"]))
+    assert "It is no folder." in explained(measured, 2)
     assert "is not set up" in explained(run_cli("ask", "--model", str(files["F16"]), "hello"), 2)
     with pytest.raises(UsageError, match="cannot be called"):
         wish(str(files["F16"]), "../x")
