@@ -16,12 +16,11 @@ from typing import Any
 
 import platformdirs
 
-from . import config_limits, private_file, supported
+from . import private_file, supported
 from . import typed_names as names
-from .catalog_entry import CatalogEntry, Sizes
+from .architecture_sizes import architecture_sizes
+from .catalog_entry import CatalogEntry
 from .errors import CheckpointError, FloeError, UsageError
-from .families import FAMILIES, language_fields
-from .families.sizes import NAMES, sizes_of, view
 from .gguf.parts import first_part, is_gguf, model_name, open_gguf
 from .paths import expanded
 from .published import PUBLISHED
@@ -252,7 +251,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     """
     if isinstance(model, Mapping):
         name = str(model.get("_name_or_path") or "")
-        return CatalogEntry(name or "model", _sizes(model, name or "The configuration"))
+        return CatalogEntry(name or "model", architecture_sizes(model, name or "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
     if is_gguf(file := expanded(model)):
@@ -263,7 +262,9 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
             return entry
         if (repo := names.hub_repo(model)) is not None:
             if cached := _cached_config(repo.id):
-                return CatalogEntry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
+                return CatalogEntry(
+                    repo.id.rpartition("/")[2].lower(), architecture_sizes(_config(cached), repo.id), repo.id
+                )
             raise supported.refused(repo.id) or UsageError(
                 f"{repo.id} is not known on this machine",
                 "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
@@ -276,7 +277,9 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         raise supported.refused(str(model)) or _unknown(str(model))
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
-    entry = CatalogEntry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
+    entry = CatalogEntry(
+        name, architecture_sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed
+    )
     if name == DEMO:
         return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")
     return entry
@@ -292,7 +295,7 @@ def _of_file(path: Path) -> CatalogEntry:
     fields = config_of(gguf)
     kind = str(fields["model_type"])
     try:
-        entry = CatalogEntry(model_name(path), _sizes(fields, gguf.name), folder=path)
+        entry = CatalogEntry(model_name(path), architecture_sizes(fields, gguf.name), folder=path)
     except CheckpointError as error:
         raise undescribed(path, error) from error
     return replace(entry, rounding=rounding(gguf, kind), coarse=is_coarse(gguf, kind))
@@ -347,40 +350,6 @@ def _config(path: Path) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} does not describe a model", "It is not a JSON object.", "Download it again.")
     return fields
-
-
-def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
-    """The architecture of a config.json; `what` names it in errors."""
-    if (error := supported.refused_type(fields, what)) is not None:
-        raise error
-    fields = language_fields(fields)
-    kind = str(fields["model_type"])
-
-    def number(*names: str) -> None:
-        value = next((fields[name] for name in names if fields.get(name) is not None), None)
-        if cause := config_limits.out_of_range(names[0], value):
-            raise _no_model(what, cause)
-
-    family = FAMILIES[kind]
-    needed = ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", family.width)
-    for called in (*((name,) for name in needed), *NAMES.values()):
-        number(*called)
-    config = view(family, fields)
-    values = {name: getattr(config, name) for name in config_limits.SIZES if getattr(config, name) is not None}
-    values["use_sliding_window"] = config.use_sliding_window
-    if cause := config_limits.problem(config_limits.in_force(values, family.defaults)):
-        raise _no_model(what, cause)
-    try:
-        sizes = sizes_of(family, config)
-    except (TypeError, ValueError, AttributeError) as error:  # fields of other types than numbers
-        raise _no_model(what, f"{error}.") from error
-    if not sizes.layers:
-        raise _no_model(what, "None of its layers has experts.")
-    return sizes
-
-
-def _no_model(what: str, cause: str) -> CheckpointError:
-    return CheckpointError(f"{what} does not describe a model", cause, "Download config.json again.")
 
 
 def _checked(folder: Path) -> Path:
