@@ -63,7 +63,10 @@ def test_it_is_left_alone_if_the_user_does_not(copy: Path, published: Path, hub:
 
 
 def test_nobody_looks_unasked(copy: Path, published: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("floe_chat.models.elsewhere.copies", lambda _entry=None: pytest.fail("looked"))
+    def looked(_entry: object = None) -> None:
+        pytest.fail("looked")
+
+    monkeypatch.setattr("floe_chat.models.elsewhere.copies", looked)
     done = run_cli("setup", REPO, "--name", "tiny", *BITS, "--yes")
     assert done.code == 0 and "LM Studio" not in done.err
 

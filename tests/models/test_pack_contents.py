@@ -129,8 +129,8 @@ def test_neurons_fall_in_importance(case: Case) -> None:
         g = x @ gate[order].T
         hidden = g / (1 + torch.exp(-g)) * (x @ up[order].T)
         importance = hidden.square().sum(0) * down[:, order].square().sum(0)
-        # In later layers a token at a tie may reach another expert than in float32.
-        allowed = packing_error() * (1 if layer == 0 else 20)
+        # Energies are summed in bfloat16; in later layers a token at a tie may reach another expert than in float32.
+        allowed = 0.01 if layer == 0 else 0.2
         assert relative_rms(importance, importance.sort(descending=True).values) <= allowed
 
 
