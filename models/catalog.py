@@ -18,7 +18,6 @@ import platformdirs
 
 from . import private_file, supported
 from . import typed_names as names
-from .architecture_sizes import architecture_sizes
 from .catalog_entry import CatalogEntry
 from .errors import CheckpointError, FloeError, UsageError
 from .gguf.parts import first_part, is_gguf, model_name, open_gguf
@@ -251,7 +250,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     """
     if isinstance(model, Mapping):
         name = str(model.get("_name_or_path") or "")
-        return CatalogEntry(name or "model", architecture_sizes(model, name or "The configuration"))
+        return CatalogEntry(name or "model", supported.sizes(model, name or "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
     if is_gguf(file := expanded(model)):
@@ -263,7 +262,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         if (repo := names.hub_repo(model)) is not None:
             if cached := _cached_config(repo.id):
                 return CatalogEntry(
-                    repo.id.rpartition("/")[2].lower(), architecture_sizes(_config(cached), repo.id), repo.id
+                    repo.id.rpartition("/")[2].lower(), supported.sizes(_config(cached), repo.id), repo.id
                 )
             raise supported.refused(repo.id) or UsageError(
                 f"{repo.id} is not known on this machine",
@@ -278,7 +277,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
     entry = CatalogEntry(
-        name, architecture_sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed
+        name, supported.sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed
     )
     if name == DEMO:
         return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")
@@ -295,7 +294,7 @@ def _of_file(path: Path) -> CatalogEntry:
     fields = config_of(gguf)
     kind = str(fields["model_type"])
     try:
-        entry = CatalogEntry(model_name(path), architecture_sizes(fields, gguf.name), folder=path)
+        entry = CatalogEntry(model_name(path), supported.sizes(fields, gguf.name), folder=path)
     except CheckpointError as error:
         raise undescribed(path, error) from error
     return replace(entry, rounding=rounding(gguf, kind), coarse=is_coarse(gguf, kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,14 +182,14 @@ def _quoted(text: str) -> str:
     return repr(text[:_MOST_QUOTED])
 
 
-class Shards:
+class Shards(ABC):
     """How a `Shelf` of safetensors files reads tensors; the rest is up to its subclasses."""
 
     rounding = ""
 
+    @abstractmethod
     def path(self, file: str) -> Path:
         """See `Shelf.path`."""
-        raise NotImplementedError
 
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""

@@ -93,8 +93,8 @@ def _is_folder(path: Path) -> bool:
         return False  # of another user
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """GGUF files, with their names; of a split one the first part."""
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files in a folder and those inside it, not endlessly many."""
     seen = 0
     for base, inside, files in os.walk(folder):
         if len(Path(base).relative_to(folder).parts) >= _MOST_DEPTH:
@@ -103,24 +103,22 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             seen += 1
             if seen > _MOST_FILES:
                 return
-            part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", name, re.IGNORECASE)
-            if name.lower().endswith(".gguf") and (part is None or int(part[1]) == 1):
-                yield name.removesuffix(".gguf"), Path(base) / name
+            yield Path(base) / name
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """GGUF files, with their names; of a split one the first part."""
+    for path in _walk(folder):
+        part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", path.name, re.IGNORECASE)
+        if path.suffix.lower() == ".gguf" and (part is None or int(part[1]) == 1):
+            yield path.stem, path
 
 
 def _ollamas(folder: Path) -> Iterator[tuple[str, Path]]:
     """What Ollama's manifests name: NAME:TAG, and the blob with the weights."""
-    manifests, seen = folder / "manifests", 0
-    for base, inside, files in os.walk(manifests):
-        if len(Path(base).relative_to(manifests).parts) >= _MOST_DEPTH:
-            inside.clear()
-        for tag in sorted(files):
-            seen += 1
-            if seen > _MOST_FILES:
-                return
-            blob = _blob(Path(base) / tag)
-            if blob is not None:
-                yield f"{Path(base).name}:{tag}", folder / "blobs" / blob
+    for path in _walk(folder / "manifests"):
+        if (blob := _blob(path)) is not None:
+            yield f"{path.parent.name}:{path.name}", folder / "blobs" / blob
 
 
 def _blob(manifest: Path) -> str | None:

@@ -58,7 +58,7 @@ def link_to(link: Path, place: Path) -> None:
         return
     try:
         link.symlink_to(place, target_is_directory=True)
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:  # Python raises the second where a system has no links
         raise FloeError(
             f"{link} cannot be a link to {place}",
             f"{getattr(error, 'strerror', None) or error}.",
