@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...models import elsewhere
 from ..progress import note
+from ..setup import elsewhere
 from ..setup.wish import Wish
 from ..text import units
 from ..text.plain_text import printable

@@ -330,7 +330,7 @@ async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("floe_chat.models.hub.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("floe_chat.app.screens.wizard.wizard_access.look_up", ask_for_terms)
-    monkeypatch.setattr("floe_chat.models.elsewhere.folders", list)  # none of other programs
+    monkeypatch.setattr("floe_chat.app.setup.elsewhere.folders", list)  # none of other programs
     begun = [WISH] if name == "wizard-resume" else []
     for module in ("wizard", "wizard_intent"):
         monkeypatch.setattr(f"floe_chat.app.screens.wizard.{module}.unfinished", lambda: begun)

@@ -66,7 +66,7 @@ def test_nobody_looks_unasked(copy: Path, published: Path, hub: FakeHub, monkeyp
     def looked(_entry: object = None) -> None:
         pytest.fail("looked")
 
-    monkeypatch.setattr("floe_chat.models.elsewhere.copies", looked)
+    monkeypatch.setattr("floe_chat.app.setup.elsewhere.copies", looked)
     done = run_cli("setup", REPO, "--name", "tiny", *BITS, "--yes")
     assert done.code == 0 and "LM Studio" not in done.err
 

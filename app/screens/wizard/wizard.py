@@ -14,11 +14,12 @@ from typing import ClassVar
 from textual import on
 from textual.binding import Binding, BindingType
 
-from ....models import catalog, elsewhere
+from ....models import catalog
 from ....models.catalog_entry import CatalogEntry
 from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
 from ...background import in_background
+from ...setup import elsewhere
 from ...setup.setups import Setups, Survey, Surveyor, survey
 from ...setup.wish import Wish, of_ready, unfinished, wish
 from ...widgets.setup.choice import ChoiceStep

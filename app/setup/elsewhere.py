@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import catalog, private_file
-from .catalog_entry import CatalogEntry
-from .errors import FloeError
-from .published import PUBLISHED
+from ...models import catalog, private_file
+from ...models.catalog_entry import CatalogEntry
+from ...models.errors import FloeError
+from ...models.published import PUBLISHED
 
 _MOST_FILES, _MOST_DEPTH = 4096, 6  # that are looked at in one folder
 _LARGEST_MANIFEST = 1 << 20  # bytes of one of Ollama's; a few hundred are usual

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.models import catalog, elsewhere
+from floe_chat.app.setup import elsewhere
+from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import CatalogEntry
 from floe_chat.models.errors import UsageError
 
 from ..families import one_shard
 from ..helpers import make_checkpoint
-from .gguf.converting import convert
+from ..models.gguf.converting import convert
 
 DIGEST = "a" * 64
 
