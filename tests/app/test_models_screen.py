@@ -128,8 +128,6 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
         await pilot.press("enter")
         await see(pilot, "● 3/4/4", "Speed: ")
         await pilot.press("enter")
-        await see(pilot, "Models folder", "are free")
-        await pilot.press("enter")
         await see(pilot, "Setting up tiny")
         await pilot.press("escape")
         await see(pilot, "Unfinished setups", "so far", "tiny: ", "Space pauses")
