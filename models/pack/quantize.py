@@ -1,11 +1,8 @@
-"""Weight rows as codes in our layouts: by half-quadratic quantization (HQQ, the hqq library), or another quantizer."""
+"""Weight rows as codes in our layouts: each group's grid by least squares, or another quantizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from threading import Barrier
 from typing import NamedTuple
 
 import torch
@@ -13,13 +10,10 @@ from torch import Tensor
 
 from ...kernels.codes import pack_codes
 from ...kernels.layouts import VectorLayout
+from ...kernels.operations import Flow, round_matrix
 
-# HQQ iterates over the whole matrix: blocks of this many rows stay in the CPU's caches and each stops by itself,
-# which made a 14336 x 4096 matrix 6 to 9 times faster. Groups never cross rows, so blocks are independent.
-# Each block has one thread to itself: what it stops at, and so its codes, then depend on no number of threads.
-BLOCK_ROWS = 128
-HQQ_BITS = 8  # with so many there is nothing to gain by another quantizer, and HQQ keeps what it can keep exactly
-_DEVICE_ROWS = 4096  # a GPU wants larger ones
+MOST_BITS = 8  # with so many there is nothing to gain by another quantizer
+_DEVICE_ROWS = 4096  # at once, on a GPU
 
 
 class Codes(NamedTuple):
@@ -44,7 +38,10 @@ Quantizer = Callable[[Tensor, int, int], Codes]
 
 
 def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = None) -> Codes:
-    """HQQ's codes of a matrix, each row in groups of consecutive values (hqq axis 1).
+    """Codes of a matrix (N, n), each row in groups of consecutive values that share a grid.
+
+    By least squares, compiled; on a GPU by half-quadratic quantization, which errs a little more (the hqq library,
+    axis 1). Eight bits keep what they can keep exactly.
 
     Args:
         matrix: (N, n) floating point, n divisible by `group`. bits: 2, 3, 4 or 8. values: type of `Codes.values`.
@@ -52,11 +49,27 @@ def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None =
     Raises:
         ValueError: the matrix holds a value that is not finite, or too large for float16 scales.
     """
+    finite(matrix)
+    if matrix.is_cuda:
+        codes, scale, zero = _by_hqq(matrix, bits, group)
+    else:
+        even = torch.full((group,), 1 / group)
+        made = round_matrix(matrix.reshape(-1, group), Flow(torch.eye(group)), bits, group, weight=even)
+        codes, scale, zero = (part.view(len(matrix), -1) for part in made[:3])
+        scale, zero = scale.half(), zero.half()
+    if bits == MOST_BITS:
+        codes, scale, zero = _without_loss(matrix.cpu(), codes, scale, zero)
+    if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
+        raise ValueError("the weights are too large for float16 scales")
+    found = Codes(codes, scale, zero)
+    return found if values is None else found._replace(values=found.dense().to(values))
+
+
+def _by_hqq(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     from hqq.core.quantize import Quantizer  # a second of imports that reading a pack does not need
 
-    finite(matrix)
-
-    def block_of(rows: Tensor) -> Codes:
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows in matrix.split(_DEVICE_ROWS):
         codes, meta = Quantizer.quantize(
             rows.float(),
             nbits=bits,
@@ -67,30 +80,16 @@ def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None =
             compute_dtype=torch.float32,
             device=str(matrix.device),
         )
-        return Codes(
-            codes.view(len(rows), -1).to(torch.uint8),
-            meta["scale"].view(len(rows), -1).half(),
-            meta["zero"].view(len(rows), -1).half(),
-        )
-
-    if matrix.device.type == "cpu":
-        workers, blocks = torch.get_num_threads(), matrix.split(BLOCK_ROWS)
-        parts = list(_pool(workers).map(block_of, blocks)) if workers > 1 else map(block_of, blocks)
-    else:
-        parts = map(block_of, matrix.split(_DEVICE_ROWS))
-    codes, scale, zero = (torch.cat(column).cpu() for column in list(zip(*parts, strict=True))[:3])
-    if bits == 8:
-        codes, scale, zero = _without_loss(matrix.cpu(), codes, scale, zero)
+        grid = (meta[name].view(len(rows), -1).half() for name in ("scale", "zero"))
+        parts.append((codes.view(len(rows), -1).to(torch.uint8), *grid))
+    codes, scale, zero = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     # hqq's zero of a group that is nearly constant and far from 0 overflows float16: such a group keeps its mean.
     lost = ~torch.isfinite(zero)
     if bool(lost.any()):
         means = matrix.float().view(*scale.shape, group).mean(-1).cpu()
         codes = codes.view(*scale.shape, group).masked_fill(lost[..., None], 0).view(codes.shape)
         scale, zero = scale.masked_fill(lost & torch.isfinite(scale), 1.0), torch.where(lost, -means.half(), zero)
-    if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
-        raise ValueError("the weights are too large for float16 scales")
-    found = Codes(codes, scale, zero)
-    return found if values is None else found._replace(values=found.dense().to(values))
+    return codes, scale, zero
 
 
 def finite(matrix: Tensor) -> None:
@@ -116,24 +115,6 @@ def _without_loss(matrix: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) ->
     own = (multiples + 128).clamp(0, 255).to(torch.uint8)
     codes = torch.where(exact[..., None], own, codes.view(own.shape)).view(codes.shape)
     return codes, torch.where(exact, step.half(), scale), torch.where(exact, torch.tensor(128.0).half(), zero)
-
-
-@cache
-def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that each compute on one core."""
-    together = Barrier(workers + 1)
-
-    def alone() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # a thread takes over what was set last when it computes for the first time
-        together.wait()
-
-    pool = ThreadPoolExecutor(workers, "quantize", alone)
-    for _ in range(workers):
-        pool.submit(lambda: None)
-    together.wait()
-    torch.set_num_threads(workers)  # the setting is also that of threads to come
-    return pool
 
 
 class Stored(NamedTuple):

@@ -13,7 +13,7 @@ from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
-from ..pack.quantize import HQQ_BITS, Quantizer, finite, quantize
+from ..pack.quantize import MOST_BITS, Quantizer, finite, quantize
 from ..pack.tensor_file import TensorFile, TensorShapes
 
 FILE = "dense.safetensors"
@@ -81,7 +81,7 @@ class DensePart:
     def rounded(self, stage: int) -> dict[str, str]:
         """What a stage rounds for its inputs: names of linear layers in the model -> their published names."""
         family = self._source.family
-        names = [name for name in self.stages[stage] if self._bits < HQQ_BITS and self._codes.get(name)]
+        names = [name for name in self.stages[stage] if self._bits < MOST_BITS and self._codes.get(name)]
         layers = {family.module_name(name).removesuffix(".weight"): name for name in names}
         return {layer: name for layer, name in layers.items() if family.is_linear(layer) and layer != "lm_head"}
 

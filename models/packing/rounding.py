@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import Flow, Rounded, round_matrix
-from ..pack.quantize import HQQ_BITS, Codes, finite, quantize
+from ..pack.quantize import MOST_BITS, Codes, finite, quantize
 
 DAMPING = 0.05  # of the usual input's mean square, added to each: the text is a sample
 _DOWN_DAMPING = 0.3  # the same for hidden values: an expert sees a part of the text only
@@ -78,12 +78,12 @@ def round_for(
 ) -> Codes:
     """Codes of a matrix (N, n) that n inputs meet, each row in groups of consecutive values.
 
-    Errors pass along a row. HQQ makes codes of HQQ_BITS. short: for `VectorLayout.short`. values: see `Codes`.
+    Errors pass along a row. `quantize` makes codes of MOST_BITS. short: for `VectorLayout.short`. values: see `Codes`.
 
     Raises:
         ValueError: a value is not finite, or too large for its scale.
     """
-    if bits == HQQ_BITS:
+    if bits == MOST_BITS:
         return quantize(matrix, bits, group, values)
     weight = inputs.weight.view(-1, group)
     weight = weight.maximum((_LEAST * weight.amax(1, keepdim=True)).clamp_min(1e-6))
@@ -102,7 +102,7 @@ def round_down(
     Raises:
         ValueError: as `round_for`.
     """
-    if bits == HQQ_BITS:
+    if bits == MOST_BITS:
         return quantize(down, bits, group, values)
     parts: list[Codes] = []
     for rows, given in zip(down.split(_TOGETHER), _loud(hidden).split(_TOGETHER, dim=1), strict=True):

@@ -240,7 +240,7 @@ def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Pa
 
 @pytest.mark.parametrize("model", MODELS)
 def test_attention_is_rounded_for_its_inputs(tmp_path: Path, model: str) -> None:
-    """What a layer's projections give on the text suffers less than by HQQ."""
+    """What a layer's projections give on the text suffers less than by grids alone."""
     source = Checkpoint(make_checkpoint(tmp_path / "source", layers=1, **MODELS[model]))
     make_pack(source.folder, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=4))
     seen: dict[str, Tensor] = {}

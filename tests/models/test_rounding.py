@@ -1,4 +1,4 @@
-"""Rounding for the inputs that calibration text gives: what reaches the output suffers less than by HQQ."""
+"""Rounding for the inputs that calibration text gives: what reaches the output suffers less than by grids alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def share(wrong: Tensor, right: Tensor) -> float:
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 64), (130, 26), (37, 37)])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_what_a_matrix_gives_suffers_less_than_by_hqq(bits: int, inputs: int, group: int) -> None:
+def test_what_a_matrix_gives_suffers_less_than_by_grids_alone(bits: int, inputs: int, group: int) -> None:
     x, matrix = related(600, inputs), drawn(90, inputs, seed=3)
     fresh = related(900, inputs)[600:]  # of the same kind, but not seen
     ours, theirs = (
@@ -41,7 +41,7 @@ def test_what_a_matrix_gives_suffers_less_than_by_hqq(bits: int, inputs: int, gr
 
 @pytest.mark.parametrize(("neurons", "hidden", "group"), [(96, 64, 64), (70, 130, 26), (2500, 8, 8)])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_what_down_gives_suffers_less_than_by_hqq(bits: int, neurons: int, hidden: int, group: int) -> None:
+def test_what_down_gives_suffers_less_than_by_grids_alone(bits: int, neurons: int, hidden: int, group: int) -> None:
     # 2,500 neurons do not all take up each other's errors.
     tokens, down = 700, drawn(neurons, hidden, seed=3)
     h = torch.nn.functional.silu(related(tokens + 200, neurons))
@@ -92,7 +92,7 @@ def test_errors_flow_as_the_moments_factor_says() -> None:
     torch.testing.assert_close(found.weight.double(), moments.diagonal(), rtol=1e-4, atol=0)
 
 
-def test_eight_bits_are_hqqs() -> None:
+def test_eight_bits_are_by_grids_alone() -> None:
     matrix, x = drawn(30, 64), related(50, 64)
     for by in (partial(round_for, felt(x)), partial(round_down, related(50, 30))):
         assert all(torch.equal(a, b) for a, b in zip(by(matrix, 8, 64)[:3], quantize(matrix, 8, 64)[:3], strict=True))
