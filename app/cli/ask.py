@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
-from ...models.errors import FloeError
+from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
 from .. import progress
 from ..chat.exchange import ask_anew, ask_in
 from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
 from ..history.answer import unsaved
@@ -68,7 +68,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
         if question.number is not None and (failure := history.failure()) is not None:
             history.poll()  # which would report it again
             raise failure
-        loaded = _load(client)
+        loaded = wait_until_loaded(client)
         setup = replace(question.setup, preset=loaded.preset)
         if question.thinking == "off" and (limit := limit_of_off(client.thinking)):
             sys.stderr.write(f"floe-chat: {limit}.\n")
@@ -138,7 +138,7 @@ def _answer(
                 case Notice(title, cause):
                     sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
                 case Failed():
-                    raise _error(update)
+                    raise error_of(update)
                 case _:
                     pass
 
@@ -210,24 +210,3 @@ class _Output:
             self._ended = ""
         elif self._thoughts and not self._pieces:
             progress.clear()
-
-
-def _load(client: ChatClient) -> Loaded:
-    while True:
-        for update in client.poll(timeout=0.1):
-            match update:
-                case Loading():
-                    progress.step(f"{update.step} ...")
-                case Loaded():
-                    progress.clear()
-                    return update
-                case Failed():
-                    raise _error(update)
-                case _:
-                    pass
-
-
-def _error(failed: Failed) -> FloeError:
-    error = FloeError(failed.title, failed.cause, failed.hint)
-    error.exit_code = failed.exit_code
-    return error

@@ -65,12 +65,6 @@ def translated(args: list[str]) -> list[str]:
             return ["models", *rest]
         case "rm":
             return ["models", "remove", *rest]
-        case "serve":
-            raise UsageError(
-                "There is no server yet",
-                "floe-chat answers on its own screen and on the command line.",
-                'For scripts, use: floe-chat ask --json "your question"',
-            )
         case _:
             return args
 

@@ -6,14 +6,12 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ...engine.ranges import MAX_TOKENS
 from ...models.errors import FloeError, UsageError
 from ...models.hub.privacy import stay_private
 from ..arguments import need_folder, need_terminal
@@ -28,73 +26,17 @@ from .evaluate import evaluate
 from .harness.command import harness
 from .history import NUMBER, history
 from .models import models, paths
+from .options import MODEL, SAMPLING, given_by
 from .pack import pack
 from .plan import plan
-from .setup import setup
+from .serve import serve
+from .setup.command import setup
 from .tune import tune
 from .verify import verify
 
-Command = Callable[..., Any]
-
-_MODEL = (
-    click.option(
-        "--model",
-        "-m",
-        default="demo",
-        metavar="NAME|FOLDER",
-        help="A packed model for this run: its name, or its folder.  [default: the model chosen last]",
-    ),
-    click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
-    click.option(
-        "--device",
-        default="auto",
-        show_default=True,
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:N; sim:NAME simulates a card in virtual time.",
-    ),
-    click.option(
-        "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
-    ),
-)
-_SAMPLING = (
-    click.option(
-        "--temperature", type=float, help="0 always picks the likeliest token.  [default: the model's, or 0.7]"
-    ),
-    click.option("--top-k", type=int, help="Sample from the K likeliest tokens; 0 is off.  [default: 0]"),
-    click.option(
-        "--top-p",
-        type=float,
-        help="Sample from the likeliest tokens up to this total probability; 1 is off.  [default: 1]",
-    ),
-    click.option(
-        "--min-p",
-        type=float,
-        help="Drop tokens below this share of the likeliest token's probability.  [default: 0.05]",
-    ),
-    click.option("--repetition-penalty", type=float, help="Above 1, repetition is less likely.  [default: 1]"),
-    click.option("--seed", type=int, help="The same seed gives the same answer.  [default: random]"),
-    click.option(
-        "--max-tokens",
-        type=click.IntRange(int(MAX_TOKENS.low), int(MAX_TOKENS.high)),
-        default=512,
-        show_default=True,
-        help="Maximum length of an answer, in tokens.",
-    ),
-    click.option("--system", metavar="TEXT", help="The system prompt of new chats."),
-)
-
-
-def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@_with(*_MODEL, *_SAMPLING)
+@given_by(*MODEL, *SAMPLING)
 @click.option("--continue", "-c", "continued", is_flag=True, help="Open the last chat, with its own model.")
 @click.option("--chat", type=NUMBER, metavar="N", help="Open this chat, with its own model; see `history list`.")
 @click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
@@ -177,7 +119,7 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
     is_flag=True,
     help="Print a JSON object for each piece of the answer, and one at the end.",
 )
-@_with(*_MODEL, *_SAMPLING)
+@given_by(*MODEL, *SAMPLING)
 @click.pass_context
 def ask(
     ctx: click.Context,
@@ -264,6 +206,7 @@ cli.add_command(models)
 cli.add_command(pack)
 cli.add_command(paths)
 cli.add_command(plan)
+cli.add_command(serve)
 cli.add_command(setup)
 cli.add_command(verify)
 

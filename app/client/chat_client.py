@@ -31,8 +31,8 @@ from ...engine.events import (
 )
 from ...engine.session import Session
 from ...models.errors import FloeError, TryAgainError, damaged
-from ...models.tokenizer.chat_process import ChatProcess
-from .prompt import PromptTurn, fit
+from ...models.tokenizer.chat_process import ChatProcess, Fitted
+from .prompt import PromptTurn, fit, whole
 
 if TYPE_CHECKING:
     from ...engine.quality_presets import Preset
@@ -231,18 +231,40 @@ class ChatClient:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
                 template refuses the turns, fails, or takes too long. A sampling value out of range arrives as `Failed`.
         """
+        chat, most = self._free_format(), self.most_new(max_new_tokens)
+        fitted = fit(chat, self._window, messages, most, answer, thought, think=self.think, begin=True)
+        self._left = None if most == max_new_tokens else max_new_tokens
+        return self._take(chat, fitted, sampling, most, conversation)
+
+    def submit_whole(
+        self, given: Sequence[PromptTurn] | str, sampling: Sampling, max_new_tokens: int, *, think: bool = True
+    ) -> Submitted:
+        """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too.
+
+        Raises:
+            FloeError: as `prepare`; they do not fit the window.
+        """
+        chat = self._free_format()
+        fitted = whole(chat, self._window, given, think=think)
+        self._left = None
+        submitted = self._take(chat, fitted, sampling, max_new_tokens, 0)
+        self.begin()
+        return submitted
+
+    def _free_format(self) -> ChatProcess:
+        """What makes a prompt, if the model is ready and not answering."""
         chat = self._format
         if self._window == 0 or not isinstance(chat, ChatProcess):
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        most = self.most_new(max_new_tokens)
-        fitted = fit(chat, self._window, messages, most, answer, thought, think=self.think, begin=True)
-        self._left = None if most == max_new_tokens else max_new_tokens
+        return chat
+
+    def _take(self, chat: ChatProcess, fitted: Fitted, sampling: Sampling, most: int, conversation: int) -> Submitted:
+        """From now on the model counts as answering this prompt."""
         self._last_request += 1
         self._running = self._last_request
-        ids, stop_ids = tuple(fitted.ids), chat.stop_ids
-        self._prepared = Generate(self._running, ids, sampling, most, stop_ids, conversation)
+        self._prepared = Generate(self._running, tuple(fitted.ids), sampling, most, chat.stop_ids, conversation)
         return Submitted(self._running, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:

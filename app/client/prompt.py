@@ -52,6 +52,28 @@ def fit(
     return replace(fitted, dropped=fitted.dropped + left_out)
 
 
+def whole(chat: ChatProcess, window: int, given: Sequence[PromptTurn] | str, *, think: bool = True) -> Fitted:
+    """The prompt of all these messages, or of a text to continue: nothing is left out.
+
+    Raises:
+        FloeError: it does not fit the window with one token more; otherwise as `fit`.
+    """
+    if isinstance(given, str):
+        limit = window - 1
+        fitted = TooLong(None, system=False) if len(given) > most_text(limit, chat.longest) else None
+        fitted = fitted or chat.continued(given, limit)
+    else:
+        fitted = fit(chat, window, given, 1, think=think, begin=True)
+    if isinstance(fitted, Fitted) and not fitted.dropped:
+        return fitted
+    counted = f"It takes {fitted.tokens:,} tokens. " if isinstance(fitted, TooLong) and fitted.tokens else ""
+    raise UsageError(
+        "The prompt is too long for the model's context window",
+        f"{counted}The window holds {window:,} tokens, for prompt and answer.",
+        "Send fewer messages, or shorter ones.",
+    )
+
+
 def _too_long(found: TooLong, limit: int, window: int) -> UsageError:
     what = "system prompt" if found.system else "message"
     needs = "It has more text than fits" if found.tokens is None else f"The prompt takes {found.tokens:,} tokens"

@@ -114,10 +114,13 @@ class ChatProcess:
         """
         length = sum(len(text) for message in messages for text in message.values()) + len(answer) + len(thought)
         how = {"limit": limit, "answer": answer, "thought": thought, "think": think, "begin": begin}
-        reply = self._ask(length, do="fit", messages=list(messages), **how)
-        if "too_long" in reply:
-            return TooLong(reply["tokens"], reply["system"])
-        return Fitted(reply["ids"], reply["dropped"])
+        return _fitted(self._ask(length, do="fit", messages=list(messages), **how))
+
+    def continued(self, text: str, limit: int) -> Fitted | TooLong:
+        """A text that the model continues, without turns: its control tokens are the model's. `push` decodes what
+        follows. Raises PackError as `fit`.
+        """
+        return _fitted(self._ask(len(text), do="continue", text=text, limit=limit))
 
     def count(self, text: str) -> int:
         """How many tokens a text takes. Raises PackError as `fit`."""
@@ -168,6 +171,12 @@ class ChatProcess:
             self._child = None
             child.end()
             raise ended.explained(self._folder) from None
+
+
+def _fitted(reply: Mapping[str, Any]) -> Fitted | TooLong:
+    if "too_long" in reply:
+        return TooLong(reply["tokens"], reply["system"])
+    return Fitted(reply["ids"], reply["dropped"])
 
 
 def most_text(limit: int, longest: int) -> int:

@@ -87,6 +87,16 @@ class Worker:
                 self._parser.feed(opened.begun(answer, thought, opened=prompt.opened))
         return {"ids": prompt.ids, "dropped": prompt.dropped}
 
+    def do_continue(self, folder: str, text: str, limit: int) -> dict[str, Any]:
+        opened = self._opened(folder)
+        self._step("tokenizer")
+        ids = opened.tokens.encode(text.encode("utf-8", "replace").decode(), begun=True)
+        if len(ids) > limit:
+            return {"too_long": True, "tokens": len(ids), "system": False}
+        self._decoder, self._parser = opened.tokens.decoder(), TagParser(None, (), opened=False)
+        self._decoder.push(ids[-_PRIMING:])
+        return {"ids": ids, "dropped": 0}
+
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 

@@ -84,14 +84,14 @@ class Tokens:
         """The id of a token; None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str, *, begun: bool = False) -> list[int]:
+        """Token ids of a text; `begun`: with the tokens that the model's texts begin with.
 
         Raises:
             PackError: the tokenizer fails on it.
         """
         with contained(f"The tokenizer at {self._folder} fails", self._folder):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=begun).ids)
 
     def defused(self, text: str) -> str:
         """`text` with every spelling of an added token ("</s>") broken up: no text can end a turn or open one."""

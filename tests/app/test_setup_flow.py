@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import click
 import pytest
 from click.testing import CliRunner
-from floe_chat.app.cli import setup
 from floe_chat.app.cli.main import cli
+from floe_chat.app.cli.setup import command as setup
 from floe_chat.app.setup import flow
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import Wish, forget, unfinished, wish, write_note
@@ -288,8 +288,10 @@ def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeyp
         asked.append(model)
         raise click.Abort
 
-    monkeypatch.setattr("floe_chat.app.cli.setup._planned", planned)
-    monkeypatch.setattr("floe_chat.app.cli.setup.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr("floe_chat.app.cli.setup.command._planned", planned)
+    monkeypatch.setattr(
+        "floe_chat.app.cli.setup.command.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    )
     offered = runner.invoke(cli, ["setup"])
     assert asked == [first.entry.name] and "recommended for this machine" in offered.stderr
 

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...models import catalog
-from ...models.errors import AccessError, FloeError, UsageError
-from ...models.paths import expanded
-from ..progress import clear, note, step
-from ..setup.flow import Setup, SetupProgress
-from ..setup.packing_progress import time_left
-from ..setup.setups import look_up
-from ..setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
-from ..text import units
-from ..text.plain_text import printable
-from . import elsewhere_setup
-from .ready_setup import offered
+from ....models import catalog
+from ....models.errors import AccessError, FloeError, UsageError
+from ....models.paths import expanded
+from ...progress import clear, note, step
+from ...setup.flow import Setup, SetupProgress
+from ...setup.packing_progress import time_left
+from ...setup.setups import look_up
+from ...setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
+from ...text import units
+from ...text.plain_text import printable
+from . import elsewhere
+from .ready import offered
 
 if TYPE_CHECKING:
-    from ...engine.planning.plan import Plan
-    from ...models.catalog_entry import CatalogEntry
+    from ....engine.planning.plan import Plan
+    from ....models.catalog_entry import CatalogEntry
 
 _LOOK_S = 0.2
 _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated later
@@ -187,8 +187,8 @@ def _recommended(begun: list[Wish], *, ask: bool) -> str:
     Raises:
         UsageError: a model has to be named, since nobody can be asked or several setups are unfinished, or none fits.
     """
-    from ...engine.planning.plan import offers, recommended
-    from .plan import here
+    from ....engine.planning.plan import offers, recommended
+    from ..plan import here
 
     if begun:
         raise UsageError("Which model?", _names(begun), "Name one: floe-chat setup NAME")
@@ -224,16 +224,16 @@ def _planned(
     ask: bool,
 ) -> tuple[Wish, str | None]:
     """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
-    from ...engine.planning.plan import make
-    from ...models.hub.download import room
-    from .plan import here
+    from ....engine.planning.plan import make
+    from ....models.hub.download import room
+    from ..plan import here
 
     wanted = wish(model, name, to=to)
     entry, token = _entry(wanted)
     if entry.only_pack and (given or here_only):
         hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
         raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
-    if (copy := elsewhere_setup.found(wanted, entry, look, ask=ask)) is not None:
+    if (copy := elsewhere.found(wanted, entry, look, ask=ask)) is not None:
         wanted, entry = wish(str(copy.entry.folder), wanted.name, to=to), copy.entry
     machine = here()
     if wanted.to:
@@ -287,8 +287,8 @@ def _looked_up(wanted: Wish) -> tuple[CatalogEntry, str | None]:
 
 def _told(plan: Plan, wanted: Wish) -> list[str]:
     """What the setup makes, at the widths wished for, in a few lines; `floe-chat plan` has the rest."""
-    from ...engine.planning.options import option
-    from ...engine.planning.reasons import describe, lacks
+    from ....engine.planning.options import option
+    from ....engine.planning.reasons import describe, lacks
 
     made = option(plan.machine, plan.entry, wanted.spec(), plan.context)
     lines = [f"{wanted.name}: {wanted.model} into {wanted.place}"]
@@ -332,7 +332,7 @@ def _run(wanted: Wish, token: str | None) -> None:
 
 def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
     """Measure the presets of a model that is ready, if the person wants that."""
-    from ...models.pack.manifest import Manifest
+    from ....models.pack.manifest import Manifest
 
     if tuning is None and Manifest.read(wanted.folder).tuned:
         return
@@ -342,8 +342,8 @@ def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
     if not tuning:
         note(f"To measure its own presets: floe-chat tune {wanted.name}")
         return
-    from .comparison import OWN_TOKENS
-    from .tune import by_itself
+    from ..comparison import OWN_TOKENS
+    from ..tune import by_itself
 
     try:
         by_itself(wanted.folder, None, OWN_TOKENS, "auto", as_json=False, err=True)

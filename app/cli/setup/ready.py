@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...models.errors import AccessError, FloeError, UsageError
-from ..progress import note
-from ..setup.ready_words import claims, in_short, is_remote, takes
-from ..setup.wish import Wish, of_ready
+from ....models.errors import AccessError, FloeError, UsageError
+from ...progress import note
+from ...setup.ready_words import claims, in_short, is_remote, takes
+from ...setup.wish import Wish, of_ready
 
 if TYPE_CHECKING:
-    from ...engine.planning.machine import Machine
-    from ...engine.planning.plan import Plan
-    from ...models.catalog_entry import CatalogEntry
+    from ....engine.planning.machine import Machine
+    from ....engine.planning.plan import Plan
+    from ....models.catalog_entry import CatalogEntry
 
 LookUp = Callable[[Wish], "tuple[CatalogEntry, str | None]"]
 
@@ -31,7 +31,7 @@ def offered(
     Raises:
         FloeError: it cannot be used or does not fit this machine, and there is no checkpoint to pack instead.
     """
-    from ...engine.planning.plan import make
+    from ....engine.planning.plan import make
 
     token: str | None = None
     ready = entry.ready
@@ -64,7 +64,7 @@ def offered(
 
 
 def _lines(plan: Plan, wanted: Wish, *, alone: bool) -> list[str]:
-    from ...engine.planning.reasons import describe
+    from ....engine.planning.reasons import describe
 
     ready = plan.entry.ready
     assert ready is not None

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..progress import note
-from ..setup import elsewhere
-from ..setup.wish import Wish
-from ..text import units
-from ..text.plain_text import printable
+from ...progress import note
+from ...setup import elsewhere
+from ...setup.wish import Wish
+from ...text import units
+from ...text.plain_text import printable
 
 if TYPE_CHECKING:
-    from ...models.catalog_entry import CatalogEntry
+    from ....models.catalog_entry import CatalogEntry
 
 
 def found(wanted: Wish, entry: CatalogEntry, look: bool | None, *, ask: bool) -> elsewhere.Copy | None:

@@ -1,0 +1,70 @@
+"""Options that several commands have: which model answers, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ...engine.ranges import MAX_TOKENS
+
+Command = Callable[..., Any]
+
+MODEL = (
+    click.option(
+        "--model",
+        "-m",
+        default="demo",
+        metavar="NAME|FOLDER",
+        help="A packed model for this run: its name, or its folder.  [default: the model chosen last]",
+    ),
+    click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N; sim:NAME simulates a card in virtual time.",
+    ),
+    click.option(
+        "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
+    ),
+)
+SAMPLING = (
+    click.option(
+        "--temperature", type=float, help="0 always picks the likeliest token.  [default: the model's, or 0.7]"
+    ),
+    click.option("--top-k", type=int, help="Sample from the K likeliest tokens; 0 is off.  [default: 0]"),
+    click.option(
+        "--top-p",
+        type=float,
+        help="Sample from the likeliest tokens up to this total probability; 1 is off.  [default: 1]",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Drop tokens below this share of the likeliest token's probability.  [default: 0.05]",
+    ),
+    click.option("--repetition-penalty", type=float, help="Above 1, repetition is less likely.  [default: 1]"),
+    click.option("--seed", type=int, help="The same seed gives the same answer.  [default: random]"),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(int(MAX_TOKENS.low), int(MAX_TOKENS.high)),
+        default=512,
+        show_default=True,
+        help="Maximum length of an answer, in tokens.",
+    ),
+    click.option("--system", metavar="TEXT", help="The system prompt of new chats."),
+)
+
+
+def given_by(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """A decorator: the command has these options, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate

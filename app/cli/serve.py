@@ -1,0 +1,145 @@
+"""`floe-chat serve`: the model for other programs, by OpenAI's protocol."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...models.errors import FloeError, UsageError
+from ..text.plain_text import printable
+from .options import MODEL, SAMPLING, given_by
+
+KEY = "FLOE_CHAT_KEY"
+_LONGEST_KEY = 4096
+
+
+@click.command(short_help="Answer other programs by OpenAI's protocol.")
+@given_by(*MODEL)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at; others need a key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--key-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"Answer only who sends the key in FILE (or in the variable {KEY}).",
+)
+@click.option("--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Answers that may wait.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages of URL ask; may be repeated.")
+@given_by(*SAMPLING)
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    host: str,
+    port: int,
+    key_file: Path | None,
+    queue: int,
+    origins: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Answer other programs (editors, scripts, other chats) by OpenAI's protocol, until Ctrl+C.
+
+    Only programs on this machine reach it. Another --host, such as 0.0.0.0, lets other machines ask, with a key.
+    Nothing is saved. Sampling options are for requests that do not say.
+
+    \b
+    floe-chat serve --model NAME
+    curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    from ..server.guard import LOOPBACK
+
+    key = _key(key_file)
+    if host not in LOOPBACK and key is None:
+        raise UsageError(
+            f"At {host} every machine of the network could ask",
+            "The server listens at another address than this machine's own only with a key.",
+            f"Put a long random word into a file and add --key-file FILE, or set {KEY}.",
+        )
+    from ..chat.beginning import begin
+
+    for name in ("max_tokens", "system"):
+        options.setdefault(name, None)
+    ctx.exit(_serve(begin(ctx, options), _listening(host, port), key, queue, origins))
+
+
+def _key(file: Path | None) -> str | None:
+    """The key in a file, or in the environment; None if there is none.
+
+    Raises:
+        UsageError: it cannot be read, or used in a header.
+    """
+    if file is None:
+        key, where = os.environ.get(KEY), KEY
+        if key is None:
+            return None
+    else:
+        where = str(file)
+        try:
+            with file.open(encoding="utf-8") as opened:
+                key = opened.read(_LONGEST_KEY + 1)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"The key cannot be read from {file}", str(error), "Write it into a text file.") from error
+    key = key.strip()
+    if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"{where} holds no key",
+            "A key is one word of letters, digits and signs.",
+            "Make one with: openssl rand -hex 32",
+        )
+    return key
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises FloeError: the address cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listening = socket.socket(family)
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+    except OSError as error:
+        cause = f"{error.strerror or error}."
+        raise FloeError(f"No server can listen at {host}:{port}", cause, "Choose another --port or --host.") from error
+    return listening
+
+
+def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
+    import uvicorn
+
+    from ..client.loading import wait_until_loaded
+    from ..server.application import application
+    from ..server.desk import Desk
+    from ..server.guard import LOOPBACK, Guard
+
+    client = beginning.client
+    client.start()
+    try:
+        loaded = wait_until_loaded(client)
+    except BaseException:
+        client.close()
+        raise
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    guard = Guard(key, LOOPBACK if key is None else None, origins)
+    app = application(Desk(client, loaded, queue), beginning.sampling, guard, origins)
+    sys.stderr.write(printable(f"floe-chat: {loaded.model} answers at http://{shown}:{port}/v1 until Ctrl+C.\n"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=1000,
+        )
+    )
+    server.run(sockets=[listening])
+    return 0

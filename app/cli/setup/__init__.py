@@ -1,0 +1,1 @@
+"""`floe-chat setup`: a model from anywhere, packed for this machine."""

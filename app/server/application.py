@@ -1,0 +1,337 @@
+"""The server's paths, as a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...engine.events import Loaded, Sampling
+from . import metrics, openapi
+from .desk import Desk, End, News, Order, Text, Thought
+from .guard import Guard
+from .refusals import RefusedError
+from .replies import Choice, Reply
+from .requests import ChatRequest, CompletionRequest, Drawing, read, rule_of
+
+MOST_BYTES = 32 << 20  # of a body
+_PAUSE_S = 30.0  # that a client may make inside its body, or before it takes more of an answer
+_GONE = 499  # what nobody reads any more; a number that others use for it
+
+_CLOSE = {"Connection": "close"}
+_NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[str] = ()) -> Starlette:
+    """The application before a desk. sampling: where a request says nothing. origins: pages that browsers let ask."""
+    serving = _Serving(desk, sampling)
+    cors = [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        yield
+        await asyncio.to_thread(desk.close)
+
+    return Starlette(
+        routes=[
+            Route("/health", serving.health),
+            Route("/v1/models", serving.models),
+            Route("/v1/models/{name:path}", serving.model),
+            Route("/v1/chat/completions", serving.chat, methods=["POST"]),
+            Route("/v1/completions", serving.completions, methods=["POST"]),
+            Route("/metrics", serving.metrics),
+            Route("/openapi.json", serving.openapi),
+        ],
+        middleware=[*(cors if origins else []), Middleware(_Guarded, guard=guard)],
+        exception_handlers={RefusedError: _refused, HTTPException: _http, ClientDisconnect: _gone},
+        lifespan=lifespan,
+    )
+
+
+class _Guarded:
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._guard.check(Request(scope))
+            except RefusedError as refused:
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return error.response()
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"There is no {request.url.path[:200]}.", 405: f"{request.method} is not for this path."}
+    message = what.get(error.status_code, error.detail)
+    return RefusedError(error.status_code, message, headers=error.headers).response()
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=_GONE)
+
+
+class _Serving:
+    def __init__(self, desk: Desk, sampling: Sampling) -> None:
+        self._desk, self._sampling = desk, sampling
+
+    async def health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_described(self._desk.loaded)]})
+
+    async def model(self, request: Request) -> Response:
+        self._need(request.path_params["name"])
+        return JSONResponse(_described(self._desk.loaded))
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(metrics.text(self._desk), media_type=metrics.TYPE)
+
+    async def openapi(self, _: Request) -> Response:
+        return JSONResponse(openapi.document())
+
+    async def chat(self, request: Request) -> Response:
+        asked = read(await _body(request), ChatRequest)
+        return await self._answer(request, asked, [asked.turns], chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        asked = read(await _body(request), CompletionRequest)
+        return await self._answer(request, asked, asked.prompts, chat=False)
+
+    async def _answer(self, request: Request, asked: Drawing, prompts: Sequence[Any], *, chat: bool) -> Response:
+        loaded, floe = self._desk.loaded, asked.floe
+        self._need(asked.model)
+        sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
+        quality = None if floe is None else rule_of(floe) or floe.preset
+        order = Order("", sampling, asked.longest, asked.stops, quality, floe is None or floe.think, asked.user or peer)
+        orders = [
+            replace(order, given=given, sampling=_apart(sampling, number))
+            for given in prompts
+            for number in range(asked.n or 1)
+        ]
+        waiting = _Waiting(self._desk, orders)
+        reply = Reply(chat, loaded.model, floe is not None and floe.figures)
+        if not asked.stream:
+            return await waiting.whole(request, reply)
+        first = await waiting.first(request)  # what cannot be answered is no stream yet
+        usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        return _Stream(waiting.pieces(reply, first, usage=usage), waiting.leave)
+
+    def _need(self, name: str | None) -> None:
+        own = self._desk.loaded.model
+        if name not in (None, "", own):
+            message = f"There is no model {name[:200]!r} here. This server has {own!r}."
+            raise RefusedError(404, message, "model", "model_not_found")
+
+
+def _described(loaded: Loaded) -> dict[str, Any]:
+    return {
+        "id": loaded.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "floe-chat",
+        "context_length": loaded.context_window,
+        "max_model_len": loaded.context_window,
+        "floe": {
+            "source": loaded.source,
+            "widths": loaded.widths,
+            "presets": loaded.presets,
+            "preset": loaded.preset,
+            "device": loaded.device,
+            "backend": loaded.backend,
+        },
+    }
+
+
+def _apart(sampling: Sampling, number: int) -> Sampling:
+    """Of several answers to a question each has a seed of its own."""
+    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + number) % (1 << 63))
+
+
+async def _body(request: Request) -> bytes:
+    """Raises RefusedError: it is too long, or stops coming."""
+    parts, size = list[bytes](), 0
+    stream = request.stream()
+    try:
+        while True:
+            async with asyncio.timeout(_PAUSE_S):
+                part = await anext(stream, None)
+            if part is None:
+                return b"".join(parts)
+            size += len(part)
+            if size > MOST_BYTES:
+                raise RefusedError(413, f"The body has more than {MOST_BYTES >> 20} MiB.", headers=_CLOSE)
+            parts.append(part)
+    except TimeoutError:
+        raise RefusedError(408, "The body did not come.", headers=_CLOSE) from None
+
+
+class _Waiting:
+    """The answers to one request, as they come from the desk.
+
+    Raises:
+        RefusedError: the line is full.
+    """
+
+    def __init__(self, desk: Desk, orders: Sequence[Order]) -> None:
+        loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self._left = len(orders)
+
+        def tell(number: int, news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._news.put_nowait, (number, news))
+
+        self._choices = [Choice() for _ in orders]
+        self._tickets = desk.take(orders, tell)
+
+    def leave(self) -> None:
+        """Nobody wants the answers any more."""
+        for ticket in self._tickets:
+            ticket.leave()
+
+    async def whole(self, request: Request, reply: Reply) -> Response:
+        """All of the answers at once. Raises RefusedError: one failed."""
+        gone = asyncio.ensure_future(_disconnected(request))
+        collected = asyncio.ensure_future(self._collect())
+        try:
+            await asyncio.wait((gone, collected), return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
+                return Response(status_code=_GONE)
+            collected.result()
+            return _json(reply.whole(self._choices))
+        finally:
+            self.leave()
+            gone.cancel()
+            collected.cancel()
+
+    async def _collect(self) -> None:
+        while self._left:
+            number, news = await self._news.get()
+            self._take(number, news)
+
+    def _take(self, number: int, news: News) -> None:
+        choice = self._choices[number]
+        match news:
+            case Text(text):
+                choice.text += text
+            case Thought(text):
+                choice.thought += text
+            case End():
+                choice.end, self._left = news, self._left - 1
+            case RefusedError():
+                raise news
+
+    async def first(self, request: Request) -> tuple[int, News]:
+        """The first news. Raises RefusedError: there is no answer. ClientDisconnect."""
+        gone, first = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(self._news.get())
+        try:
+            await asyncio.wait((gone, first), return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                raise ClientDisconnect
+            if isinstance(news := first.result()[1], RefusedError):
+                raise news
+            return first.result()
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            gone.cancel()
+            first.cancel()
+
+    async def pieces(self, reply: Reply, first: tuple[int, News], *, usage: bool) -> AsyncIterator[bytes]:
+        """The answers as server-sent events."""
+        begun = set[int]()
+        number, news = first
+        while True:
+            if reply.chat and number not in begun:
+                begun.add(number)
+                yield _event(reply.begin(number))
+            try:
+                self._take(number, news)
+            except RefusedError as error:
+                yield _event(error.body)
+                break
+            match news:
+                case Text(text):
+                    yield _event(reply.more(number, text))
+                case Thought(text):
+                    if reply.chat:
+                        yield _event(reply.more(number, text, "thought"))
+                case End():
+                    yield _event(reply.last(number, news))
+                case RefusedError():
+                    break
+            if not self._left:
+                if usage:
+                    yield _event(reply.used([choice.end for choice in self._choices if choice.end is not None]))
+                break
+            number, news = await self._news.get()
+        yield b"data: [DONE]\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Stream(Response):
+    """Server-sent events. Whoever stops reading, or goes, frees the line."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers=_NO_STORE)
+        del self.headers["content-length"]
+        self._events, self._leave = events, leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(Request(scope, receive)))
+        sent = asyncio.ensure_future(self._send(send))
+        try:
+            await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
+            if sent.done():
+                sent.result()
+        except (OSError, TimeoutError):
+            pass  # the client is gone, or reads no more
+        finally:
+            self._leave()
+            gone.cancel()
+            sent.cancel()
+
+    async def _send(self, send: Send) -> None:
+        async def sending(message: dict[str, Any]) -> None:
+            async with asyncio.timeout(_PAUSE_S):
+                await send(message)
+
+        await sending({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await sending({"type": "http.response.body", "body": event, "more_body": True})
+        await sending({"type": "http.response.body", "body": b""})
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
+def _json(fields: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(fields), media_type="application/json")

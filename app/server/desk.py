@@ -1,0 +1,284 @@
+"""One model and its waiting line: answers are computed one after the other, on a thread, and go to whoever asked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from ...engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
+from ...models.errors import FloeError
+from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.loading import error_of
+from ..client.prompt import PromptTurn
+from .refusals import RefusedError, refusal
+from .stops import Stops
+
+_LOOK_S = 0.5  # between two looks at whether the server ends, while nothing happens
+_log = logging.getLogger("floe_chat.app")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One answer that is wanted.
+
+    Attributes:
+        given: messages, or a text to continue. longest: tokens of the answer, thinking among them; None: what fits.
+        quality: a preset's name, or a rule; None: the server's own. client: whom it is for: each has a turn.
+    """
+
+    given: Sequence[PromptTurn] | str
+    sampling: Sampling
+    longest: int | None
+    stops: tuple[str, ...] = ()
+    quality: str | Rule | None = None
+    think: bool = True
+    client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """More of what the model thinks before it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The answer is complete.
+
+    Attributes:
+        reason: "stop" or "length". thought: tokens of thinking. preset: by which it was computed.
+    """
+
+    reason: str
+    stats: Stats
+    thought: int
+    preset: str
+
+
+News = Text | Thought | End | RefusedError
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the desk has done so far. Of prompts, `reused_tokens` were not computed; `seconds` went into answers."""
+
+    answers: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    refused: int = 0
+
+
+class Ticket:
+    """A place in the line. `tell` is called on the desk's thread, with an `End` or a `RefusedError` last."""
+
+    def __init__(self, desk: Desk, order: Order, tell: Callable[[News], None]) -> None:
+        self.order, self.tell = order, tell
+        self.left = False
+        self._desk = desk
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more: it ends within a layer. Does nothing after its end."""
+        self._desk.forget(self)
+
+
+class Desk:
+    """Takes orders from any thread. `most`: orders that may wait.
+
+    Attributes:
+        loaded: the model. counts: see `Counts`.
+    """
+
+    def __init__(self, client: ChatClient, loaded: Loaded, most: int) -> None:
+        self.loaded, self.counts = loaded, Counts()
+        self._client, self._most = client, most
+        self._quality: str | Rule = loaded.preset
+        self._lock = threading.Condition()
+        self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()  # the client whose turn it is first
+        self._served: Ticket | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="floe-desk", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Orders in the line."""
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being computed."""
+        return self._served is not None
+
+    def take(self, orders: Sequence[Order], tell: Callable[[int, News], None]) -> list[Ticket]:
+        """Take orders that belong together, all or none; `tell` gets their news with their number.
+
+        Raises:
+            RefusedError: too many wait already.
+        """
+        with self._lock:
+            waiting = self.waiting
+            if self._closed:
+                raise RefusedError(503, "The server is ending.")
+            if waiting + len(orders) > self._most:
+                self.counts.refused += 1
+                message = f"{waiting} answers are waiting, and at most {self._most} may. Try again later."
+                raise RefusedError(429, message, None, "queue_full", {"Retry-After": str(self._until_free(waiting))})
+            tickets = [Ticket(self, order, _numbered(tell, number)) for number, order in zip(count(), orders)]
+            for ticket in tickets:
+                self._lines.setdefault(ticket.order.client, deque()).append(ticket)
+            self._lock.notify()
+        return tickets
+
+    def _until_free(self, waiting: int) -> int:
+        """Whole seconds until the line is likely to be half as long."""
+        done = sum(self.counts.answers.values())
+        return max(1, round(waiting / 2 * self.counts.seconds / done)) if done else 5
+
+    def forget(self, ticket: Ticket) -> None:
+        """See `Ticket.leave`."""
+        with self._lock:
+            ticket.left = True
+            if ticket is self._served:
+                self._client.cancel()
+            elif ticket in (line := self._lines.get(ticket.order.client, deque())):
+                line.remove(ticket)
+                if not line:
+                    del self._lines[ticket.order.client]
+
+    def close(self) -> None:
+        """Refuse all that waits, end the running answer, and the engine."""
+        with self._lock:
+            self._closed = True
+            waiting = [ticket for line in self._lines.values() for ticket in line]
+            self._lines.clear()
+            self._client.cancel()
+            self._lock.notify()
+        for ticket in waiting:
+            ticket.tell(RefusedError(503, "The server is ending."))
+        self._thread.join(2.0)
+        self._client.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._lines and not self._closed:
+                    self._lock.wait()
+                if self._closed:
+                    return
+                ticket = self._served = self._next()
+            began = time.monotonic()
+            try:
+                last: News = self._serve(ticket)
+            except RefusedError as error:
+                last = error
+            except FloeError as error:
+                last = refusal(error)
+            # The thread's border: the next order must not suffer.
+            except Exception:  # noqa: BLE001
+                _log.exception("an answer failed")
+                last = RefusedError(500, "The answer failed. This is a bug in floe-chat; the log has the details.")
+            with self._lock:
+                self._served = None
+                self._count(last, time.monotonic() - began)
+            ticket.tell(last)
+
+    def _next(self) -> Ticket:
+        """The next client's first ticket; that client's turn comes again after all others'."""
+        client, line = next(iter(self._lines.items()))
+        ticket = line.popleft()
+        self._lines.move_to_end(client)
+        if not line:
+            del self._lines[client]
+        return ticket
+
+    def _count(self, last: News, seconds: float) -> None:
+        self.counts.seconds += seconds
+        outcome = last.reason if isinstance(last, End) else "failed"
+        self.counts.answers[outcome] = self.counts.answers.get(outcome, 0) + 1
+        if isinstance(last, End):
+            self.counts.prompt_tokens += last.stats.prompt_tokens
+            self.counts.reused_tokens += last.stats.reused_tokens
+            self.counts.new_tokens += last.stats.new_tokens
+
+    def _serve(self, ticket: Ticket) -> End:
+        """Compute one answer and tell it; its end.
+
+        Raises:
+            RefusedError: the engine failed. FloeError: the prompt does not fit, or cannot be made.
+        """
+        order, stops, thought = ticket.order, Stops(ticket.order.stops), 0
+        self._client.poll()  # what is left of the answer before
+        preset = self._set_quality(order.quality or self.loaded.preset)
+        longest = order.longest or self.loaded.context_window
+        request = self._client.submit_whole(order.given, order.sampling, longest, think=order.think).request
+        with self._lock:
+            if ticket.left or self._closed:
+                self._client.cancel()
+        while True:
+            for update in self._client.poll(_LOOK_S):
+                match update:
+                    case ThoughtDelta(request=of, text=text, tokens=tokens) if of == request:
+                        thought += tokens
+                        ticket.tell(Thought(text)) if text else None
+                    case TextDelta(request=of, text=text) if of == request:
+                        if certain := stops.feed(text):
+                            ticket.tell(Text(certain))
+                        if stops.met:
+                            self._client.cancel()
+                    case Finished(request=of, reason=reason, stats=stats) if of == request:
+                        if rest := stops.rest():
+                            ticket.tell(Text(rest))
+                        if reason == "cancelled" and not stops.met:
+                            raise RefusedError(503, "The answer was stopped: the server is ending.")
+                        return End("stop" if stops.met else _REASONS.get(reason, reason), stats, thought, preset)
+                    case Failed(request=of) if of is None or of == request:
+                        raise refusal(error_of(update))
+                    case _:
+                        pass
+
+    def _set_quality(self, quality: str | Rule) -> str:
+        """Put a preset or rule in force; the name of what is.
+
+        Raises:
+            RefusedError: this model cannot run it.
+        """
+        if quality == self._quality:
+            return quality if isinstance(quality, str) else "Custom"
+        if isinstance(quality, str):
+            self._client.set_preset(quality)
+        else:
+            self._client.set_quality(quality)
+        while True:
+            for update in self._client.poll(_LOOK_S):
+                match update:
+                    case PresetChanged(preset):
+                        self._quality = quality
+                        return preset
+                    case Failed():
+                        field_name = "floe.preset" if isinstance(quality, str) else "floe.rule"
+                        text = " ".join(filter(None, (f"{update.title}.", update.cause, update.hint)))
+                        raise RefusedError(400, text, field_name, "invalid_value")
+                    case _:
+                        pass
+
+
+_REASONS = {"context": "length"}
+
+
+def _numbered(tell: Callable[[int, News], None], number: int) -> Callable[[News], None]:
+    return lambda news: tell(number, news)

@@ -1,0 +1,215 @@
+"""Bodies of requests: which fields there are, which of them are supported, and how an answer is drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...engine.events import Rule, Sampling
+from ...engine.ranges import MAX_TOKENS, SAMPLING
+from ..client.prompt import PromptTurn
+from .refusals import RefusedError
+
+MOST_CHOICES = 16
+_MOST_STOPS, _LONGEST_STOP = 16, 1_000
+_PATH = re.compile(r" - at `\$\.?(?P<path>.*?)`$")
+
+
+def _within(name: str) -> Meta:
+    limits = SAMPLING[name]
+    return Meta(gt=limits.low, le=limits.high) if limits.above_low else Meta(ge=limits.low, le=limits.high)
+
+
+_Tokens = Annotated[int, Meta(ge=int(MAX_TOKENS.low), le=int(MAX_TOKENS.high))] | None
+_Stop = Annotated[str, Meta(min_length=1, max_length=_LONGEST_STOP)]
+_Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
+
+
+class TextPart(Struct, frozen=True):
+    """A part of a message's content: text is the only kind that these models read."""
+
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class Message(Struct, frozen=True):
+    """A turn. `reasoning_content`: what the model thought before its answer."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def turn(self) -> PromptTurn:
+        """As the chat template gets it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return PromptTurn(role, text, self.reasoning_content or "")
+
+
+class StreamOptions(Struct, frozen=True):
+    """`include_usage`: a last event says how many tokens there were."""
+
+    include_usage: bool | None = None
+
+
+class Floe(Struct, frozen=True, forbid_unknown_fields=True):
+    """What only this server knows.
+
+    Attributes:
+        preset: the quality of this answer. rule: the same by hand, fields of `kernels.rule.Rule`. think: False asks for
+            no thinking. figures: whether the answer comes with its figures.
+    """
+
+    preset: str | None = None
+    rule: dict[str, Any] | None = None
+    think: bool = True
+    figures: bool = False
+
+
+class Drawing(Struct, frozen=True, kw_only=True):
+    """What both kinds of requests say about drawing an answer; what is left out comes from the server's settings."""
+
+    model: str | None = None
+    max_tokens: _Tokens = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MOST_STOPS)] | None = None
+    seed: _Seed = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=int(SAMPLING["top_k"].high))] | None = None
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    user: str | None = None
+    floe: Floe | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that the answer may have; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer, and are no part of it."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """How to draw."""
+        given = {field.name: value for field in fields(Sampling) if (value := getattr(self, field.name)) is not None}
+        if given.get("top_k") == -1:  # the other way to write "off"
+            given["top_k"] = 0
+        if "seed" in given:
+            given["seed"] &= (1 << 63) - 1
+        return replace(default, **given)
+
+
+class ChatRequest(Drawing, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: _Tokens = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def turns(self) -> list[PromptTurn]:
+        """The messages."""
+        return [message.turn for message in self.messages]
+
+
+class CompletionRequest(Drawing, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MOST_CHOICES)]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The texts to continue."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+
+Asked = TypeVar("Asked", bound=Drawing)
+
+_Neutral = Callable[[Any], bool]
+_UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
+    "tools": (lambda value: not value, "This server does not call tools yet."),
+    "tool_choice": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
+    "functions": (lambda value: not value, "This server does not call tools yet."),
+    "function_call": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
+    "response_format": (
+        lambda value: value == {"type": "text"},
+        "Answers are text: their form cannot be prescribed yet.",
+    ),
+    "logprobs": (lambda value: value is False, "Probabilities of tokens are not given yet."),
+    "top_logprobs": (lambda value: value == 0, "Probabilities of tokens are not given yet."),
+    "logit_bias": (lambda value: not value, "Tokens cannot be weighted."),
+    "presence_penalty": (lambda value: value == 0, "Use repetition_penalty."),
+    "frequency_penalty": (lambda value: value == 0, "Use repetition_penalty."),
+    "modalities": (lambda value: value == ["text"], "These models read and write text."),
+    "audio": (lambda _: False, "These models read and write text."),
+    "prediction": (lambda _: False, "Answers cannot be predicted."),
+    "web_search_options": (lambda _: False, "This server searches nothing."),
+    "suffix": (lambda value: value == "", "These models do not fill in the middle."),
+    "echo": (lambda value: value is False, "The prompt is not repeated."),
+    "best_of": (lambda value: value == 1, "Use n, and choose."),
+    "store": (lambda value: value is False, "This server stores nothing."),
+}
+"""Fields that other servers know and this one does not: which of their values change nothing, and what to say."""
+
+
+def read(body: bytes, kind: type[Asked]) -> Asked:
+    """The request in a body. Fields that nobody knows are ignored.
+
+    Raises:
+        RefusedError: it is no JSON, lacks a field, or has one of a wrong type, out of range, or not supported.
+    """
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(400, f"The body is not JSON: {error}.", None, "invalid_json") from None
+    if not isinstance(given, dict):
+        raise RefusedError(400, "The body is not a JSON object.", None, "invalid_json")
+    for name, (neutral, hint) in _UNSUPPORTED.items():
+        if (value := given.get(name)) is not None and not neutral(value):
+            raise RefusedError(400, f"{name} is not supported. {hint}", name, "unsupported_field")
+    try:
+        return msgspec.convert(given, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        text = str(error)
+        found = _PATH.search(text)
+        field = found["path"] if found else _missing(text)
+        raise RefusedError(400, f"{field or 'The body'}: {_PATH.sub('', text)}.", field, "invalid_value") from None
+
+
+def _missing(text: str) -> str | None:
+    found = re.search(r"required field `(\w+)`", text)
+    return found[1] if found else None
+
+
+def rule_of(floe: Floe) -> Rule | None:
+    """The rule that a request sets by hand.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if floe.rule is None:
+        return None
+    try:
+        rule = msgspec.convert(floe.rule, Rule)
+    except msgspec.ValidationError as error:
+        raise RefusedError(400, f"floe.rule: {error}.", "floe.rule", "invalid_value") from None
+    if unknown := floe.rule.keys() - {field.name for field in fields(Rule)}:
+        raise RefusedError(400, f"floe.rule has no {min(unknown)}.", "floe.rule", "invalid_value")
+    if wrong := rule.wrong:
+        raise RefusedError(400, f"floe.rule.{wrong} cannot be that.", f"floe.rule.{wrong}", "invalid_value")
+    return rule
