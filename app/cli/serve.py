@@ -48,7 +48,7 @@ def serve(
 
     \b
     floe-chat serve --model NAME
-    curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    curl http://127.0.0.1:8080/v1/models
     """
     from ..server.guard import LOOPBACK
 
@@ -97,8 +97,8 @@ def _listening(host: str, port: int) -> socket.socket:
     """Raises FloeError: the address cannot be had."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        listening = socket.socket(family)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)  # asyncio sends at once only where the protocol is named
         if os.name == "posix":  # elsewhere it would let two servers share a port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -110,10 +110,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
-    import uvicorn
-
     from ..client.loading import wait_until_loaded
-    from ..server.application import application
+    from ..server.application import Server, application
     from ..server.desk import Desk
     from ..server.guard import LOOPBACK, Guard
 
@@ -127,19 +125,8 @@ def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     guard = Guard(key, LOOPBACK if key is None else None, origins)
-    app = application(Desk(client, loaded, queue), beginning.sampling, guard, origins)
+    desk = Desk(client, loaded, queue)
+    app = application(desk, beginning.sampling, guard, origins)
     sys.stderr.write(printable(f"floe-chat: {loaded.model} answers at http://{shown}:{port}/v1 until Ctrl+C.\n"))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=3,
-            limit_concurrency=1000,
-        )
-    )
-    server.run(sockets=[listening])
+    Server(app, desk).run(sockets=[listening])
     return 0

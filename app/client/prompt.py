@@ -9,6 +9,10 @@ from ...models.errors import UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
 
 
+class TooLongPromptError(UsageError):
+    """What is given does not fit the model's window."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTurn:
     """One turn: `role` is "system", "user" or "assistant"; `text` is what was written, `thought` what an answer's model
@@ -56,7 +60,7 @@ def whole(chat: ChatProcess, window: int, given: Sequence[PromptTurn] | str, *, 
     """The prompt of all these messages, or of a text to continue: nothing is left out.
 
     Raises:
-        FloeError: it does not fit the window with one token more; otherwise as `fit`.
+        TooLongPromptError: it does not fit the window with one token more. Otherwise as `fit`.
     """
     if isinstance(given, str):
         limit = window - 1
@@ -67,17 +71,17 @@ def whole(chat: ChatProcess, window: int, given: Sequence[PromptTurn] | str, *, 
     if isinstance(fitted, Fitted) and not fitted.dropped:
         return fitted
     counted = f"It takes {fitted.tokens:,} tokens. " if isinstance(fitted, TooLong) and fitted.tokens else ""
-    raise UsageError(
+    raise TooLongPromptError(
         "The prompt is too long for the model's context window",
         f"{counted}The window holds {window:,} tokens, for prompt and answer.",
         "Send fewer messages, or shorter ones.",
     )
 
 
-def _too_long(found: TooLong, limit: int, window: int) -> UsageError:
+def _too_long(found: TooLong, limit: int, window: int) -> TooLongPromptError:
     what = "system prompt" if found.system else "message"
     needs = "It has more text than fits" if found.tokens is None else f"The prompt takes {found.tokens:,} tokens"
-    return UsageError(
+    return TooLongPromptError(
         f"The {what} is too long for the model's context window",
         f"{needs}. The window holds {window:,} tokens, and {window - limit:,} of them are reserved for the answer.",
         f"Shorten the {what}, or ask for a shorter answer (--max-tokens).",

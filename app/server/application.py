@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,10 +27,11 @@ from .desk import Desk, End, News, Order, Text, Thought
 from .guard import Guard
 from .refusals import RefusedError
 from .replies import Choice, Reply
-from .requests import ChatRequest, CompletionRequest, Drawing, read, rule_of
+from .requests import ChatRequest, CompletionRequest, Drawing, quality_of, read
 
 MOST_BYTES = 32 << 20  # of a body
 _PAUSE_S = 30.0  # that a client may make inside its body, or before it takes more of an answer
+_log = logging.getLogger("floe_chat")
 _GONE = 499  # what nobody reads any more; a number that others use for it
 
 _CLOSE = {"Connection": "close"}
@@ -38,12 +42,6 @@ def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[
     """The application before a desk. sampling: where a request says nothing. origins: pages that browsers let ask."""
     serving = _Serving(desk, sampling)
     cors = [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])]
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        yield
-        await asyncio.to_thread(desk.close)
-
     return Starlette(
         routes=[
             Route("/health", serving.health),
@@ -56,8 +54,34 @@ def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[
         ],
         middleware=[*(cors if origins else []), Middleware(_Guarded, guard=guard)],
         exception_handlers={RefusedError: _refused, HTTPException: _http, ClientDisconnect: _gone},
-        lifespan=lifespan,
     )
+
+
+class Server(uvicorn.Server):
+    """Ends the desk before it waits for connections: every answer is told that it ends."""
+
+    def __init__(self, app: Starlette, desk: Desk) -> None:
+        for handler in _log.handlers:
+            logging.getLogger("uvicorn").addHandler(handler)
+        logging.getLogger("uvicorn").propagate = False
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=3,
+                limit_concurrency=1000,
+            )
+        )
+        self._desk = desk
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._desk.close)
+        await super().shutdown(sockets)
 
 
 class _Guarded:
@@ -122,8 +146,9 @@ class _Serving:
         loaded, floe = self._desk.loaded, asked.floe
         self._need(asked.model)
         sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
-        quality = None if floe is None else rule_of(floe) or floe.preset
-        order = Order("", sampling, asked.longest, asked.stops, quality, floe is None or floe.think, asked.user or peer)
+        order = Order(
+            "", sampling, asked.longest, asked.stops, quality_of(floe), floe is None or floe.think, asked.user or peer
+        )
         orders = [
             replace(order, given=given, sampling=_apart(sampling, number))
             for given in prompts
@@ -137,9 +162,9 @@ class _Serving:
         usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         return _Stream(waiting.pieces(reply, first, usage=usage), waiting.leave)
 
-    def _need(self, name: str | None) -> None:
+    def _need(self, name: str) -> None:
         own = self._desk.loaded.model
-        if name not in (None, "", own):
+        if name != own:
             message = f"There is no model {name[:200]!r} here. This server has {own!r}."
             raise RefusedError(404, message, "model", "model_not_found")
 
@@ -271,7 +296,7 @@ class _Waiting:
                 self._take(number, news)
             except RefusedError as error:
                 yield _event(error.body)
-                break
+                return
             match news:
                 case Text(text):
                     yield _event(reply.more(number, text))
@@ -281,7 +306,7 @@ class _Waiting:
                 case End():
                     yield _event(reply.last(number, news))
                 case RefusedError():
-                    break
+                    pass
             if not self._left:
                 if usage:
                     yield _event(reply.used([choice.end for choice in self._choices if choice.end is not None]))

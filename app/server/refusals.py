@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from ...models.errors import FloeError, TryAgainError, UsageError
+from ..client.prompt import TooLongPromptError
 
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
@@ -49,7 +50,8 @@ class RefusedError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def refusal(error: FloeError, code: str | None = None) -> RefusedError:
+def refusal(error: FloeError) -> RefusedError:
     """What a client is told of an error of ours: those of use are the request's fault, all others are not."""
+    code = "context_length_exceeded" if isinstance(error, TooLongPromptError) else None
     status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, TryAgainError) else 500
     return RefusedError(status, " ".join(filter(None, (f"{error.title}.", error.cause, error.hint))), None, code)

@@ -63,12 +63,12 @@ class Floe(Struct, frozen=True, forbid_unknown_fields=True):
     """What only this server knows.
 
     Attributes:
-        preset: the quality of this answer. rule: the same by hand, fields of `kernels.rule.Rule`. think: False asks for
+        preset: the quality of this answer. rule: the same by hand. think: False asks for
             no thinking. figures: whether the answer comes with its figures.
     """
 
     preset: str | None = None
-    rule: dict[str, Any] | None = None
+    rule: Rule | None = None
     think: bool = True
     figures: bool = False
 
@@ -76,7 +76,7 @@ class Floe(Struct, frozen=True, forbid_unknown_fields=True):
 class Drawing(Struct, frozen=True, kw_only=True):
     """What both kinds of requests say about drawing an answer; what is left out comes from the server's settings."""
 
-    model: str | None = None
+    model: str
     max_tokens: _Tokens = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
@@ -196,20 +196,15 @@ def _missing(text: str) -> str | None:
     return found[1] if found else None
 
 
-def rule_of(floe: Floe) -> Rule | None:
-    """The rule that a request sets by hand.
+def quality_of(floe: Floe | None) -> str | Rule | None:
+    """The preset or rule of a request; None: the server's own.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: it is no rule.
     """
-    if floe.rule is None:
-        return None
-    try:
-        rule = msgspec.convert(floe.rule, Rule)
-    except msgspec.ValidationError as error:
-        raise RefusedError(400, f"floe.rule: {error}.", "floe.rule", "invalid_value") from None
-    if unknown := floe.rule.keys() - {field.name for field in fields(Rule)}:
-        raise RefusedError(400, f"floe.rule has no {min(unknown)}.", "floe.rule", "invalid_value")
-    if wrong := rule.wrong:
-        raise RefusedError(400, f"floe.rule.{wrong} cannot be that.", f"floe.rule.{wrong}", "invalid_value")
-    return rule
+    if floe is None or floe.rule is None:
+        return floe and floe.preset
+    if wrong := floe.rule.wrong:
+        value = getattr(floe.rule, wrong)
+        raise RefusedError(400, f"floe.rule.{wrong} cannot be {value}.", f"floe.rule.{wrong}", "invalid_value")
+    return floe.rule

@@ -20,10 +20,11 @@ class Stops:
         if self.met or not self._stops:
             return "" if self.met else text
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        # The one that is complete first, so that it does not matter in which pieces the text comes.
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.met = True
-            text, self._held = self._held[: min(found)], ""
+            text, self._held = self._held[: min(found)[1]], ""
             return text
         kept = max(_overlap(self._held, stop) for stop in self._stops)
         text, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]

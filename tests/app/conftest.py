@@ -10,9 +10,10 @@ import pytest
 from floe_chat.app.history import History
 from floe_chat.app.setup.setups import Setups
 from floe_chat.models import catalog
+from floe_chat.models.packing.pack import EXACT
 from textual.css.stylesheet import Stylesheet
 
-from ..helpers import make_checkpoint
+from ..helpers import edit_json, make_checkpoint, make_pack
 from ..models.fakehub import FakeHub
 from .settling import use_settling
 from .wizardry import IMPATIENT, REPO
@@ -63,6 +64,18 @@ def closed_histories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers in several shards."""
     return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
+
+
+@pytest.fixture(scope="session")
+def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack whose answers go on for thousands of tokens: it knows no token that ends one."""
+    folder = tmp_path_factory.mktemp("long")
+    source = make_checkpoint(folder / "source", window=1 << 15, layers=1)
+    edit_json(source / "generation_config.json", lambda fields: fields.clear())
+    edit_json(source / "config.json", lambda fields: fields.update(eos_token_id=None))
+    edit_json(source / "tokenizer_config.json", lambda fields: fields.pop("eos_token"))
+    make_pack(source, folder / "packed", EXACT)
+    return folder / "packed"
 
 
 @pytest.fixture

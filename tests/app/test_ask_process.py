@@ -11,21 +11,6 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.history import History, Message, history_file
-from floe_chat.models.packing.pack import EXACT
-
-from ..helpers import edit_json, make_checkpoint, make_pack
-
-
-@pytest.fixture(scope="module")
-def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pack whose answers go on for thousands of tokens: it knows no token that ends one."""
-    folder = tmp_path_factory.mktemp("long")
-    source = make_checkpoint(folder / "source", window=1 << 15, layers=1)
-    edit_json(source / "generation_config.json", lambda fields: fields.clear())
-    edit_json(source / "config.json", lambda fields: fields.update(eos_token_id=None))
-    edit_json(source / "tokenizer_config.json", lambda fields: fields.pop("eos_token"))
-    make_pack(source, folder / "packed", EXACT)
-    return folder / "packed"
 
 
 def start(pack: Path, *options: str, heeding: str = "", stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:

@@ -1,0 +1,86 @@
+"""A server in this process, on a port of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.loading import wait_until_loaded
+from floe_chat.app.server.application import Server, application
+from floe_chat.app.server.desk import Desk
+from floe_chat.app.server.guard import LOOPBACK, Guard
+from floe_chat.engine.events import Sampling
+from openai import AsyncOpenAI, OpenAI
+
+
+@dataclass(frozen=True)
+class Served:
+    """`url`: of the protocol."""
+
+    root: str
+    desk: Desk
+    key: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1"
+
+    @property
+    def model(self) -> str:
+        return self.desk.loaded.model
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=self.url, api_key=self.key or "none", max_retries=0)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.url, api_key=self.key or "none", max_retries=0)
+
+    def post(self, body: object, path: str = "/chat/completions", **headers: str) -> httpx2.Response:
+        """A body as it is: bytes, or what JSON can say, with the model's name."""
+        if isinstance(body, dict):
+            return httpx2.post(self.url + path, json={"model": self.model, **body}, headers=headers, timeout=60)
+        assert isinstance(body, bytes)
+        return httpx2.post(self.url + path, content=body, headers=headers, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """A figure of /metrics."""
+        lines = httpx2.get(f"{self.root}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split(" ")[0].partition("{")[0] == name)
+
+    def until(self, name: str, value: float) -> None:
+        """Wait for it."""
+        for _ in range(600):
+            if self.metric(name) == value:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{name} is {self.metric(name)}, not {value}")
+
+
+@contextmanager
+def serving(pack: Path, queue: int = 64, key: str | None = None, origins: tuple[str, ...] = ()) -> Generator[Served]:
+    """The model in `pack`, drawing the likeliest token unless a request says otherwise."""
+    client = ChatClient(pack)
+    client.start()
+    desk = Desk(client, wait_until_loaded(client), queue)
+    guard = Guard(key, LOOPBACK if key is None else None, origins)
+    app = application(desk, Sampling(temperature=0.0, min_p=0.0), guard, origins)
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.bind(("127.0.0.1", 0))
+    server = Server(app, desk)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, key)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,98 @@
+"""`floe-chat serve` as a process: where it listens, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+PROGRAM = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from floe_chat.app.start import command
+command()"""
+
+
+@contextmanager
+def start(*options: str, **variables: str) -> Generator[subprocess.Popen[str]]:
+    """Killed at the end, if it still runs."""
+    command = [sys.executable, "-c", PROGRAM, "serve", *options]
+    environment, pipe = {**os.environ, **variables}, subprocess.PIPE
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    """Of a server that has begun."""
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r"http://\S+/v1", line)
+    assert found, line
+    return found[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to another process on Windows")
+def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path) -> None:
+    with start("--model", str(long_winded), "--port", "0") as process:
+        url = address(process)
+        model = httpx2.get(f"{url}/models").json()["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 5}
+        with httpx2.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            assert next(lines)
+            process.send_signal(signal.SIGINT)
+            *_, last = filter(None, lines)
+            assert "the server is ending" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert process.wait(30) == 130
+        assert process.stdout and process.stderr and not process.stdout.read()
+        assert process.stderr.read().strip() == "floe-chat: interrupted"
+
+
+def test_a_key_from_a_file(tiny_pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("a-secret\n")
+    with start("--model", str(tiny_pack), "--port", "0", "--key-file", str(tmp_path / "key")) as process:
+        url = address(process)
+        assert httpx2.get(f"{url}/models").status_code == 401
+        assert httpx2.get(f"{url}/models", headers={"Authorization": "Bearer a-secret"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "said"),
+    [
+        (("--host", "0.0.0.0"), {}, "only with a key"),
+        (("--key-file", "missing"), {}, "cannot be read"),
+        ((), {"FLOE_CHAT_KEY": "two words"}, "holds no key"),
+        ((), {"FLOE_CHAT_KEY": " "}, "holds no key"),
+        (("--queue", "0"), {}, "--queue"),
+        (("--preset", "Best"), {}, "There is no preset"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    tiny_pack: Path, options: tuple[str, ...], variables: dict[str, str], said: str
+) -> None:
+    with start("--model", str(tiny_pack), "--port", "0", *options, **variables) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and said in err and not out and "Traceback" not in err
+
+
+def test_a_port_that_is_taken(tiny_pack: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with start("--model", str(tiny_pack), "--port", str(port)) as process:
+            _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"127.0.0.1:{port}" in err and "--port" in err

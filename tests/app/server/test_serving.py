@@ -1,0 +1,317 @@
+"""The server as OpenAI's own client and others see it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import httpx2
+import pytest
+from floe_chat.app.client.chat_client import ChatClient, TextDelta
+from floe_chat.app.client.loading import wait_until_loaded
+from floe_chat.app.client.prompt import PromptTurn
+from floe_chat.app.server import openapi
+from floe_chat.app.server.desk import End, News, Order
+from floe_chat.app.server.requests import ChatRequest, CompletionRequest
+from floe_chat.engine.events import Finished, Sampling
+from floe_chat.models.catalog import asset
+from openai import BadRequestError, NotFoundError, RateLimitError
+from openai.types.chat import ChatCompletionMessageParam
+
+from .serving import Served
+
+QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router", "a layer", "attention")]
+
+
+def user(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    """What the chat itself answers."""
+    client = ChatClient(asset("demo", "packed"))
+    client.start()
+    answers = dict[str, str]()
+    try:
+        wait_until_loaded(client)
+        for question in QUESTIONS:
+            client.submit([PromptTurn("user", question)], Sampling(temperature=0.0), 200)
+            pieces, done = list[str](), False
+            while not done:
+                for update in client.poll(1.0):
+                    pieces += [update.text] if isinstance(update, TextDelta) else []
+                    done = done or isinstance(update, Finished)
+            answers[question] = "".join(pieces)
+    finally:
+        client.close()
+    return answers
+
+
+def test_answers_are_those_of_the_chat(demo: Served, expected: dict[str, str]) -> None:
+    for question, answer in expected.items():
+        reply = demo.client().chat.completions.create(model="demo", messages=user(question), max_tokens=200)
+        assert reply.choices[0].message.content == answer
+        assert reply.choices[0].finish_reason == "stop" and reply.usage is not None
+        assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_pieces_make_the_answer(demo: Served, expected: dict[str, str]) -> None:
+    question = QUESTIONS[0]
+    given: Any = {"model": "demo", "messages": user(question), "stream": True}
+    for usage in (True, False):
+        chunks = list(demo.client().chat.completions.create(**given, stream_options={"include_usage": usage}))
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert choices[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in choices) == expected[question]
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+        assert [bool(chunk.usage) for chunk in chunks] == [*(False for _ in chunks[1:]), usage]
+
+
+def test_a_stream_ends_in_done(demo: Served) -> None:
+    reply = demo.post({"messages": user("Hi"), "stream": True, "max_tokens": 3})
+    lines = reply.text.split("\n\n")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-2])
+
+
+async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: dict[str, str]) -> None:
+    client = demo.async_client()
+
+    async def ask(number: int) -> tuple[str, str]:
+        question = QUESTIONS[number % len(QUESTIONS)]
+        if number % 2:
+            reply = await client.chat.completions.create(model="demo", messages=user(question), user=str(number))
+            return question, reply.choices[0].message.content or ""
+        pieces = await client.chat.completions.create(model="demo", messages=user(question), stream=True)
+        return question, "".join([piece.choices[0].delta.content or "" async for piece in pieces])
+
+    for question, answer in await asyncio.gather(*map(ask, range(40))):
+        assert answer == expected[question]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_ends_the_answer_before_it(demo: Served, expected: dict[str, str], stream: bool) -> None:
+    whole = expected[QUESTIONS[0]]
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 7]
+    reply: Any = demo.client().chat.completions.create(
+        model="demo", messages=user(QUESTIONS[0]), stop=["never to be met", stop], stream=stream
+    )
+    if stream:
+        choices = [piece.choices[0] for piece in reply]
+        text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+    else:
+        text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+    assert (text, reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_the_length_is_kept(demo: Served) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        reply = demo.post({"messages": user(QUESTIONS[0]), name: 5}).json()
+        assert reply["choices"][0]["finish_reason"] == "length" and reply["usage"]["completion_tokens"] == 5
+
+
+def test_a_seed_repeats_answers_and_each_of_several_has_its_own(demo: Served) -> None:
+    def texts(seed: int, n: int) -> list[str]:
+        body = {"messages": user("Tell me more."), "temperature": 2, "seed": seed, "n": n, "max_tokens": 12}
+        choices = demo.post(body).json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(n))
+        return [choice["message"]["content"] for choice in choices]
+
+    texts(1, 1)  # from here on the same part of the prompt is there already
+    three = texts(7, 3)
+    assert len(set(three)) == 3 and three == texts(7, 3)
+    assert three[1:] == [texts(8, 1)[0], texts(9, 1)[0]]
+
+
+def test_a_text_is_continued(demo: Served) -> None:
+    client, text = demo.client(), "An expert is a small"
+    alone, both = (
+        client.completions.create(model="demo", prompt=prompt, max_tokens=8) for prompt in (text, [text, "The router"])
+    )
+    assert alone.choices[0].text and [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].text == alone.choices[0].text != both.choices[1].text
+    longer = client.completions.create(model="demo", prompt=text + alone.choices[0].text, max_tokens=1)
+    assert longer.choices[0].text  # the same model goes on
+    pieces = client.completions.create(model="demo", prompt=text, max_tokens=8, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == alone.choices[0].text
+
+
+def test_quality_is_per_request(demo: Served) -> None:
+    def preset(**floe: object) -> str:
+        reply = demo.post({"messages": user("Hi"), "max_tokens": 2, "floe": {"figures": True, **floe}}).json()
+        figures = reply["choices"][0]["floe"]
+        assert 0 < figures["active_neurons"] <= 1
+        return figures["preset"]
+
+    assert preset() == "Balanced"
+    assert preset(preset="high") == "High"
+    assert preset(rule={"sparsity": 0.5}) == "Custom"
+    assert preset() == "Balanced"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "oracle", "content": "?"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"floe": {"preset": "Best"}}, "floe.preset"),
+        ({"floe": {"rule": {"sparsity": 2}}}, "floe.rule.sparsity"),
+        ({"floe": {"speed": 2}}, "floe"),
+    ],
+)
+def test_what_is_wrong_is_named(demo: Served, body: dict[str, object], field: str) -> None:
+    reply = demo.post({"messages": user("Hi"), **body})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == field and error["message"]
+
+
+def test_what_changes_nothing_is_tolerated(demo: Served) -> None:
+    neutral = {"parallel_tool_calls": True, "prompt_cache_key": "k", "reasoning_effort": "low", "tools": [], "n": None}
+    neutral |= {"response_format": {"type": "text"}, "presence_penalty": 0, "logit_bias": {}, "invented": [1]}
+    assert demo.post({"messages": user("Hi"), "max_tokens": 2, **neutral}).status_code == 200
+
+
+def test_content_may_come_in_parts(demo: Served, expected: dict[str, str]) -> None:
+    parts: Any = [{"type": "text", "text": QUESTIONS[1]}]
+    reply = demo.client().chat.completions.create(model="demo", messages=[{"role": "user", "content": parts}])
+    assert reply.choices[0].message.content == expected[QUESTIONS[1]]
+
+
+def test_a_prompt_too_long_is_refused_whole(demo: Served) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        demo.client().chat.completions.create(model="demo", messages=user("token " * 2000))
+    assert caught.value.code == "context_length_exceeded"
+    talk = [*user("token " * 700), {"role": "assistant", "content": "Yes."}, *user("token " * 700)]
+    assert demo.post({"messages": talk}).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_another_model_is_not_here(demo: Served) -> None:
+    with pytest.raises(NotFoundError):
+        demo.client().chat.completions.create(model="gpt-4", messages=user("Hi"))
+    assert [model.id for model in demo.client().models.list()] == ["demo"]
+    described = httpx2.get(f"{demo.url}/models/demo").json()
+    assert described["context_length"] == 1024 and described["floe"]["presets"]
+    assert httpx2.get(f"{demo.url}/models/other").status_code == 404
+
+
+def asking(text: bytes) -> bytes:
+    return b'{"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "' + text + b'"}]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(b"", 400, id="empty"),
+        pytest.param(b"[1]", 400, id="list"),
+        pytest.param(asking(b"\xff\xfe"), 400, id="not-utf-8"),
+        pytest.param(asking(b"\\ud800"), 400, id="half-a-pair"),
+        pytest.param(b"[" * 200_000, 400, id="deep"),
+        pytest.param(b'{"a":' * 200_000, 400, id="deep-objects"),
+        pytest.param(asking(b"word " * 2_000_000), 400, id="10-mb"),
+        pytest.param(asking(b"x" * (33 << 20)), 413, id="too-long"),
+    ],
+)
+def test_bodies_of_any_kind_get_an_answer(demo: Served, body: bytes, status: int) -> None:
+    reply = demo.post(body)
+    assert reply.status_code == status and reply.json()["error"]["message"]
+
+
+def test_other_paths_and_methods(demo: Served) -> None:
+    assert httpx2.get(f"{demo.root}/health").json() == {"status": "ok"}
+    for reply in (httpx2.get(f"{demo.root}/nothing"), httpx2.get(f"{demo.url}/chat/completions")):
+        assert reply.status_code in (404, 405) and reply.json()["error"]["type"]
+
+
+def test_a_closed_connection_frees_the_line(slow: Served) -> None:
+    body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
+    with httpx2.stream("POST", f"{slow.url}/chat/completions", json=body, timeout=60) as reply:
+        lines = reply.iter_lines()  # whose end would close the connection
+        assert next(lines)
+        assert slow.metric("floe_running") == 1
+    slow.until("floe_running", 0)
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(f"{slow.url}/chat/completions", json={**body, "stream": False}, timeout=1)
+    slow.until("floe_running", 0)
+
+
+def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
+    body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
+    url = f"{slow.url}/chat/completions"
+    with httpx2.Client(timeout=60) as client:
+        streams = [client.stream("POST", url, json=body)]
+        lines = streams[0].__enter__().iter_lines()
+        assert next(lines)
+        waiting = [slow.desk.take([order()], lambda _, __: None)[0] for _ in range(2)]
+        with pytest.raises(RateLimitError) as caught:
+            slow.client().chat.completions.create(model=slow.model, messages=user("hi"))
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert slow.metric("floe_refused_total") == 1
+        streams[0].__exit__(None, None, None)
+        for ticket in waiting:
+            ticket.leave()
+    slow.until("floe_waiting", 0)
+    slow.until("floe_running", 0)
+
+
+def order(client: str = "", longest: int = 3) -> Order:
+    return Order([PromptTurn("user", "hi")], Sampling(temperature=5.0, seed=1), longest, client=client)
+
+
+async def test_each_client_has_its_turn(demo: Served) -> None:
+    ended, loop, done = list[str](), asyncio.get_running_loop(), asyncio.Event()
+    names = ["first", "many 1", "many 2", "many 3", "one"]
+
+    def tell(number: int, news: News) -> None:
+        if isinstance(news, End):
+            ended.append(names[number])
+            if len(ended) == len(names):
+                loop.call_soon_threadsafe(done.set)
+
+    demo.desk.take([order(name.split()[0], 60) for name in names], tell)
+    await asyncio.wait_for(done.wait(), 60)
+    assert ended.index("one") < ended.index("many 2")
+    assert [name for name in ended if name.startswith("many")] == names[1:4]
+
+
+def test_the_description_knows_its_own_examples() -> None:
+    document = openapi.document()
+    text = json.dumps(document)
+    names = document["components"]["schemas"]
+    assert {kind.__name__ for kind in (ChatRequest, CompletionRequest)} <= names.keys()
+    references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= names.keys()
+    fields = names["ChatRequest"]["properties"]
+    assert {"messages", "max_completion_tokens", "floe", "stop"} <= fields.keys()
+
+
+def test_the_figures_add_up(demo: Served) -> None:
+    before = [demo.metric(f"floe_{name}_tokens_total") for name in ("prompt", "new")]
+    used = demo.post({"messages": user("Why?"), "max_tokens": 6}).json()["usage"]
+    after = [demo.metric(f"floe_{name}_tokens_total") for name in ("prompt", "new")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [used["prompt_tokens"], used["completion_tokens"]]
+
+
+def test_pairs_of_stops(demo: Served, expected: dict[str, str]) -> None:
+    """Wherever a stop begins, nothing of it is sent."""
+    whole = expected[QUESTIONS[2]]
+    for at, size in itertools.product(range(5, 40, 7), (1, 4)):
+        stop = whole[at : at + size]
+        reply = demo.post({"messages": user(QUESTIONS[2]), "stop": stop}).json()
+        assert reply["choices"][0]["message"]["content"] == whole.partition(stop)[0]
