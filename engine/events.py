@@ -66,7 +66,8 @@ class Advanced:
 class Load:
     """Open the packed model in folder `pack` on `device` ("auto", "cpu", "cuda", "cuda:1", or a test device).
 
-    `vram` is the most of the device's memory to use, in bytes; None: what is free.
+    `vram` is the most of the device's memory to use, in bytes; None: what is free. `parked` is the most RAM for keys
+    and values of conversations that may come back; None: a share of what is free.
     """
 
     pack: str
@@ -74,6 +75,7 @@ class Load:
     device: str = "auto"
     vram: int | None = None
     advanced: Advanced = Advanced()
+    parked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

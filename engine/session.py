@@ -38,8 +38,10 @@ from .torch_import import import_torch
 
 if TYPE_CHECKING:
     from .decoder.kv_cache import KVCache
+    from .decoder.kv_shelf import KVShelf
     from .loader import LoadedModel
 
+PARKED = 1 / 32  # of the RAM that is free once the model is loaded, for conversations that may come back
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
 NO_ROOM = Notice(
     "This chat no longer fits in GPU memory",
@@ -65,6 +67,7 @@ class Session:
         self._closing = False
         self._loaded: LoadedModel | None = None
         self._kv: KVCache | None = None  # of the loaded model; kept after an answer for the conversation's next turn
+        self._shelf: KVShelf | None = None  # of conversations before that one
         self._spilled: set[int] = set()  # chats of which NO_ROOM was said
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
@@ -144,7 +147,7 @@ class Session:
 
     def _forget(self) -> None:
         """Unload the model and everything computed with it."""
-        loaded, self._loaded, self._kv = self._loaded, None, None
+        loaded, self._loaded, self._kv, self._shelf = self._loaded, None, None, None
         if loaded is not None:
             loaded.close()
 
@@ -152,7 +155,9 @@ class Session:
         self._events.put(Loading("Starting torch", 0.0))
         import_torch()
         from .decoder.kv_cache import KVCache
+        from .decoder.kv_shelf import KVShelf
         from .loader import load
+        from .machine.hardware import ram
 
         self._forget()  # the old model's memory goes before the new one's comes
         loaded, event = load(
@@ -164,6 +169,7 @@ class Session:
             advanced=command.advanced,
         )
         self._loaded, self._kv = loaded, KVCache()
+        self._shelf = KVShelf(int(PARKED * ram()[1]) if command.parked is None else command.parked)
         self._spilled.clear()
         self._events.put(event)
         # Memory is known before the first answer; what was not measured stays None.
@@ -215,6 +221,8 @@ class Session:
     def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:
         from .generate import generate
 
+        if self._shelf is not None:
+            self._shelf.turn_to(kv, command.prompt, loaded.control.preset)
         steps = generate(
             loaded.decoder,
             kv,

@@ -86,9 +86,10 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     pack = catalog.find(options.pop("model"))
     preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
     thinking = options.pop("thinking", found.settings.thinking)
+    parked = memory_size(options.pop("kv_memory", None))
     sampling, max_tokens, system = sampling_from(options, pack)
     advanced, think = found.settings.advanced, thinking != "off"
-    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think)
+    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked)
     return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark, thinking)
 
 

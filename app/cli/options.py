@@ -31,7 +31,7 @@ MODEL = (
         "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
     ),
 )
-SAMPLING = (
+DRAWING = (
     click.option(
         "--temperature", type=float, help="0 always picks the likeliest token.  [default: the model's, or 0.7]"
     ),
@@ -48,6 +48,9 @@ SAMPLING = (
     ),
     click.option("--repetition-penalty", type=float, help="Above 1, repetition is less likely.  [default: 1]"),
     click.option("--seed", type=int, help="The same seed gives the same answer.  [default: random]"),
+)
+SAMPLING = (
+    *DRAWING,
     click.option(
         "--max-tokens",
         type=click.IntRange(int(MAX_TOKENS.low), int(MAX_TOKENS.high)),

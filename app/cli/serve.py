@@ -12,7 +12,7 @@ import click
 
 from ...models.errors import FloeError, UsageError
 from ..text.plain_text import printable
-from .options import MODEL, SAMPLING, given_by
+from .options import DRAWING, MODEL, given_by
 
 KEY = "FLOE_CHAT_KEY"
 _LONGEST_KEY = 4096
@@ -29,8 +29,13 @@ _LONGEST_KEY = 4096
     help=f"Answer only who sends the key in FILE (or in the variable {KEY}).",
 )
 @click.option("--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Answers that may wait.")
+@click.option(
+    "--kv-memory",
+    metavar="SIZE",
+    help="RAM for conversations that may go on, such as 2gb.  [default: 1/32 of what is free]",
+)
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages of URL ask; may be repeated.")
-@given_by(*SAMPLING)
+@given_by(*DRAWING)
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -61,8 +66,7 @@ def serve(
         )
     from ..chat.beginning import begin
 
-    for name in ("max_tokens", "system"):
-        options.setdefault(name, None)
+    options |= {"max_tokens": 1, "system": None}  # each request says these itself
     ctx.exit(_serve(begin(ctx, options), _listening(host, port), key, queue, origins))
 
 

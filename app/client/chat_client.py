@@ -60,10 +60,7 @@ class ThoughtDelta:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A question accepted by the engine.
-
-    `prompt_tokens` is the whole prompt's length; `dropped` counts the oldest messages that no longer fit the window.
-    """
+    """A question accepted by the engine, of so many tokens; `dropped` of the oldest messages do not fit the window."""
 
     request: int
     prompt_tokens: int
@@ -103,11 +100,12 @@ class ChatClient:
         advanced: Advanced | None = None,
         *,
         think: bool = True,
+        parked: int | None = None,
     ) -> None:
-        """`think`: False asks the model for answers without thinking."""
+        """`think`: False asks the model for answers without thinking. Others: see `Load`."""
         self._pack = pack
         self.think = think
-        self._load = Load(str(pack), preset, device, vram, advanced or Advanced())
+        self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked)
         self._session = Session()
         self._format: ChatProcess | FloeError | None = None
         self._format_lock, self._format_ready = threading.Lock(), threading.Event()
@@ -220,12 +218,10 @@ class ChatClient:
         conversation: int = 0,
         thought: str = "",
     ) -> Submitted:
-        """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends,
-        or the thinking before it.
+        """Make a prompt of `messages` (the last one is the user's) for an answer that continues `answer`, or `thought`.
 
-        From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
-        Takes as long as the model's template and tokenizer do, which is a few seconds at the most. `conversation` is
-        the chat's number: what is said once per chat is said again in another.
+        From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`. Takes
+        as long as template and tokenizer do, a few seconds at most. `conversation`: see `Generate`.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's

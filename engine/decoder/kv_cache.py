@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -40,6 +41,35 @@ class KVStore(Protocol):
     def trim(self, length: int) -> None:
         """Return memory that a conversation of `length` tokens does not need, if something else can use it."""
         ...
+
+    def copied(self) -> list[Tensor]:
+        """What is there, layer by layer, in RAM; nothing where that cannot be put back."""
+        ...
+
+    def put(self, entries: Sequence[Tensor], length: int) -> None:
+        """The first `length` tokens of such a copy, instead of what is there.
+
+        Raises:
+            FloeError: more than the device's memory has room for.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A copy of keys and values of `tokens`, and the presets by which they were computed."""
+
+    tokens: list[int]
+    presets: list[Preset]
+    entries: list[Tensor]
+
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def common(self, prompt: Sequence[int], preset: Preset) -> int:
+        """See `KVCache.common`."""
+        return _common(prompt, preset, self.tokens, self.presets)
 
 
 class KVCache:
@@ -98,11 +128,7 @@ class KVCache:
         Never all of the prompt: its last token is computed for its logits. What a coarser preset computed is dropped,
         so that an answer has the quality of its own preset.
         """
-        kept = 0
-        for token, mine, computed in zip(prompt[:-1], self._tokens, self._presets, strict=False):
-            if token != mine or not _covers(computed, preset):
-                break
-            kept += 1
+        kept = self.common(prompt, preset)
         if self.store is not None:
             kept = self.store.keeps(kept)
         del self._tokens[kept:], self._presets[kept:]
@@ -111,10 +137,41 @@ class KVCache:
             self.store.trim(len(prompt))
         return kept
 
+    def common(self, prompt: Sequence[int], preset: Preset) -> int:
+        """How many tokens of `prompt` are there already, as exact as `preset` wants them."""
+        return _common(prompt, preset, self._tokens, self._presets)
+
+    def parked(self, most: int) -> Parked | None:
+        """A copy; None if it would take more than `most` bytes, or cannot be put back."""
+        if self.store is None or self.store.nbytes() + self.store.spilled() > most:
+            return None
+        self.store.crop(self.length)
+        entries = self.store.copied()
+        return Parked(list(self._tokens), list(self._presets), entries) if entries else None
+
+    def resume(self, parked: Parked, length: int) -> bool:
+        """Hold the first `length` tokens of a copy instead of what is there; False if there is no store yet."""
+        if self.store is None:
+            return False
+        self._tokens, self._presets = [], []  # if it fails, nothing is there
+        self.store.crop(0)
+        self.store.put(parked.entries, length)
+        self._tokens, self._presets = parked.tokens[:length], parked.presets[:length]
+        return True
+
     def computed(self, ids: Sequence[int], preset: Preset) -> None:
         """All layers have computed `ids`, which follow what is there, at `preset`."""
         self._tokens += ids
         self._presets += [preset] * len(ids)
+
+
+def _common(prompt: Sequence[int], preset: Preset, tokens: Sequence[int], presets: Sequence[Preset]) -> int:
+    kept = 0
+    for token, mine, computed in zip(prompt[:-1], tokens, presets, strict=False):
+        if token != mine or not _covers(computed, preset):
+            break
+        kept += 1
+    return kept
 
 
 def _covers(computed: Preset, wanted: Preset) -> bool:
@@ -185,3 +242,11 @@ class LibraryStore:
 
     def trim(self, length: int) -> None:
         """The library's cache holds no more than its tokens."""
+
+    def copied(self) -> list[Tensor]:
+        """Nothing."""
+        return []
+
+    def put(self, entries: Sequence[Tensor], length: int) -> None:
+        """There are no copies."""
+        raise ValueError("the library's cache takes no copies")

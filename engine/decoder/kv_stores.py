@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -125,6 +126,18 @@ class GrowingStore:
         if wanted < self.capacity and self.layout.near(wanted) > self.layout.near(self.capacity):
             self._resize(wanted)
 
+    def copied(self) -> list[Tensor]:
+        """Layer by layer, (length, *entry), in RAM."""
+        return [layer[: self.length].to("cpu", copy=True) for layer in self.layers()]
+
+    def put(self, entries: Sequence[Tensor], length: int) -> None:
+        """See `KVStore`."""
+        self.crop(0)
+        self.reserve(length)
+        for mine, layer in zip(self.layers(), entries, strict=True):
+            mine[:length] = layer[:length]
+        self.length = length
+
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens in all.
 
@@ -185,7 +198,7 @@ class GrowingStore:
 
     def _move(self, near: int, capacity: int) -> None:
         """From now on so many layers are on the device. All go through RAM, so that nothing is there twice."""
-        saved = [layer[: self.length].to("cpu", copy=True) for layer in self.layers()]
+        saved = self.copied()
         self._far = None
         while near and not self._allotted(near, capacity):
             near -= 1

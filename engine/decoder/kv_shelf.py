@@ -1,0 +1,54 @@
+"""Keys and values of conversations that were answered before the present one, in RAM.
+
+The model has one store (kv_stores.py), wherever that is. What another conversation would overwrite there is copied away
+first, and comes back when its prompt does: memory is copied much faster than it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..quality_presets import Preset
+from .kv_cache import KVCache, Parked
+
+LEAST = 64  # tokens that are worth a copy
+
+
+class KVShelf:
+    """Parked conversations, the one used last at the end.
+
+    Args:
+        most: bytes that they may take.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._parked: list[Parked] = []
+
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return sum(parked.nbytes() for parked in self._parked)
+
+    @torch.inference_mode()
+    def turn_to(self, kv: KVCache, prompt: Sequence[int], preset: Preset) -> None:
+        """Before `kv.keep`: park what that would drop, and bring back what has more of `prompt`."""
+        kept = kv.common(prompt, preset)
+        best, found = None, kept + LEAST - 1
+        for parked in self._parked:
+            if (shared := parked.common(prompt, preset)) > found:
+                best, found = parked, shared
+        if kv.length - kept >= LEAST and (dropped := kv.parked(self._most)) is not None:
+            self._put(dropped)
+        if best is not None and kv.resume(best, found):
+            self._parked = [parked for parked in self._parked if parked is not best]
+            if found < len(best.tokens):  # the rest is another conversation's
+                self._put(best)
+
+    def _put(self, new: Parked) -> None:
+        """Park one, and drop those that it contains, and as many of the oldest as have no room beside it."""
+        self._parked = [parked for parked in self._parked if parked.tokens != new.tokens[: len(parked.tokens)]]
+        self._parked.append(new)
+        while self.nbytes() > self._most:
+            del self._parked[0]
