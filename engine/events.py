@@ -29,6 +29,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Extras:
+    """What few answers need. Their tokens are drawn one at a time.
+
+    Attributes:
+        presence_penalty, frequency_penalty: taken from a token's logit if the answer has it, and for each time.
+        bias: numbers added to tokens' logits. likeliest: report each token's probability, and those of so many tokens.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    likeliest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """A drawn token's probability before anything changed it, as a natural logarithm, and the likeliest tokens'."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Advanced:
     """How the engine works with memory; all but `kv_bits` matter only if a device's is short.
 
@@ -91,6 +114,7 @@ class Generate:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     conversation: int = 0
+    extras: Extras = Extras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +205,11 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Newly drawn token ids of an answer, in order; the stop token is never among them."""
+    """Newly drawn token ids of an answer, in order, without the stop token. `chances`: of each, if asked for."""
 
     request: int
     ids: tuple[int, ...]
+    chances: tuple[Chance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

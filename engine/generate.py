@@ -13,7 +13,7 @@ from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
 from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
-from .events import Sampling
+from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
 from .sampling import Sampler
 from .telemetry import Telemetry
@@ -29,11 +29,13 @@ class Progress:
         token: None while the prompt is read. done: prompt tokens in the KV cache so far.
         at: when the token was drawn, by the telemetry's clock: one call may draw several, which are reported one after
             the other.
+        chance: of the token, if asked.
     """
 
     token: int | None
     done: int
     at: float | None = None
+    chance: Chance | None = None
 
 
 def generate(
@@ -47,6 +49,7 @@ def generate(
     window: int,
     control: Control,
     telemetry: Telemetry,
+    extras: Extras | None = None,
 ) -> Generator[Progress, None, str]:
     """Yield the progress of every prefill chunk and every new token; the generator's return value says why it ended.
 
@@ -67,7 +70,7 @@ def generate(
     if not 0 < len(prompt) < window:
         raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
     decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
-    sampler = Sampler(sampling, prompt)
+    sampler = Sampler(sampling, prompt, extras)
     if kept := kv.keep(prompt, control.preset):
         telemetry.reused(kept)
         yield Progress(None, kept)
@@ -87,7 +90,7 @@ def generate(
                 return "stop"
             telemetry.token(at)
             drawn.append(token)
-            yield Progress(token, len(prompt), at)
+            yield Progress(token, len(prompt), at, sampler.chance)
     except NotNumbersError as error:
         raise _not_finite(decoder.first_nonfinite([*prompt, *drawn])) from error
     return "length" if len(prompt) + most < window else "context"

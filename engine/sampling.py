@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..kernels import sampling as reference
 from ..kernels.cpu import native, native_ends
 from ..kernels.sampling import Filters
-from .events import Sampling
+from .events import Chance, Extras, Sampling
 from .ranges import check
 
 _AT_ONCE = 64  # random numbers drawn per call: a call for one takes as long
@@ -20,11 +21,16 @@ class Sampler:
     """Draws tokens for one answer; the same seed, prompt and model draw the same tokens.
 
     Attributes:
-        filters: how; the same for each token.
+        filters: how; the same for each token. alone: whether it must see each token's logits itself.
+        chance: of the token drawn last, if the extras ask for it.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], extras: Extras | None = None) -> None:
         check(sampling)
+        self._extras = extras or Extras()
+        self.alone = self._extras != Extras()
+        self._counts = Counter[int]()
+        self.chance: Chance | None = None
         greedy = sampling.temperature < 1e-6  # below this the likeliest token has all of the probability anyway
         self.filters = Filters(
             0.0 if greedy else float(sampling.temperature),
@@ -54,8 +60,29 @@ class Sampler:
             NotNumbersError: logits that nothing can be drawn from.
         """
         row = logits[0].float().cpu().contiguous()
+        if self.alone:
+            return self._draw_alone(row)
         token = self._draw(row, self.filters, self.uniforms(1)[0], self.seen(len(row)))
         self.took([token])
+        return token
+
+    def _draw_alone(self, row: Tensor) -> int:
+        """`draw` with extras. row: (V,)."""
+        extras, changed = self._extras, row.clone()
+        if self._counts:
+            ids, times = torch.tensor(list(self._counts)), torch.tensor(list(self._counts.values()), dtype=row.dtype)
+            changed[ids] -= extras.presence_penalty + extras.frequency_penalty * times
+        if extras.bias:
+            ids, added = (torch.tensor(part) for part in zip(*extras.bias, strict=True))
+            changed.index_add_(0, ids, added.to(row.dtype))
+        token = self._draw(changed, self.filters, self.uniforms(1)[0], self.seen(len(row)))
+        self.took([token])
+        self._counts[token] += 1
+        if extras.likeliest is not None:
+            chances = row.log_softmax(0)
+            best = chances.topk(min(extras.likeliest, len(row)))
+            likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            self.chance = Chance(float(chances[token]), tuple(likeliest))
         return token
 
     def uniforms(self, count: int) -> list[float]:

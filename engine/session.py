@@ -233,6 +233,7 @@ class Session:
             window=loaded.window,
             control=loaded.control,
             telemetry=loaded.telemetry,
+            extras=command.extras,
         )
         told = time.perf_counter()
         while True:
@@ -245,7 +246,8 @@ class Session:
             if step.token is None:
                 self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
             else:
-                self._events.put(NewTokens(command.request, (step.token,)))
+                chances = () if step.chance is None else (step.chance,)
+                self._events.put(NewTokens(command.request, (step.token,), chances))
             self._tell(loaded, kv, command.conversation)
             self._obey_between_tokens()
             if time.perf_counter() - told > STATS_EVERY_S:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from ...engine.events import (
     Advanced,
     Cancel,
     Event,
+    Extras,
     Failed,
     Finished,
     Generate,
@@ -33,59 +34,16 @@ from ...engine.session import Session
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
 from .prompt import PromptTurn, fit, whole
+from .updates import Cost as Cost
+from .updates import Likely as Likely
+from .updates import Spelled, Submitted, TextDelta, ThoughtDelta
+from .updates import Update as Update
 
 if TYPE_CHECKING:
-    from ...engine.quality_presets import Preset
+    pass
 
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """More text of the answer to `request`, safe to show: control characters are already replaced."""
-
-    request: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ThoughtDelta:
-    """More of what the model thinks before the answer to `request`, as safe to show; `tokens` of the model's."""
-
-    request: int
-    text: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A question accepted by the engine, of so many tokens; `dropped` of the oldest messages do not fit the window."""
-
-    request: int
-    prompt_tokens: int
-    dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """A preset and its quality loss as measured on this pack; None where `floe-chat tune` has not run.
-
-    Attributes:
-        kl: mean KL divergence, nats. bytes_per_token: of experts' weights read.
-        text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
-        rounded: whether `kl` is from the 16-bit model, and counts what rounding costs; else from the pack itself.
-    """
-
-    preset: Preset
-    kl: float | None
-    bytes_per_token: float | None
-    text: str = ""
-    tokens: int = 0
-    rounded: bool = True
-
-
-Update = Event | TextDelta | ThoughtDelta
 
 
 class ChatClient:
@@ -158,6 +116,8 @@ class ChatClient:
         ids: list[int] = []  # of the running answer: all that came since the last call become text at once
         for event in events:
             match event:
+                case NewTokens() if event.chances and event.request == self._running:
+                    updates += self._likely(event)
                 case NewTokens():
                     if event.request == self._running:
                         ids += event.ids
@@ -174,6 +134,19 @@ class ChatClient:
                 case _:
                     updates.append(event)
         return updates + self._text(ids)
+
+    def _likely(self, event: NewTokens) -> list[Update]:
+        """The text of each of these tokens, and before it how likely that was, unless it is thinking."""
+        chat, found = self._format, list[Update]()
+        for token, chance in zip(event.ids, event.chances, strict=True):
+            text = self._text([token])
+            if isinstance(chat, ChatProcess) and not any(isinstance(each, ThoughtDelta | Failed) for each in text):
+                spelled = chat.spelled([token, *(number for number, _ in chance.likeliest)])
+                logprobs = chance.logprob, *(logprob for _, logprob in chance.likeliest)
+                mine, *others = map(Spelled, spelled, logprobs)
+                found.append(Likely(event.request, mine, tuple(others)))
+            found += text
+        return found
 
     def _text(self, ids: list[int], *, last: bool = False) -> list[Update]:
         """The text of these tokens of the running answer, or `Failed` if the model's tokenizer fails."""
@@ -233,7 +206,13 @@ class ChatClient:
         return self._take(chat, fitted, sampling, most, conversation)
 
     def submit_whole(
-        self, given: Sequence[PromptTurn] | str, sampling: Sampling, max_new_tokens: int, *, think: bool = True
+        self,
+        given: Sequence[PromptTurn] | str,
+        sampling: Sampling,
+        max_new_tokens: int,
+        extras: Extras | None = None,
+        *,
+        think: bool = True,
     ) -> Submitted:
         """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too.
 
@@ -243,7 +222,7 @@ class ChatClient:
         chat = self._free_format()
         fitted = whole(chat, self._window, given, think=think)
         self._left = None
-        submitted = self._take(chat, fitted, sampling, max_new_tokens, 0)
+        submitted = self._take(chat, fitted, sampling, max_new_tokens, 0, extras)
         self.begin()
         return submitted
 
@@ -256,11 +235,20 @@ class ChatClient:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
         return chat
 
-    def _take(self, chat: ChatProcess, fitted: Fitted, sampling: Sampling, most: int, conversation: int) -> Submitted:
+    def _take(
+        self,
+        chat: ChatProcess,
+        fitted: Fitted,
+        sampling: Sampling,
+        most: int,
+        conversation: int,
+        extras: Extras | None = None,
+    ) -> Submitted:
         """From now on the model counts as answering this prompt."""
         self._last_request += 1
         self._running = self._last_request
-        self._prepared = Generate(self._running, tuple(fitted.ids), sampling, most, chat.stop_ids, conversation)
+        ids, extras = tuple(fitted.ids), extras or Extras()
+        self._prepared = Generate(self._running, ids, sampling, most, chat.stop_ids, conversation, extras)
         return Submitted(self._running, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:

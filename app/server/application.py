@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
 from . import metrics, openapi
-from .desk import Desk, End, News, Order, Text, Thought
+from .desk import Desk, End, Likely, News, Order, Text, Thought
 from .guard import Guard
 from .refusals import RefusedError
 from .replies import Choice, Reply
@@ -53,7 +53,7 @@ def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[
             Route("/openapi.json", serving.openapi),
         ],
         middleware=[*(cors if origins else []), Middleware(_Guarded, guard=guard)],
-        exception_handlers={RefusedError: _refused, HTTPException: _http, ClientDisconnect: _gone},
+        exception_handlers={RefusedError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
 
 
@@ -110,6 +110,10 @@ async def _http(request: Request, error: Exception) -> Response:
     return RefusedError(error.status_code, message, headers=error.headers).response()
 
 
+async def _failed(_: Request, __: Exception) -> Response:
+    return RefusedError(500, "The request failed. This is a bug in floe-chat; the log has the details.").response()
+
+
 async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=_GONE)
 
@@ -146,13 +150,11 @@ class _Serving:
         loaded, floe = self._desk.loaded, asked.floe
         self._need(asked.model)
         sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
-        order = Order(
-            "", sampling, asked.longest, asked.stops, quality_of(floe), floe is None or floe.think, asked.user or peer
-        )
+        think, client, extras = floe is None or floe.think, asked.user or peer, asked.extras(loaded.vocabulary)
         orders = [
-            replace(order, given=given, sampling=_apart(sampling, number))
+            Order(given, drawn, asked.longest, asked.stops, quality_of(floe), think, client, extras)
             for given in prompts
-            for number in range(asked.n or 1)
+            for drawn in (_apart(sampling, number) for number in range(asked.n or 1))
         ]
         waiting = _Waiting(self._desk, orders)
         reply = Reply(chat, loaded.model, floe is not None and floe.figures)
@@ -259,9 +261,11 @@ class _Waiting:
         choice = self._choices[number]
         match news:
             case Text(text):
-                choice.text += text
+                choice.add(text)
             case Thought(text):
                 choice.thought += text
+            case Likely():
+                choice.coming.append(news)
             case End():
                 choice.end, self._left = news, self._left - 1
             case RefusedError():
@@ -299,13 +303,13 @@ class _Waiting:
                 return
             match news:
                 case Text(text):
-                    yield _event(reply.more(number, text))
+                    yield _event(reply.more(number, text, likely=self._choices[number].added))
                 case Thought(text):
                     if reply.chat:
                         yield _event(reply.more(number, text, "thought"))
                 case End():
                     yield _event(reply.last(number, news))
-                case RefusedError():
+                case RefusedError() | Likely():
                     pass
             if not self._left:
                 if usage:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from ...engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
+from ...engine.events import Extras, Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from ...models.errors import FloeError
-from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.chat_client import ChatClient, Likely, TextDelta, ThoughtDelta
 from ..client.loading import error_of
 from ..client.prompt import PromptTurn
 from .refusals import RefusedError, refusal
@@ -28,7 +28,8 @@ class Order:
 
     Attributes:
         given: messages, or a text to continue. longest: tokens of the answer, thinking among them; None: what fits.
-        quality: a preset's name, or a rule; None: the server's own. client: whom it is for: each has a turn.
+        quality: a preset's name, or a rule; None: the server's own. client: whom it is for: each has a turn. extras:
+            see `Extras`.
     """
 
     given: Sequence[PromptTurn] | str
@@ -38,6 +39,7 @@ class Order:
     quality: str | Rule | None = None
     think: bool = True
     client: str = ""
+    extras: Extras | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class End:
     preset: str
 
 
-News = Text | Thought | End | RefusedError
+News = Text | Thought | Likely | End | RefusedError
 
 
 @dataclass(slots=True)
@@ -224,8 +226,8 @@ class Desk:
         order, stops, thought = ticket.order, Stops(ticket.order.stops), 0
         self._client.poll()  # what is left of the answer before
         preset = self._set_quality(order.quality or self.loaded.preset)
-        longest = order.longest or self.loaded.context_window
-        request = self._client.submit_whole(order.given, order.sampling, longest, think=order.think).request
+        how = order.sampling, order.longest or self.loaded.context_window, order.extras
+        request = self._client.submit_whole(order.given, *how, think=order.think).request
         with self._lock:
             if ticket.left or self._closed:
                 self._client.cancel()
@@ -235,6 +237,8 @@ class Desk:
                     case ThoughtDelta(request=of, text=text, tokens=tokens) if of == request:
                         thought += tokens
                         ticket.tell(Thought(text)) if text else None
+                    case Likely() if update.request == request and not stops.met:
+                        ticket.tell(update)
                     case TextDelta(request=of, text=text) if of == request:
                         if certain := stops.feed(text):
                             ticket.tell(Text(certain))

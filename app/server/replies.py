@@ -8,17 +8,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..client.updates import Likely, Spelled
 from ..progress import rounded
 from .desk import End
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has come."""
+    """One answer as far as it has come.
+
+    Attributes:
+        likely: its tokens, if they were asked for; added: of the text added last; coming: of text to come.
+    """
 
     text: str = ""
     thought: str = ""
     end: End | None = None
+    likely: list[Likely] = field(default_factory=list)
+    added: list[Likely] = field(default_factory=list)
+    coming: list[Likely] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        """More text, of the tokens that were told before it."""
+        self.text += text
+        self.added, self.coming = self.coming, []
+        self.likely += self.added
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,8 @@ class Reply:
         return {**self._frame(written, piece=False), "usage": usage(ends)}
 
     def _written(self, index: int, choice: Choice) -> dict[str, Any]:
-        common = {"index": index, "finish_reason": choice.end and choice.end.reason, "logprobs": None}
+        logprobs = self._logprobs(choice.likely)
+        common = {"index": index, "finish_reason": choice.end and choice.end.reason, "logprobs": logprobs}
         if not self.chat:
             return {**common, "text": choice.text, **self._figures(choice.end)}
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -60,11 +75,26 @@ class Reply:
         """The first piece of a chat's answer, which says who speaks."""
         return self._piece(index, {"role": "assistant", "content": ""})
 
-    def more(self, index: int, text: str, kind: Literal["text", "thought"] = "text") -> dict[str, Any]:
-        """A piece."""
-        if not self.chat:
-            return self._frame([{"index": index, "text": text, "finish_reason": None, "logprobs": None}], piece=True)
-        return self._piece(index, {"content" if kind == "text" else "reasoning_content": text})
+    def more(
+        self, index: int, text: str, kind: Literal["text", "thought"] = "text", likely: Sequence[Likely] = ()
+    ) -> dict[str, Any]:
+        """A piece, and its tokens."""
+        name = "content" if kind == "text" else "reasoning_content"
+        written: dict[str, Any] = {"delta": {name: text}} if self.chat else {"text": text}
+        choice = {"index": index, **written, "finish_reason": None, "logprobs": self._logprobs(likely)}
+        return self._frame([choice], piece=True)
+
+    def _logprobs(self, likely: Sequence[Likely]) -> dict[str, Any] | None:
+        if not likely:
+            return None
+        if self.chat:
+            each = [{**_spelled(one.token), "top_logprobs": [*map(_spelled, one.likeliest)]} for one in likely]
+            return {"content": each, "refusal": None}
+        return {
+            "tokens": [_text(one.token) for one in likely],
+            "token_logprobs": [one.token.logprob for one in likely],
+            "top_logprobs": [{_text(other): other.logprob for other in one.likeliest} for one in likely],
+        }
 
     def last(self, index: int, end: End) -> dict[str, Any]:
         """The last piece, which says why there are no more."""
@@ -96,6 +126,14 @@ class Reply:
             "rows": None if stats.rows is None else asdict(stats.rows),
         }
         return {"floe": rounded(figures)}
+
+
+def _text(token: Spelled) -> str:
+    return token.written.decode("utf-8", "replace")
+
+
+def _spelled(token: Spelled) -> dict[str, Any]:
+    return {"token": _text(token), "logprob": token.logprob, "bytes": list(token.written)}
 
 
 def usage(ends: Sequence[End]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ...engine.events import Rule, Sampling
+from ...engine.events import Extras, Rule, Sampling
 from ...engine.ranges import MAX_TOKENS, SAMPLING
 from ..client.prompt import PromptTurn
 from .refusals import RefusedError
 
 MOST_CHOICES = 16
-_MOST_STOPS, _LONGEST_STOP = 16, 1_000
+MOST_LIKELY = 20
+_MOST_STOPS, _LONGEST_STOP, _MOST_BIASED = 16, 1_000, 1_000
 _PATH = re.compile(r" - at `\$\.?(?P<path>.*?)`$")
 
 
@@ -27,6 +28,7 @@ def _within(name: str) -> Meta:
 
 _Tokens = Annotated[int, Meta(ge=int(MAX_TOKENS.low), le=int(MAX_TOKENS.high))] | None
 _Stop = Annotated[str, Meta(min_length=1, max_length=_LONGEST_STOP)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
 
 
@@ -88,6 +90,9 @@ class Drawing(Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, _within("min_p")] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=int(SAMPLING["top_k"].high))] | None = None
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=_MOST_BIASED)] | None = None
     user: str | None = None
     floe: Floe | None = None
 
@@ -95,6 +100,24 @@ class Drawing(Struct, frozen=True, kw_only=True):
     def longest(self) -> int | None:
         """Tokens that the answer may have; None: as many as fit."""
         return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to report with each of the answer; None: not even its own probability."""
+        return None
+
+    def extras(self, vocabulary: int) -> Extras:
+        """What else changes the drawing.
+
+        Raises:
+            RefusedError: a bias of something that is none of so many tokens.
+        """
+        for number in self.logit_bias or {}:
+            if not (number.isascii() and number.isdecimal() and int(number) < vocabulary):
+                message = f"logit_bias: {number[:50]!r} is none of the {vocabulary:,} tokens."
+                raise RefusedError(400, message, "logit_bias", "invalid_value")
+        bias = tuple((int(number), added) for number, added in (self.logit_bias or {}).items())
+        return Extras(self.presence_penalty or 0.0, self.frequency_penalty or 0.0, bias, self.likeliest)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -116,6 +139,16 @@ class ChatRequest(Drawing, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Tokens = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise RefusedError(400, "top_logprobs needs logprobs.", "top_logprobs", "invalid_value")
+            return None
+        return self.top_logprobs or 0
 
     @property
     def longest(self) -> int | None:
@@ -131,6 +164,11 @@ class CompletionRequest(Drawing, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=MOST_CHOICES)]
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str]:
@@ -150,11 +188,6 @@ _UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
         lambda value: value == {"type": "text"},
         "Answers are text: their form cannot be prescribed yet.",
     ),
-    "logprobs": (lambda value: value is False, "Probabilities of tokens are not given yet."),
-    "top_logprobs": (lambda value: value == 0, "Probabilities of tokens are not given yet."),
-    "logit_bias": (lambda value: not value, "Tokens cannot be weighted."),
-    "presence_penalty": (lambda value: value == 0, "Use repetition_penalty."),
-    "frequency_penalty": (lambda value: value == 0, "Use repetition_penalty."),
     "modalities": (lambda value: value == ["text"], "These models read and write text."),
     "audio": (lambda _: False, "These models read and write text."),
     "prediction": (lambda _: False, "Answers cannot be predicted."),

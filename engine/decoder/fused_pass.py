@@ -253,7 +253,7 @@ class FusedDecoder:
         if self._card is not None or self._graphs is not None:
             return self._one_by_graphs(token, kv, sampler)
         whole = self._whole
-        if whole is None or whole.watched:
+        if whole is None or whole.watched or sampler.alone:
             return None
         start, most = kv.length, min(most, MOST)
         store = self._room_for(most, kv)

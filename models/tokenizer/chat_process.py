@@ -134,6 +134,10 @@ class ChatProcess:
         reply = self._ask(0, do="push", ids=list(ids), last=last, most=most)
         return Pushed(tuple(Part(**part) for part in reply["parts"]), reply["thought"])
 
+    def spelled(self, ids: Sequence[int]) -> list[bytes]:
+        """What each of these tokens writes, see `Tokens.spelled`. Raises PackError."""
+        return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
+
     def close(self) -> None:
         """End the process; a request that runs in another thread raises."""
         self._closed = True

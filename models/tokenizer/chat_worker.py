@@ -100,6 +100,10 @@ class Worker:
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 
+    def do_spell(self, folder: str, ids: list[int]) -> dict[str, Any]:
+        tokens = self._opened(folder).tokens
+        return {"bytes": [tokens.spelled(number).hex() for number in ids]}
+
     def do_push(self, folder: str, ids: list[int], last: bool, most: int | None) -> dict[str, Any]:
         self._step("tokenizer")
         assert self._decoder is not None, "nothing is open"

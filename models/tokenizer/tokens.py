@@ -6,6 +6,8 @@ worse: `contained` turns the first two into a PackError, `chat_process.py` survi
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,20 @@ from ..visible import visible
 from .parts import Mark
 
 _MOST_TEXT = 16_384, 1_024  # characters that decoded tokens may have: at all, and for each token
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_CAUSE = 300  # characters of somebody else's error message
+
+
+def _letters() -> dict[str, bytes]:
+    """The letters that stand for bytes in byte-level vocabularies (GPT-2): of printable bytes their own, of the others
+    those from 256 on, in order.
+    """
+    plain = {byte: byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    others = enumerate((byte for byte in range(256) if byte not in plain), 256)
+    return {chr(letter): bytes([byte]) for letter, byte in (plain | dict(others)).items()}
+
+
+_BYTES = _letters()
 
 
 @contextmanager
@@ -69,6 +84,7 @@ class Tokens:
             added = self._tokenizer.get_added_tokens_decoder()
             self._added = {token.content: number for number, token in added.items() if token.content}
             self.special = {token.content: number for number, token in added.items() if token.content and token.special}
+            self._of_bytes = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
             if not vocabulary:
                 raise ValueError("It has no tokens.")
         text, number = max(vocabulary.items(), key=lambda item: item[1])
@@ -92,6 +108,16 @@ class Tokens:
         """
         with contained(f"The tokenizer at {self._folder} fails", self._folder):
             return list(self._tokenizer.encode(text, add_special_tokens=begun).ids)
+
+    def spelled(self, number: int) -> bytes:
+        """What a token writes, which may be a part of a character; nothing for an id that is no token."""
+        piece = self._tokenizer.id_to_token(number)
+        if piece is None or piece in self._added:
+            return (piece or "").encode("utf-8", "replace")
+        if self._of_bytes:
+            return b"".join(_BYTES.get(letter, letter.encode("utf-8", "replace")) for letter in piece)
+        byte = _BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode("utf-8", "replace")
 
     def defused(self, text: str) -> str:
         """`text` with every spelling of an added token ("</s>") broken up: no text can end a turn or open one."""

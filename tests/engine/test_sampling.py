@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.events import Sampling
+from floe_chat.engine.events import Extras, Sampling
 from floe_chat.engine.ranges import check
 from floe_chat.engine.sampling import Sampler
 from floe_chat.models.errors import UsageError
@@ -141,3 +141,40 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None
 
 def test_logits_of_half_precision_are_drawn_from() -> None:
     assert 0 <= draws(PLAIN, 1, some_logits().bfloat16())[0] < VOCABULARY
+
+
+def test_extras_that_change_nothing_draw_the_same() -> None:
+    """One at a time, but by the same numbers."""
+    plain, alone = Sampler(PLAIN, IDS), Sampler(PLAIN, IDS, Extras(likeliest=0))
+    assert alone.alone and not plain.alone
+    assert [plain.draw(FLAT) for _ in range(80)] == [alone.draw(FLAT) for _ in range(80)]
+
+
+def test_penalties_and_biases_as_they_are_defined() -> None:
+    """By the logits that they leave, whose largest is drawn."""
+    extras = Extras(presence_penalty=0.7, frequency_penalty=0.3, bias=((7, 1.5), (9, -2.0)))
+    sampler, counts = Sampler(replace(PLAIN, temperature=0), IDS, extras), Counter[int]()
+    for seed in range(60):
+        logits = 0.5 * some_logits(seed)
+        expected = [
+            float(logit) - 0.7 * (counts[token] > 0) - 0.3 * counts[token] + dict(extras.bias).get(token, 0.0)
+            for token, logit in enumerate(logits[0])
+        ]
+        token = sampler.draw(logits)
+        assert token == max(range(VOCABULARY), key=expected.__getitem__)
+        counts[token] += 1
+    assert max(counts.values()) > 1  # the prompt's tokens do not count, and those of the answer do
+
+
+def test_chances_are_the_models() -> None:
+    """Whatever changes the drawing."""
+    extras = Extras(presence_penalty=2.0, bias=((4, 100.0),), likeliest=3)
+    sampler = Sampler(replace(PLAIN, temperature=2.0, top_k=5, repetition_penalty=1.5), IDS, extras)
+    for seed in range(20):
+        logits = some_logits(seed)
+        token, true = sampler.draw(logits), logits[0].double().log_softmax(0)
+        assert token == 4 and sampler.chance is not None
+        assert sampler.chance.logprob == pytest.approx(float(true[4]), abs=1e-5)
+        assert [number for number, _ in sampler.chance.likeliest] == true.argsort(descending=True)[:3].tolist()
+        likeliest = [chance for _, chance in sampler.chance.likeliest]
+        assert likeliest == pytest.approx(true.sort().values[-3:].flip(0).tolist(), abs=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from floe_chat.models.errors import PackError
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted
+from floe_chat.models.tokenizer.tokens import Tokens
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
@@ -191,3 +192,17 @@ def test_text_is_the_same_both_ways(kind: str, clean: bool, folder: Path) -> Non
 
 def test_the_demos_prompts_and_ends_are_the_same() -> None:
     assert same(Path("assets/demo/packed")).stop_ids == (1,)
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_what_tokens_write_adds_up(tmp_path: Path, of_bytes: bool) -> None:
+    """To the text, byte by byte; Mixtral's kind begins it with a space."""
+    if of_bytes:
+        write_tokenizer(tmp_path)
+    else:
+        sentencepiece_like().save(str(tmp_path / "tokenizer.json"))
+    tokens = Tokens(tmp_path)
+    for text in ("plain words", " two  words", "Grüße, 日本語 🎉", "tab\tnewline\r\nend", "\x00\x1b", "hello é"):
+        written = b"".join(map(tokens.spelled, tokens.encode(text)))
+        assert written.decode() == (text if of_bytes else f" {text}")
+    assert tokens.spelled(10_000_000) == b"" and tokens.spelled(1) == b"<s>"

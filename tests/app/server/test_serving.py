@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from typing import Any
 
 import httpx2
@@ -158,10 +159,8 @@ def test_quality_is_per_request(demo: Served) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -315,3 +314,46 @@ def test_pairs_of_stops(demo: Served, expected: dict[str, str]) -> None:
         stop = whole[at : at + size]
         reply = demo.post({"messages": user(QUESTIONS[2]), "stop": stop}).json()
         assert reply["choices"][0]["message"]["content"] == whole.partition(stop)[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_probabilities_of_tokens(demo: Served, expected: dict[str, str], stream: bool) -> None:
+    given: Any = {"model": "demo", "messages": user(QUESTIONS[0]), "logprobs": True, "top_logprobs": 3}
+    reply: Any = demo.client().chat.completions.create(**given, stream=stream)
+    if stream:
+        tokens = [token for piece in reply if (found := piece.choices[0].logprobs) for token in found.content]
+    else:
+        tokens = reply.choices[0].logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == expected[QUESTIONS[0]]
+    for token in tokens:
+        assert len(token.top_logprobs) == 3 and token.logprob <= 0
+        assert token.top_logprobs[0].token == token.token  # the likeliest is drawn
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
+        assert sum(math.exp(other.logprob) for other in token.top_logprobs) <= 1 + 1e-6
+
+
+def test_probabilities_of_a_texts_tokens(demo: Served) -> None:
+    reply = demo.post({"prompt": "The router", "max_tokens": 6, "logprobs": 2}, "/completions").json()
+    found = reply["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]) == reply["choices"][0]["text"]
+    assert [len(others) for others in found["top_logprobs"]] == [2] * len(found["tokens"])
+
+
+def test_a_bias_forces_and_forbids(demo: Served, expected: dict[str, str]) -> None:
+    given: Any = {"model": "demo", "messages": user(QUESTIONS[0]), "max_tokens": 4}
+    forced = demo.client().chat.completions.create(**given, logit_bias={"300": 100}, logprobs=True)
+    logprobs = forced.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len({token.token for token in logprobs.content}) == 1
+    assert max(token.logprob for token in logprobs.content) < -0.01  # of what the model thinks of it, without the bias
+    assert demo.post({"messages": user("Hi"), "logit_bias": {"99999": 1}}).json()["error"]["param"] == "logit_bias"
+
+
+def test_penalties_of_tokens_that_the_answer_has(demo: Served) -> None:
+    def repeated(**penalty: float) -> int:
+        body = {"messages": user("?"), "max_tokens": 60, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
+        tokens = [token["token"] for token in demo.post(body).json()["choices"][0]["logprobs"]["content"]]
+        return max(tokens.count(token) for token in tokens)
+
+    assert repeated() > repeated(frequency_penalty=2) > 1
+    assert repeated() >= repeated(presence_penalty=2)
