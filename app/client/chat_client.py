@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...engine.events import (
     Advanced,
@@ -30,65 +29,18 @@ from ...engine.events import (
     Unload,
 )
 from ...engine.session import Session
+from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess
-from .prompt import PromptTurn, fit
-
-if TYPE_CHECKING:
-    from ...engine.quality_presets import Preset
-
+from .interface import Cost as Cost
+from .interface import PromptTurn as PromptTurn
+from .interface import Submitted as Submitted
+from .interface import TextDelta as TextDelta
+from .interface import ThoughtDelta as ThoughtDelta
+from .interface import Update as Update
+from .prompt import fit
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """More text of the answer to `request`, safe to show: control characters are already replaced."""
-
-    request: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ThoughtDelta:
-    """More of what the model thinks before the answer to `request`, as safe to show; `tokens` of the model's."""
-
-    request: int
-    text: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A question accepted by the engine.
-
-    `prompt_tokens` is the whole prompt's length; `dropped` counts the oldest messages that no longer fit the window.
-    """
-
-    request: int
-    prompt_tokens: int
-    dropped: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """A preset and its quality loss as measured on this pack; None where `floe-chat tune` has not run.
-
-    Attributes:
-        kl: mean KL divergence, nats. bytes_per_token: of experts' weights read.
-        text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
-        rounded: whether `kl` is from the 16-bit model, and counts what rounding costs; else from the pack itself.
-    """
-
-    preset: Preset
-    kl: float | None
-    bytes_per_token: float | None
-    text: str = ""
-    tokens: int = 0
-    rounded: bool = True
-
-
-Update = Event | TextDelta | ThoughtDelta
 
 
 class ChatClient:
@@ -125,6 +77,16 @@ class ChatClient:
         """The pack that is loaded, or being loaded."""
         return self._pack
 
+    @property
+    def reference(self) -> str:
+        """The name by which `catalog.find` finds the pack again."""
+        return catalog.reference(self.pack)
+
+    @property
+    def remote(self) -> str:
+        """Always "": nothing leaves this machine."""
+        return ""
+
     def start(self) -> None:
         """Begin loading in the background; returns at once."""
         self._begin_loading()
@@ -134,6 +96,9 @@ class ChatClient:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
         self._heard = heard
         self._session.listen(heard)
+
+    def need_local(self) -> None:
+        """Nothing: it is local."""
 
     def open(self, pack: Path) -> None:
         """Switch to the model in `pack`, on the same device; `poll` reports as after `start`.
@@ -250,6 +215,11 @@ class ChatClient:
         if self._prepared is not None:
             self._session.send(self._prepared)
             self._prepared = None
+
+    @property
+    def privacy(self) -> str:
+        """Always "": nothing is sent."""
+        return ""
 
     @property
     def thinking(self) -> str:
