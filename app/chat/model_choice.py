@@ -36,6 +36,11 @@ def missing(model: str, error: FloeError, instead: str) -> str:
     return f"{said} {catalog.short_name(instead)} answers instead." if instead else said
 
 
+def sent_away(model: str, host: str) -> str:
+    """A sentence: the chat that the local `model` answered goes to the server at `host` with the next question."""
+    return f"{catalog.short_name(model)} answered this chat. Your next question sends all of it to {host}."
+
+
 def saved_chat(number: int | None) -> Conversation:
     """The saved chat with this number or id, or the last used one (None).
 

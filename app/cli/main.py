@@ -56,6 +56,19 @@ _MODEL = (
         "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
     ),
 )
+_SERVER = (
+    click.option(
+        "--connect",
+        metavar="URL",
+        help="Let an OpenAI-compatible server answer, such as http://127.0.0.1:8000. Questions go to that host.",
+    ),
+    click.option(
+        "--key-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The server's key, in a file that only you can read.  [default: the variable FLOE_CHAT_KEY]",
+    ),
+)
 _SAMPLING = (
     click.option(
         "--temperature", type=float, help="0 always picks the likeliest token.  [default: the model's, or 0.7]"
@@ -94,14 +107,15 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@_with(*_MODEL, *_SAMPLING)
+@_with(*_MODEL, *_SERVER, *_SAMPLING)
 @click.option("--continue", "-c", "continued", is_flag=True, help="Open the last chat, with its own model.")
 @click.option("--chat", type=NUMBER, metavar="N", help="Open this chat, with its own model; see `history list`.")
 @click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
 @click.version_option(package_name="floe-chat", prog_name="floe-chat")
 @click.pass_context
 def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **options: Any) -> None:
-    """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
+    """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine,
+    unless you connect to a server: --connect URL.
 
     Without a command, opens the chat screen with the model chosen last. Options that you leave out come from the
     settings file (`floe-chat paths` shows where it is).
@@ -177,7 +191,7 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
     is_flag=True,
     help="Print a JSON object for each piece of the answer, and one at the end.",
 )
-@_with(*_MODEL, *_SAMPLING)
+@_with(*_MODEL, *_SERVER, *_SAMPLING)
 @click.pass_context
 def ask(
     ctx: click.Context,

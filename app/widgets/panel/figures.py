@@ -224,7 +224,7 @@ def vram_bytes(stats: Stats) -> int | None:
     """Device memory in use, real or simulated; None without either."""
     rows = stats.rows
     if stats.vram_bytes is None and rows is not None:
-        return rows.dense + rows.up + rows.whole + rows.pool + stats.kv_bytes
+        return rows.dense + rows.up + rows.whole + rows.pool + (stats.kv_bytes or 0)
     return stats.vram_bytes
 
 
