@@ -87,6 +87,7 @@ class FloeChatApp(App[int]):
         whether the person named the model, who is asked for none then.
         """
         super().__init__()
+        self.sub_title = f"remote {client.remote}" if client.remote else ""  # on pages that hide the chat
         self._named = named
         self._terminal, self._reopened = terminal, reopened
         self._file = settings

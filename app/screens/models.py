@@ -89,7 +89,7 @@ class ModelsScreen(Screen["str | None"]):
         self._explained: str | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static("Models", id="title")
+        yield Static(" · ".join(filter(None, ("Models", self.app.sub_title))), id="title", markup=False)
         with Vertical(id="body"):
             yield self._list
             yield self._other

@@ -90,4 +90,7 @@ class ChatPages:
             self._controller.view.gauges.remark(model.no_presets)
 
     def _open_experts(self) -> None:
+        if remote := self._controller.model.client.remote:
+            self._controller.view.gauges.remark(f"{remote} does not say which experts it calls")
+            return
         self._screen.app.push_screen(ExpertsScreen(self._figures))
