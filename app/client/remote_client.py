@@ -239,6 +239,8 @@ class RemoteClient:
             self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread.is_alive():
             self._thread.join(0.5)
+        elif not self._loop.is_closed():  # it was never started
+            self._loop.close()
 
     # On the thread
 
