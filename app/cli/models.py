@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -13,6 +14,7 @@ import platformdirs
 
 from ...models import catalog, private_file
 from ...models.errors import UsageError
+from ...models.quantities import memory
 from ..log import log_file
 from ..progress import note
 from ..setup.disk_use import files
@@ -113,6 +115,31 @@ def card(name: str, output: Path | None, save: bool, force: bool) -> None:
     note(f"To upload it with the hub's own client: hf upload OWNER/NAME {shlex.quote(str(folder))} .")
     if "# fill in" in text:
         note('Fill in what is marked "fill in" first.')
+
+
+@models.command("serve-with", short_help="Print how vLLM, SGLang and llama-server serve the same model.")
+@click.argument("name")
+@click.option(
+    "--context", type=click.IntRange(1), default=8192, show_default=True, help="Context to reserve, in tokens."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def serve_with(name: str, context: int, as_json: bool) -> None:
+    """Print the command lines that serve the checkpoint of NAME with other engines, and the memory that they need.
+
+    NAME is an installed or a listed model, a hub id, the folder of a checkpoint, or a GGUF file. Nothing is run.
+    """
+    from .printing.serve_with import servings
+
+    place, found = servings(name, context)
+    if as_json:
+        engines = [{**dataclasses.asdict(one), "lines": list(one.lines)} for one in found]
+        click.echo(json.dumps({"checkpoint": place, "engines": engines}, indent=2))
+        return
+    for one in found:
+        click.echo(printable(f"# {one.engine}: about {memory(one.bytes)} of {one.where} (an estimate)"))
+        click.echo(printable("\n".join(one.lines)))
+        click.echo(f"# then: floe-chat --connect {one.at}\n")
+    note("Whether an engine supports this family, its own documentation says.")
 
 
 def _write(file: Path, text: str, *, force: bool) -> None:
