@@ -113,6 +113,8 @@ def said_in(body: bytes, key: Key) -> str:
         found = found.get("error", found)
     if isinstance(found, dict):
         found = found.get("message", found.get("detail"))
+    if isinstance(found, list):  # pydantic's, a field each
+        found = "; ".join(f"{one.get('loc')}: {one.get('msg')}" for one in found if isinstance(one, dict))
     return hub_errors.plain(key.hidden_in(found)).strip().rstrip(".") if isinstance(found, str) else ""
 
 

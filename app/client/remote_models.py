@@ -63,11 +63,14 @@ def _one(entry: dict[str, Any]) -> Offered:
 
 def choose(models: Sequence[Offered], wanted: str | None, address: Address) -> Offered:
     """The model called `wanted`, or by a part of its name that no other has; without a wish the only one there is.
+    An empty list does not refuse a wish.
 
     Raises:
         UsageError: there is none, or there are several.
     """
     names = ", ".join(model.name for model in models[:_SHOWN]) + (", …" if len(models) > _SHOWN else "")
+    if not models and wanted is not None:
+        return Offered(wanted)  # some servers load what is asked for, and list what is loaded
     if not models:
         hint = "Load one there, or name one: --model NAME."
         raise UsageError(f"{address.host} offers no model", "Its list of models is empty.", hint)

@@ -10,7 +10,9 @@ from ...engine.events import Sampling
 from .interface import PromptTurn
 from .remote_models import Offered
 
-_REFUSING = re.compile(r"not support|unsupported|unrecogni[sz]ed|unknown|not permitted|extra|invalid|not allowed", re.I)
+_REFUSING = re.compile(
+    "not (support|permitted|allowed)|unsupported|unrecogni[sz]ed|unknown|unexpected|extra|invalid", re.IGNORECASE
+)
 _CONTINUES = ("vLLM", "SGLang")
 
 

@@ -156,6 +156,24 @@ def test_fields_that_a_server_does_not_know_are_left_out() -> None:
     assert next(update.title for update in updates if isinstance(update, Notice)).endswith("does not know min_p")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"detail": "Unexpected fields in the request: {'min_p', 'seed'}."},
+        {"detail": [{"loc": ["body", name], "msg": "Extra inputs are not permitted"} for name in ("min_p", "seed")]},
+        {"object": "error", "message": "min_p, seed: not supported", "code": 400},
+        {"error": "unknown fields min_p and seed"},
+    ],
+)
+def test_refusals_in_other_words(body: dict[str, Any]) -> None:
+    refusal = Reply(422, (json.dumps(body).encode(),), "application/json")
+    server = ModelServer(models("tiny"), refusal, Reply(parts=said(HELLO)))
+    with serving(server), connected(server.url) as client:
+        loaded(client)
+        assert text(asked(client, Sampling(min_p=0.1, seed=1))) == "Hello"
+    assert not {"min_p", "seed"} & set(server.questions[1].body)
+
+
 def test_an_answer_is_continued() -> None:
     with serving(recorded("vllm")) as server, connected(server.url) as client:
         loaded(client)
@@ -290,8 +308,9 @@ def test_a_model_is_named(wanted: str, found: str) -> None:
 
 
 def test_a_server_without_a_list_takes_the_named_model() -> None:
-    with serving(ModelServer(refusing(404))) as server, connected(server.url, model="tiny") as client:
-        assert loaded(client).model == "tiny"
+    for listed in (refusing(404), models()):
+        with serving(ModelServer(listed)) as server, connected(server.url, model="tiny") as client:
+            assert loaded(client).model == "tiny"
 
 
 def test_names_of_models_are_made_safe() -> None:
