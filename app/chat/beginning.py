@@ -107,18 +107,21 @@ def _connected(
     saved: Conversation | None,
 ) -> Beginning:
     """As `begin`, with the server at `address`."""
-    from ..client.remote_address import Address, read_key
+    from ..client.remote_address import Address, Key, read_key
     from ..client.remote_client import RemoteClient
+    from ..settings.servers import SavedServer, is_name, server
 
     here = [f"--{name}" for name in ("preset", "device", "vram") if name in given]
     if here:
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
-    model = options.pop("model") if "model" in given else None
+    kept = server(address) if is_name(address) else SavedServer("", address)
+    model = options.pop("model") if "model" in given else kept.model or None
     for name in ("model", "preset", "device", "vram"):
         options.pop(name, None)
     thinking = options.pop("thinking", settings.thinking)
     sampling, max_tokens, system = sampling_from(options, None)
-    client = RemoteClient(Address.parse(address), read_key(key_file), model, think=thinking != "off")
+    key = Key(kept.key) if kept.key and key_file is None else read_key(key_file)
+    client = RemoteClient(Address.parse(kept.url), key, model, think=thinking != "off")
     local = saved is not None and not saved.setup.model.startswith(client.reference.rpartition("/")[0])
     remark = model_choice.sent_away(saved.setup.model, client.remote) if saved is not None and local else ""
     return Beginning(settings, client, None, sampling, max_tokens, system, saved, remark=remark, thinking=thinking)

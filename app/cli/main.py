@@ -59,8 +59,9 @@ _MODEL = (
 _SERVER = (
     click.option(
         "--connect",
-        metavar="URL",
-        help="Let an OpenAI-compatible server answer, such as http://127.0.0.1:8000. Questions go to that host.",
+        metavar="URL|NAME",
+        help="Let an OpenAI-compatible server answer, such as http://127.0.0.1:8000, or one saved by `models "
+        "add-server`. Questions go to that host.",
     ),
     click.option(
         "--key-file",

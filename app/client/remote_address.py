@@ -113,9 +113,14 @@ def read_key(file: Path | None) -> Key:
         ) from error
     if shared:
         raise UsageError(f"Other users can read {file}", "It holds a key.", f"Close it: chmod 600 {file}")
-    key = _checked(content.decode("ascii", "replace"), str(file))
+    return need_key(content.decode("ascii", "replace"), str(file))
+
+
+def need_key(text: str, where: str) -> Key:
+    """The key in `text`, which came from `where`. Raises UsageError: there is none, or it is not one."""
+    key = _checked(text, where)
     if not key.value:
-        raise UsageError(f"There is no key in {file}", "It is empty.", "Write the key into its first line.")
+        raise UsageError(f"{where} holds no key", "It is empty.", "Give the key in one line.")
     return key
 
 

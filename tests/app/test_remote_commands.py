@@ -12,6 +12,7 @@ from floe_chat.app.client.remote_address import KEY_VARIABLE, Address, Key, read
 from floe_chat.app.client.remote_client import RemoteClient
 from floe_chat.app.client.remote_http import proxy_for
 from floe_chat.app.history import history_file, open_history
+from floe_chat.app.settings.servers import servers_file
 from floe_chat.models.errors import UsageError
 
 from ..helpers import run_cli
@@ -191,3 +192,36 @@ def test_line_by_line() -> None:
     assert f"answers, remote at {host}. Your questions, the chat before them" in ran.err
     assert f"{host} decides about quality." in ran.err and f"floe-chat is connected to {host}" in ran.err
     assert "11 tokens" in ran.err and ran.code == 1  # a line could not be carried out
+
+
+def test_a_saved_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(ModelServer(models("one", "two"), Reply(parts=said({"content": "Hi"})))) as server:
+        added = run_cli("models", "add-server", "lab", server.url, "--model", "two", "--key", stdin=b"sk-typed\n")
+        assert added.code == 0 and "sk-typed" not in added.out + added.err
+        assert servers_file().stat().st_mode & 0o777 == 0o600
+        listed = run_cli("models")
+        assert f"lab                             {server.url}/v1 two" in listed.out and "sk-typed" not in listed.out
+        assert "sk-typed" not in run_cli("models", "--json").out
+        monkeypatch.setenv(KEY_VARIABLE, "sk-other")
+        assert run_cli("ask", "--connect", "lab", "hi", "--no-save").out == "Hi\n"
+    assert server.questions[0].body["model"] == "two"
+    assert {one.headers["authorization"] for one in server.asked} == {"Bearer sk-typed"}
+    assert run_cli("models", "remove-server", "lab").code == 0
+    assert "sk-typed" not in servers_file().read_text()
+    ran = run_cli("ask", "--connect", "lab", "hi")
+    assert ran.code == 2 and "There is no saved server lab" in ran.err
+
+
+@pytest.mark.parametrize("name", ["localhost", "a.b", "../x", "", "x" * 41])
+def test_a_name_is_no_address(name: str) -> None:
+    ran = run_cli("models", "add-server", name, "http://127.0.0.1:8000")
+    assert ran.code == 2 and "cannot be the name of a server" in ran.err and not servers_file().exists()
+
+
+def test_a_damaged_file_of_servers() -> None:
+    servers_file().parent.mkdir(parents=True, exist_ok=True)
+    for content in ("{", '{"a": 1}', '[{"name": "x", "url": "u", "more": 1}]', "[3]"):
+        servers_file().write_text(content)
+        ran = run_cli("ask", "--connect", "lab", "hi")
+        assert ran.code == 1 and "servers.json cannot be read" in ran.err
+    assert run_cli("ask", "--connect", "lab", "hi", "--no-save").code == 1
