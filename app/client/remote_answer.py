@@ -51,7 +51,7 @@ class Server:
     async def find(self, wanted: str | None) -> Offered:
         """The model that answers. Raises FloeError: there is none, or the server cannot be asked."""
         try:
-            async with self._client.stream("GET", f"{self._address.base}/models", timeout=_LIST_S) as response:
+            async with self._client.stream("GET", f"{self._address.base}/models") as response:
                 if response.status_code == 404 and wanted is not None:
                     return Offered(wanted)  # some servers have no list
                 if not response.is_success:

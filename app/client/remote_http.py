@@ -130,7 +130,7 @@ def no_answer(error: Exception, address: Address) -> FloeError:
         plain = hub_errors.plain(f"{error}")
         return TryAgainError(f"The proxy refuses {host}", plain, "Check HTTPS_PROXY, or set NO_PROXY.")
     if isinstance(error, httpx2.ConnectTimeout):
-        return TryAgainError(f"{host} does not answer", "No connection within 10 seconds.", "Check the address.")
+        return TryAgainError(f"{host} does not answer", "No connection was made in time.", "Check the address.")
     if isinstance(error, httpx2.TimeoutException):
         return TryAgainError(f"{host} is silent", "Nothing came for too long.", "Try again; the server may be busy.")
     if any(isinstance(cause, ssl.SSLError) for cause in causes):

@@ -57,16 +57,17 @@ async def events(parts: AsyncIterable[bytes]) -> AsyncGenerator[str]:
     Raises:
         NotAnAnswerError: a line or the whole is larger than any answer.
     """
-    data: list[str] = []
+    data, size = list[str](), 0
     async for line in _lines(parts):
         name, _colon, value = line.partition(":")
         if name in ("data", "error"):  # earlier llama-servers report errors by a field of their own
             data.append(value.removeprefix(" "))
-            if sum(map(len, data)) > MOST_LINE:
+            size += len(value)
+            if size > MOST_LINE:
                 raise NotAnAnswerError("It sends more in one event than any token has.")
         elif not line and data:
             event = "\n".join(data)
-            data.clear()
+            data, size = [], 0
             if event.strip() == _DONE:
                 return
             yield event
@@ -75,16 +76,25 @@ async def events(parts: AsyncIterable[bytes]) -> AsyncGenerator[str]:
 
 
 async def _lines(parts: AsyncIterable[bytes]) -> AsyncGenerator[str]:
-    rest, total = b"", 0
+    # One growing buffer: a server may send a long line byte by byte.
+    line, total = bytearray(), 0
     async for part in parts:
         total += len(part)
-        *lines, rest = (rest + part).split(b"\n")
-        if total > MOST_STREAM or len(rest) > MOST_LINE or any(len(line) > MOST_LINE for line in lines):
-            raise NotAnAnswerError("It sends more than any answer has.")
-        for line in lines:
+        *ended, rest = part.split(b"\n")
+        for end in ended:
+            line += end
+            _need_bounded(line, total)
             yield line.removesuffix(b"\r").decode("utf-8", "replace")
-    if rest:
-        yield rest.removesuffix(b"\r").decode("utf-8", "replace")
+            line.clear()
+        line += rest
+        _need_bounded(line, total)
+    if line:
+        yield line.removesuffix(b"\r").decode("utf-8", "replace")
+
+
+def _need_bounded(line: bytearray, total: int) -> None:
+    if len(line) > MOST_LINE or total > MOST_STREAM:
+        raise NotAnAnswerError("It sends more than any answer has.")
 
 
 def piece_of(event: str | bytes) -> Piece:
