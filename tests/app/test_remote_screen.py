@@ -62,8 +62,11 @@ async def test_a_chat(size: tuple[int, int]) -> None:
 async def test_the_panel_shows_what_can_be_known() -> None:
     with serving(recorded("vllm")) as server:
         async with connected(server) as pilot:
+            shown = screen_text(pilot)
+            assert "prefill" not in shown and "window 40960" in shown and "context 0" not in shown
             await ask(pilot, "What is an expert?")
             await answered(pilot)
+            await until(pilot, lambda: "context 25/40960" in screen_text(pilot))
             shown = screen_text(pilot)
             assert "vLLM at 127.0.0.1" in shown and "prompt tokens" in shown and "40,960 tokens" in shown
             for local in ("Neurons", "Experts", "KV cache", "prefill", "resident weights"):

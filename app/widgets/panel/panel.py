@@ -125,6 +125,7 @@ class PerformancePanel(Ground, VerticalScroll):
         self._fit()
         self.query_one("#backend", Drawing).show(figures, layout=True)
         self.query_one("#memory", Drawing).show(figures)
+        self.query_one("#speed-beside", Drawing).show(figures)
 
 
 class PanelStrip(Drawing):

@@ -106,7 +106,9 @@ class StatusLine(Widget):
             parts.append(Content.styled(f"remote {self.remote}", "$text-warning"))
         if self.preset:
             parts.append(Content.styled(self.preset, link("screen.do('quality')")))
-        if self.context_window and details:
+        if self.remote and self.context_window and self.context_used is None:
+            parts += [Content(f"window {self.context_window}")] if details else []
+        elif self.context_window and details:
             used = self.context_used or 0
             context = f"context {used}/{self.context_window}"
             if details > 1:
