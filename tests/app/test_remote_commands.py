@@ -56,6 +56,14 @@ def test_a_local_chat_is_sent_away_with_a_word(tiny_pack: Path) -> None:
     assert ran.code == 0 and f"sends all of it to {server.url.removeprefix('http://')}" in ran.err
 
 
+def test_a_servers_chat_comes_home_with_a_word() -> None:
+    with serving(recorded("vllm")) as server:
+        assert run_cli("ask", "--connect", server.url, "first").code == 0
+    ran = run_cli("ask", "--continue", "second", "--max-tokens", "3")
+    assert ran.code == 0 and f"floe-chat --connect {server.url}/v1 continues it there. demo answers instead." in ran.err
+    assert len(server.questions) == 1
+
+
 @pytest.mark.parametrize("thinking", ["off", "show"])
 def test_thinking(thinking: str) -> None:
     with serving(recorded("vllm")) as server:
