@@ -33,8 +33,8 @@ class Beginning:
 
     Attributes:
         system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's
-            model, or should have: no `--model` was given. remark: why it has another one, or "". thinking: what to do
-            with the model's, see `settings.THINKING`.
+            model, or should have: no `--model` was given. remark: why it has another one, or what of the chat a server
+            gets, or "". thinking: what to do with the model's, see `settings.THINKING`.
     """
 
     settings: Settings
@@ -121,9 +121,12 @@ def _connected(
     thinking = options.pop("thinking", settings.thinking)
     sampling, max_tokens, system = sampling_from(options, None)
     key = Key(kept.key) if kept.key and key_file is None else read_key(key_file)
-    client = RemoteClient(Address.parse(kept.url), key, model, think=thinking != "off")
-    local = saved is not None and not saved.setup.model.startswith(client.reference.rpartition("/")[0])
-    remark = model_choice.sent_away(saved.setup.model, client.remote) if saved is not None and local else ""
+    at = Address.parse(kept.url)
+    client = RemoteClient(at, key, model, think=thinking != "off")
+    remarks = [] if at.encrypted or at.loopback else [client.privacy]
+    if saved is not None and not saved.setup.model.startswith(f"{at.base}/"):
+        remarks.append(model_choice.sent_away(saved.setup.model, client.remote))
+    remark = " ".join(remarks)
     return Beginning(settings, client, None, sampling, max_tokens, system, saved, remark=remark, thinking=thinking)
 
 

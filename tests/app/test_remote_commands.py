@@ -169,6 +169,12 @@ def test_proxies_see_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_cli("ask", "--connect", server.url, "hi").code == 0
 
 
+def test_ask_says_when_others_can_read_it() -> None:
+    ran = run_cli("ask", "--connect", "http://nothing.invalid:80", "hi", "--no-save")
+    assert ran.code == 3 and "sent to nothing.invalid:80, not encrypted: others on the network" in ran.err
+    assert "There is no host nothing.invalid" in ran.err
+
+
 def test_what_is_sent_where() -> None:
     said_of = [
         RemoteClient(Address.parse(url), Key()).privacy for url in ("localhost", "http://a.org", "https://a.org")
