@@ -10,12 +10,15 @@ import pytest
 from floe_chat.app.client.remote_address import Address, Key
 from floe_chat.app.client.remote_client import Patience, RemoteClient
 from floe_chat.app.history import History, history_file
+from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.settings.servers import SavedServer, keep
+from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.chat.blocks import Welcome
 from textual.pilot import Pilot
 
 from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving
 from .scripted import app_for, screen_text, status, text_of, until, write
+from .wizardry import surveyor
 
 HELLO = {"content": "Hello"}
 
@@ -67,7 +70,7 @@ async def test_the_panel_shows_what_can_be_known() -> None:
             assert "prefill" not in shown and "window 40960" in shown and "context 0" not in shown
             await ask(pilot, "What is an expert?")
             await answered(pilot)
-            await until(pilot, lambda: "context 25/40960" in screen_text(pilot))
+            await until(pilot, lambda: "context 25/40960" in screen_text(pilot) and "11 tokens" in screen_text(pilot))
             shown = screen_text(pilot)
             assert "vLLM at 127.0.0.1" in shown and "prompt tokens" in shown and "40,960 tokens" in shown
             for local in ("Neurons", "Experts", "KV cache", "prefill", "resident weights"):
@@ -75,16 +78,20 @@ async def test_the_panel_shows_what_can_be_known() -> None:
             assert "11 tokens" in shown and "first token" in shown
 
 
-async def test_every_page_says_remote() -> None:
+async def test_every_page_says_remote(setups: Setups) -> None:
     with serving(recorded("vllm")) as server:
         async with connected(server) as pilot:
             host = server.url.removeprefix("http://")
-            for page in ("/help", "/history", "/settings", "/setup", "/models"):
+            for page in ("/help", "/history", "/settings", "/models"):
                 await ask(pilot, page)
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
                 await until(pilot, lambda: f"remote {host}" in screen_text(pilot))
                 await pilot.press("escape")
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
+            pilot.app.push_screen(WizardScreen(setups, surveyor=surveyor()))
+            await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "machine" in screen_text(pilot))
+            await pilot.press("escape")
+            await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
             await pilot.resize_terminal(59, 19)
             await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "at least" in screen_text(pilot))
             await pilot.resize_terminal(120, 40)
