@@ -61,10 +61,11 @@ def memory_size(text: str | None) -> int | None:
     return int(size)
 
 
-def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, str | None]:
+def sampling_from(options: dict[str, Any], pack: Path | None) -> tuple[Sampling, int, str | None]:
     """The command line's sampling options: how to draw, the longest answer, the system prompt.
 
     Values not given come from the model's own generation_config.json if legal there, else from our defaults.
+    `pack`: None for a server, which keeps that to itself.
 
     Raises:
         UsageError: a value out of its range, or a system prompt that is not text.
@@ -77,7 +78,9 @@ def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, s
     return sampling, max_tokens, system
 
 
-def _published(pack: Path) -> dict[str, Any]:
+def _published(pack: Path | None) -> dict[str, Any]:
+    if pack is None:
+        return {}
     try:
         fields = json.loads((pack / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

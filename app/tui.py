@@ -24,7 +24,7 @@ from textual.timer import Timer
 from textual.widgets import Input, TextArea
 
 from ..engine.events import Failed, Loaded, Notice, Sampling
-from ..models.catalog import find, reference
+from ..models.catalog import find
 from ..models.errors import FloeError
 from .actions import COMMANDS, OWN, Place
 from .background import in_background
@@ -32,7 +32,7 @@ from .chat import model_choice
 from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
 from .client.bridge import Heard
-from .client.chat_client import ChatClient
+from .client.interface import Client
 from .history import ChatSetup, History, history_file
 from .screens.chat.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
@@ -71,7 +71,7 @@ class FloeChatApp(App[int]):
 
     def __init__(
         self,
-        client: ChatClient,
+        client: Client,
         *,
         sampling: Sampling,
         max_new_tokens: int,
@@ -87,6 +87,7 @@ class FloeChatApp(App[int]):
         whether the person named the model, who is asked for none then.
         """
         super().__init__()
+        self.sub_title = f"remote {client.remote}" if client.remote else ""  # on pages that hide the chat
         self._named = named
         self._terminal, self._reopened = terminal, reopened
         self._file = settings
@@ -176,7 +177,7 @@ class FloeChatApp(App[int]):
         match event.news:
             case Notice(title, cause):
                 self.notify(cause, title=title, severity="warning", timeout=12, markup=False)
-            case Failed(exit_code=code) if not self._chat.controller.model.presets:
+            case Failed(request=None, exit_code=code) if not self._chat.controller.model.presets:
                 self._exit_code = code
             case Loaded(folder=folder):  # a model answers now, even if one failed before
                 self._exit_code = 0
@@ -309,6 +310,7 @@ class FloeChatApp(App[int]):
         if name is None:
             return
         try:
+            self._chat.controller.model.client.need_local()
             pack = find(name)
         except FloeError as error:
             self._tell(error, "error")
@@ -343,9 +345,9 @@ def _told(file: Path | None, problems: Sequence[Problem]) -> tuple[str, str]:
     return title, "\n".join([f"{file}:", *told, "The file was not changed."])
 
 
-def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:
+def _setup_of_new(client: Client, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:
     """The setup of a new chat; it names the settings' persona if that persona's system prompt is used."""
-    setup = ChatSetup(reference(client.pack), sampling=sampling, system_prompt=system_prompt)
+    setup = ChatSetup(client.reference, sampling=sampling, system_prompt=system_prompt)
     persona = settings.personas.get(settings.persona)
     if persona is not None and persona.system_prompt == setup.system_prompt:
         setup = replace(setup, persona=settings.persona)
@@ -375,7 +377,7 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         settings=settings_file(),
         terminal=terminal,
         reopened=None if chat is None else Reopened(chat.id, beginning.own_model),
-        named=not beginning.own_model,
+        named=not beginning.own_model or bool(client.remote),
     )
 
     def close() -> bool:

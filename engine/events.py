@@ -175,6 +175,8 @@ class Loaded:
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.
         remedy: in a sentence, how to make torch compute on a GPU that is there; "" if there is nothing to mend.
+        remote: the host of the server that answers, "" if this process does. A server has no presets and no widths,
+            and may not say how large its `context_window` is (0).
     """
 
     model: str
@@ -192,6 +194,7 @@ class Loaded:
     memory_bytes: int
     advanced: tuple[str, ...] = ()
     remedy: str = ""
+    remote: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +273,11 @@ class Rows:
 class Stats:
     """Counters of the running answer or of the last one.
 
-    What was not measured is None: a screen says so and never shows a zero instead.
+    What was not measured is None: a screen says so and never shows a zero instead. Of a server's answer only times and
+    the server's own counts are known.
 
     Attributes:
-        prompt_tokens, new_tokens: so far in this answer.
+        prompt_tokens, new_tokens: so far in this answer. `new_tokens` are the pieces that came if a server counts none.
         decode_tps: decode tokens/s over the last second; decode_tps_mean: over the whole answer.
         prefill_tps: prompt tokens/s. first_token_s: from the request to the first token.
         active_neurons: share of the selected experts' neurons that were active in decode, 0..1.
@@ -283,13 +287,13 @@ class Stats:
         ram_bytes: resident memory of this process. vram_bytes: device memory in use; None without a GPU.
         vram_budget: the most of the device's memory that may be used; None where the CPU computes in RAM.
         kv_bytes: bytes in the KV cache.
-        context_used, context_window: tokens.
+        context_used, context_window: tokens; a window of 0 is not known.
         reused_tokens: of the prompt, those that the KV cache held from the turn before.
         rows: None if all rows are in the memory of the device that computes them.
     """
 
     request: int
-    prompt_tokens: int
+    prompt_tokens: int | None
     new_tokens: int
     decode_tps: float | None
     decode_tps_mean: float | None
@@ -301,8 +305,8 @@ class Stats:
     expert_use: tuple[tuple[float, ...], ...]
     ram_bytes: int
     vram_bytes: int | None
-    kv_bytes: int
-    context_used: int
+    kv_bytes: int | None
+    context_used: int | None
     context_window: int
     reused_tokens: int = 0
     rows: Rows | None = None

@@ -174,8 +174,13 @@ def read_json(file: Path, most: int = 1 << 20) -> Any:
     Raises:
         FileNotFoundError: there is none. OSError: as `read`. ValueError: it is not JSON, or is nested too deeply.
     """
+    return loads(read(file, most))
+
+
+def loads(text: str | bytes) -> Any:
+    """The value in a JSON text. Raises ValueError: it is not JSON, or is nested too deeply."""
     try:
-        return json.loads(read(file, most))
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -9,6 +9,7 @@ from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
 from ..background import in_background
 from ..client.bridge import EngineBridge
+from ..client.interface import UNKNOWN_WINDOW
 from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
@@ -69,7 +70,7 @@ class Answering:
         """
         dialogue, messages, gauges = self._dialogue, self._view.messages, self._view.gauges
         client, name, preset = self._model.client, self._model.name, self._model.preset
-        turns, seen = dialogue.turns(self._model.window, instead or more_of)
+        turns, seen = dialogue.turns(self._model.window or UNKNOWN_WINDOW, instead or more_of)
         try:
             begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
             sampling, number = dialogue.setup.sampling, dialogue.id or 0
@@ -91,7 +92,8 @@ class Answering:
         await messages.change(dialogue.ids)
         self._mark_horizon(seen, submitted.dropped)
         gauges.show_context(submitted.prompt_tokens)
-        gauges.say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
+        read = submitted.prompt_tokens
+        gauges.say(f"reading prompt 0/{read}" if read else f"waiting for {client.remote}", "$accent")
         # Only once this is painted: each would slow the other down, and a small model has answered by then.
         self._view.pump.call_after_refresh(client.begin)
         return True
@@ -178,7 +180,7 @@ class Answering:
         if self._model.phase is not Phase.READY or not ids:
             gauges.show_context(None)
             return
-        turns, seen = self._dialogue.turns(self._model.window)
+        turns, seen = self._dialogue.turns(self._model.window or UNKNOWN_WINDOW)
 
         def show(found: tuple[int, int] | None) -> None:
             if self._model.phase is Phase.READY and self._dialogue.ids == ids:

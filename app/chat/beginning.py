@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..arguments import memory_size, sampling_from
 from ..client.chat_client import ChatClient
+from ..client.interface import Client
 from ..settings.file import read, settings_file, with_installed_model
 from ..settings.settings import fill
 from ..text.plain_text import printable
@@ -31,12 +33,12 @@ class Beginning:
 
     Attributes:
         system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's
-            model, or should have: no `--model` was given. remark: why it has another one, or "". thinking: what to do
-            with the model's, see `settings.THINKING`.
+            model, or should have: no `--model` was given. remark: why it has another one, or what of the chat a server
+            gets, or "". thinking: what to do with the model's, see `settings.THINKING`.
     """
 
     settings: Settings
-    client: ChatClient
+    client: Client
     preset: str | None
     sampling: Sampling
     max_tokens: int
@@ -51,8 +53,7 @@ class Beginning:
         """Of a new chat."""
         from ..history import ChatSetup
 
-        model = catalog.reference(self.client.pack)
-        return ChatSetup(model, self.preset, self.sampling, self.system or "", self.settings.persona)
+        return ChatSetup(self.client.reference, self.preset, self.sampling, self.system or "", self.settings.persona)
 
 
 def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, chat: int | None = None) -> Beginning:
@@ -67,13 +68,18 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     if last and chat is not None:
         raise click.UsageError("--continue opens the last chat. Give either --continue or --chat N.")
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    address, key_file = options.pop("connect"), options.pop("key_file")
     found = read(settings_file())
-    if "model" not in given:
+    if "model" not in given and address is None:
         found = with_installed_model(found, settings_file())
     for problem in found.problems:
         click.echo(printable(f"floe-chat: {settings_file()}: {problem}; {problem.effect}"), err=True)
     options = fill(options, given, found.settings)
     saved = model_choice.saved_chat(chat) if last or chat is not None else None
+    if address is not None:
+        return _connected(address, key_file, options, given, found.settings, saved)
+    if key_file is not None:
+        raise click.UsageError("--key-file is the key of a server. Give --connect URL too.")
     own_model, remark = "model" not in given, ""
     if saved is not None and own_model and (model := saved.setup.model):
         try:
@@ -91,6 +97,38 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     advanced, think = found.settings.advanced, thinking != "off"
     client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked)
     return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark, thinking)
+
+
+def _connected(
+    address: str,
+    key_file: Path | None,
+    options: dict[str, Any],
+    given: Sequence[str],
+    settings: Settings,
+    saved: Conversation | None,
+) -> Beginning:
+    """As `begin`, with the server at `address`."""
+    from ..client.remote_address import Address, Key, read_key
+    from ..client.remote_client import RemoteClient
+    from ..settings.servers import SavedServer, is_name, server
+
+    here = [f"--{name}" for name in ("preset", "device", "vram") if name in given]
+    if here:
+        raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
+    kept = server(address) if is_name(address) else SavedServer("", address)
+    model = options.pop("model") if "model" in given else kept.model or None
+    for name in ("model", "preset", "device", "vram"):
+        options.pop(name, None)
+    thinking = options.pop("thinking", settings.thinking)
+    sampling, max_tokens, system = sampling_from(options, None)
+    key = Key(kept.key) if kept.key and key_file is None else read_key(key_file)
+    at = Address.parse(kept.url)
+    client = RemoteClient(at, key, model, think=thinking != "off")
+    remarks = [] if at.encrypted or at.loopback else [client.privacy]
+    if saved is not None and not saved.setup.model.startswith(f"{at.base}/"):
+        remarks.append(model_choice.sent_away(saved.setup.model, client.remote))
+    remark = " ".join(remarks)
+    return Beginning(settings, client, None, sampling, max_tokens, system, saved, remark=remark, thinking=thinking)
 
 
 def _own_preset(chat: Conversation, pack: Path) -> str | None:

@@ -10,7 +10,7 @@ from textual.message import Message
 
 from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
 from ..client.bridge import EngineBridge, News
-from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.interface import Client, TextDelta, ThoughtDelta
 from ..history import History, Ready
 from ..settings.settings import Persona
 from .acting import Acting
@@ -44,7 +44,7 @@ class Controller:
 
     def __init__(
         self,
-        client: ChatClient,
+        client: Client,
         bridge: EngineBridge,
         history: History,
         dialogue: Dialogue,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..client.prompt import PromptTurn as PromptTurn
+from ..client.interface import PromptTurn as PromptTurn
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, MessageState, shortened
 from ..history.records import first_line, now
 

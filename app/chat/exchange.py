@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...models.catalog import short_name
 from ...models.errors import UsageError
-from ..client import chat_client
+from ..client.interface import PromptTurn
 from ..history.answer import Answer
 from ..history.live import History
 from ..history.records import Attachment, ChatSetup, Message
@@ -18,12 +18,12 @@ class Exchange:
     """A question, and where it belongs.
 
     Attributes:
-        turns: the whole conversation for `ChatClient.submit`, this question last.
+        turns: the whole conversation for `Client.submit`, this question last.
         keep: saves the question in the history. The result takes the answer's text as it comes; `finish` it (or leave
             its context) at the end.
     """
 
-    turns: tuple[chat_client.PromptTurn, ...]
+    turns: tuple[PromptTurn, ...]
     keep: Callable[[], Answer]
 
 
@@ -62,23 +62,23 @@ def ask_anew(history: History, text: str, setup: ChatSetup, attachments: Sequenc
     return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
 
 
-def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.PromptTurn]:
+def turns(branch: Sequence[Message], system_prompt: str) -> list[PromptTurn]:
     """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
 
     A question without an answer, or with a blank one, is left out: chat templates require the roles to alternate.
     """
-    kept: list[chat_client.PromptTurn] = [chat_client.PromptTurn("system", system_prompt)] if system_prompt else []
+    kept: list[PromptTurn] = [PromptTurn("system", system_prompt)] if system_prompt else []
     question: Message | None = None
     for message in branch:
         if message.role == "user":
             question = message
         elif question is not None and message.text.strip():
             kept.append(_turn("user", question.text, question.attachments))
-            kept.append(chat_client.PromptTurn("assistant", message.text, message.thought))
+            kept.append(PromptTurn("assistant", message.text, message.thought))
             question = None
     return kept
 
 
-def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.PromptTurn:
+def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> PromptTurn:
     # The files first, so that the question stands next to where the answer begins.
-    return chat_client.PromptTurn(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))
+    return PromptTurn(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...engine.events import Loaded, Rule
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
-from ..client.chat_client import ChatClient
+from ..client.interface import Client
 from ..history import ChatSetup
 from ..text.units import share
 from . import model_choice
@@ -38,7 +38,7 @@ class ChatModel:
         by_hand: the last quality set by hand.
     """
 
-    def __init__(self, client: ChatClient, dialogue: Dialogue, view: View) -> None:
+    def __init__(self, client: Client, dialogue: Dialogue, view: View) -> None:
         self._client = client
         self._dialogue = dialogue
         self._view = view
@@ -57,7 +57,7 @@ class ChatModel:
         return self.phase is Phase.ANSWERING
 
     @property
-    def client(self) -> ChatClient:
+    def client(self) -> Client:
         """The engine behind it."""
         return self._client
 
@@ -71,12 +71,18 @@ class ChatModel:
     def next_preset(self) -> None:
         """Ask for the next quality preset."""
         if not self.presets:
-            self._view.gauges.remark("The presets are known once the model is loaded")
+            self._view.gauges.remark(self.no_presets)
         elif len(self.presets) == 1:
             self._view.gauges.remark(f"This model has only one preset: {self.presets[0]}")
         else:
             now = self.presets.index(self.wanted) if self.wanted in self.presets else -1
             self.choose_preset(self.presets[(now + 1) % len(self.presets)])
+
+    @property
+    def no_presets(self) -> str:
+        """Why there are no presets, where there are none."""
+        remote = self._client.remote
+        return f"{remote} decides about quality" if remote else "The presets are known once the model is loaded"
 
     def choose_preset(self, preset: str) -> None:
         """Ask for `preset` from the next token on; the conversation remembers it."""
@@ -87,11 +93,11 @@ class ChatModel:
         """Use a preset, by its name in any case, or list all presets."""
         known = ", ".join(f"{preset} (now)" if preset == self.preset else preset for preset in self.presets)
         if not name:
-            self._view.gauges.remark(f"Presets: {known or 'known once the model is loaded'}")
+            self._view.gauges.remark(f"Presets: {known}" if known else self.no_presets)
             return
         preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
         if preset is None and not self.presets:
-            raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known once it is loaded.")
+            raise UsageError(f"This model has no preset {name!r}", f"{self.no_presets}.", "")
         if preset is None:
             from ...engine import quality_presets as quality
             from ...models.pack.manifest import Manifest
@@ -117,7 +123,7 @@ class ChatModel:
     def setup_of_new(self, setup: ChatSetup) -> ChatSetup:
         """`setup` for a new conversation, with the model and quality in force."""
         quality = self.by_hand if self.wanted == CUSTOM else None
-        return replace(setup, model=catalog.reference(self._expected), quality=quality)
+        return replace(setup, model=self._expected_reference, quality=quality)
 
     def _ask_for(self, preset: str) -> None:
         self.wanted = preset
@@ -143,9 +149,11 @@ class ChatModel:
     def change_to_its_own(self) -> str:
         """Switch to this chat's own model. Returns a remark if that is impossible, else ""."""
         self._picked = None
-        model, expected = self._dialogue.setup.model, catalog.reference(self._expected)
+        model, expected = self._dialogue.setup.model, self._expected_reference
         if not model or model == expected:
             return ""
+        if self._client.remote:
+            return model_choice.sent_away(model, self._client.remote)
         try:
             pack = catalog.find(model, saved=True)
         except FloeError as error:
@@ -180,6 +188,10 @@ class ChatModel:
         """The pack that will answer the next question: a switch may have to wait for the running answer to end."""
         return self._next_pack or self._client.pack
 
+    @property
+    def _expected_reference(self) -> str:
+        return catalog.reference(self._next_pack) if self._next_pack else self._client.reference
+
     def _open(self, pack: Path) -> None:
         self._next_pack = self.by_hand = None
         self.presets = ()
@@ -190,7 +202,7 @@ class ChatModel:
         self._welcome()
 
     def _welcome(self) -> None:
-        self._view.messages.welcome(demo=catalog.reference(self._client.pack) == catalog.DEMO)
+        self._view.messages.welcome(demo=self._client.reference == catalog.DEMO, sent=self._client.privacy)
 
     def _belong_to(self, pack: Path) -> None:
         """Save `pack` as the model of the chat on the screen."""
@@ -211,6 +223,8 @@ class ChatModel:
         self.name, self.window, self.pack = loaded.model, loaded.context_window, Path(loaded.folder)
         if self.pack == self._picked:
             self._belong_to(self.pack)
+        elif loaded.remote and not self._dialogue.ids:  # only now its name is known
+            self._dialogue.set_up(replace(self._dialogue.setup, model=self._client.reference))
         self._picked = None
         self._view.gauges.show_loaded(loaded)
         self._view.field.measure_again()

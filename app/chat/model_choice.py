@@ -31,9 +31,18 @@ def missing(model: str, error: FloeError, instead: str) -> str:
     `error`: what `catalog.find(model, saved=True)` raised.
     """
     name = catalog.short_name(model)
+    address, found, _id = model.partition("/models/")
+    if found and address.startswith(("http://", "https://")):
+        said = f"This chat was answered by {name} at {address}: floe-chat --connect {address} continues it there."
+        return f"{said} {catalog.short_name(instead)} answers instead." if instead else said
     why = "is not installed any more" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
     said = f"This chat was answered by {name}, which {why}."
     return f"{said} {catalog.short_name(instead)} answers instead." if instead else said
+
+
+def sent_away(model: str, host: str) -> str:
+    """A sentence: the chat that the local `model` answered goes to the server at `host` with the next question."""
+    return f"{catalog.short_name(model)} answered this chat. Your next question sends all of it to {host}."
 
 
 def saved_chat(number: int | None) -> Conversation:

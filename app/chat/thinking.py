@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..client.chat_client import ChatClient
+from ..client.interface import Client
 from ..client.thinking import THINKING_CHOSEN, limit_of_off, need_mode
 from .view import View
 
@@ -10,7 +10,7 @@ from .view import View
 class Thinking:
     """Applies the choice to the model and to the messages on the screen."""
 
-    def __init__(self, client: ChatClient, view: View) -> None:
+    def __init__(self, client: Client, view: View) -> None:
         self._client = client
         self._view = view
         self._mode = "fold"

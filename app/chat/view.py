@@ -31,7 +31,7 @@ class Messages(Protocol):
     @live.setter
     def live(self, message: int | None) -> None: ...
 
-    def welcome(self, *, demo: bool) -> None:
+    def welcome(self, *, demo: bool, sent: str) -> None:
         """Say in an empty chat that the demo model answers, or another one."""
 
     async def show(self, ids: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
 from .. import progress
 from ..chat.exchange import ask_anew, ask_in
-from ..client.chat_client import ChatClient, TextDelta, ThoughtDelta
+from ..client.interface import Client, TextDelta, ThoughtDelta
 from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
@@ -48,7 +48,7 @@ class Question:
     thinking: str = "fold"
 
 
-def ask(client: ChatClient, question: Question, form: Form) -> int:
+def ask(client: Client, question: Question, form: Form) -> int:
     """Ask, print the answer in this form, save both, and return the exit code.
 
     Raises:
@@ -58,7 +58,7 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
         return _ask(client, question, form)
 
 
-def _ask(client: ChatClient, question: Question, form: Form) -> int:
+def _ask(client: Client, question: Question, form: Form) -> int:
     client.start()
     file = history_file()
     # An unsaved question may still continue a saved chat: that is read, and nothing is written.
@@ -69,7 +69,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
             history.poll()  # which would report it again
             raise failure
         loaded = wait_until_loaded(client)
-        setup = replace(question.setup, preset=loaded.preset)
+        setup = replace(question.setup, model=client.reference, preset=loaded.preset)
         if question.thinking == "off" and (limit := limit_of_off(client.thinking)):
             sys.stderr.write(f"floe-chat: {limit}.\n")
         if question.number is not None:
@@ -119,9 +119,7 @@ def _tell(history: History) -> None:
             sys.stderr.write("floe-chat: This chat is now saved.\n")
 
 
-def _answer(
-    client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output
-) -> None:
+def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output) -> None:
     while True:
         for update in client.poll(timeout=0.1):
             match update:
@@ -165,7 +163,8 @@ class _Output:
             sys.stderr.flush()
             self._ended = text[-1]
         elif not self._shown:
-            progress.step(f"thinking, {self.thought_tokens:,} tokens ...")
+            counted = f", {self.thought_tokens:,} tokens" if self.thought_tokens else ""
+            progress.step(f"thinking{counted} ...")
 
     def write(self, text: str) -> None:
         """More of the answer."""
@@ -191,6 +190,7 @@ class _Output:
             "model": loaded.model,
             "preset": loaded.preset,
             "backend": loaded.backend,
+            "remote": loaded.remote or None,
             "seed": sampling.seed,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,

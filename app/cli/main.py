@@ -26,7 +26,7 @@ from .evaluate import evaluate
 from .harness.command import harness
 from .history import NUMBER, history
 from .models import models, paths
-from .options import MODEL, SAMPLING, given_by
+from .options import MODEL, SAMPLING, SERVER, given_by
 from .pack import pack
 from .plan import plan
 from .serve import serve
@@ -36,14 +36,15 @@ from .verify import verify
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@given_by(*MODEL, *SAMPLING)
+@given_by(*MODEL, *SERVER, *SAMPLING)
 @click.option("--continue", "-c", "continued", is_flag=True, help="Open the last chat, with its own model.")
 @click.option("--chat", type=NUMBER, metavar="N", help="Open this chat, with its own model; see `history list`.")
 @click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
 @click.version_option(package_name="floe-chat", prog_name="floe-chat")
 @click.pass_context
 def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **options: Any) -> None:
-    """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
+    """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine,
+    unless you connect to a server: --connect URL.
 
     Without a command, opens the chat screen with the model chosen last. Options that you leave out come from the
     settings file (`floe-chat paths` shows where it is).
@@ -119,7 +120,7 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
     is_flag=True,
     help="Print a JSON object for each piece of the answer, and one at the end.",
 )
-@given_by(*MODEL, *SAMPLING)
+@given_by(*MODEL, *SERVER, *SAMPLING)
 @click.pass_context
 def ask(
     ctx: click.Context,

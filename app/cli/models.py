@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -13,8 +14,10 @@ import platformdirs
 
 from ...models import catalog, private_file
 from ...models.errors import UsageError
+from ...models.quantities import memory
 from ..log import log_file
 from ..progress import note
+from ..settings.servers import servers
 from ..setup.disk_use import files
 from ..setup.leftovers import clear, leftovers
 from ..setup.links import shown
@@ -115,6 +118,63 @@ def card(name: str, output: Path | None, save: bool, force: bool) -> None:
         note('Fill in what is marked "fill in" first.')
 
 
+@models.command("serve-with", short_help="Print how vLLM, SGLang and llama-server serve the same model.")
+@click.argument("name")
+@click.option(
+    "--context", type=click.IntRange(1), default=8192, show_default=True, help="Context to reserve, in tokens."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def serve_with(name: str, context: int, as_json: bool) -> None:
+    """Print the command lines that serve the checkpoint of NAME with other engines, and the memory that they need.
+
+    NAME is an installed or a listed model, a hub id, the folder of a checkpoint, or a GGUF file. Nothing is run.
+    """
+    from .printing.serve_with import servings
+
+    place, found = servings(name, context)
+    if as_json:
+        engines = [{**dataclasses.asdict(one), "lines": list(one.lines)} for one in found]
+        click.echo(json.dumps({"checkpoint": place, "engines": engines}, indent=2))
+        return
+    for one in found:
+        click.echo(printable(f"# {one.engine}: about {memory(one.bytes)} of {one.where} (an estimate)"))
+        click.echo(printable("\n".join(one.lines)))
+        click.echo(f"# then: floe-chat --connect {one.at}\n")
+    note("Whether an engine supports this family, its own documentation says.")
+
+
+@models.command("add-server", short_help="Save a server for --connect NAME.")
+@click.argument("name")
+@click.argument("url")
+@click.option("--model", default="", metavar="NAME", help="The model there.  [default: the only one]")
+@click.option("--key", "ask_key", is_flag=True, help="Ask for the server's key, and save it too.")
+def add_server(name: str, url: str, model: str, ask_key: bool) -> None:
+    """Save the server at URL as NAME: `floe-chat --connect NAME` then connects to it.
+
+    Nothing is sent now. A key is asked for, or read from standard input, and saved in a file that only you can read.
+    """
+    from ..client.remote_address import Address, Key, need_key
+    from ..settings.servers import SavedServer, keep, servers_file
+
+    address = Address.parse(url)
+    key = Key()
+    if ask_key:
+        typed = click.prompt("Key", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline(1 << 14)
+        key = need_key(typed, "What you typed")
+    keep(SavedServer(name, address.base, model, key.value))
+    note(f"Saved in {servers_file()}. Connect to it: floe-chat --connect {name}")
+
+
+@models.command("remove-server", short_help="Delete a saved server and its key.")
+@click.argument("name")
+def remove_server(name: str) -> None:
+    """Delete the saved server NAME, and its key."""
+    from ..settings.servers import forget as forget_server
+
+    forget_server(name)
+    note(f"Deleted the server {name}.")
+
+
 def _write(file: Path, text: str, *, force: bool) -> None:
     """Raises: UsageError: it is there, or cannot be written."""
     if file.is_dir() or (file.exists() and not force):
@@ -164,6 +224,7 @@ def _found() -> dict[str, Any]:
             {"name": one.name, "paths": [str(path) for path in one.paths], "bytes": one.bytes, "cause": one.cause}
             for one in left
         ],
+        "servers": [{"name": one.name, "url": one.url, "model": one.model} for one in servers()],
         "listed": [
             {"name": one.name, "repo": one.repo, "checkpoint_bytes": one.checkpoint_bytes, "gated": one.gated}
             for one in catalog.PUBLISHED
@@ -189,6 +250,9 @@ def _text(found: dict[str, Any]) -> str:
     if found["left"]:
         lines += ["", "Left over by setups that nothing continues (`floe-chat models remove NAME` deletes it)"]
         lines += [line(one["name"], f"{units.size(one['bytes'])}, {one['cause']}") for one in found["left"]]
+    if found["servers"]:
+        lines += ["", "Servers (`floe-chat --connect NAME`; your questions go there)"]
+        lines += [line(one["name"], " ".join(filter(None, (one["url"], one["model"])))) for one in found["servers"]]
     if found["listed"]:
         lines += ["", "Available (`floe-chat plan` ranks them for this machine, `floe-chat setup NAME` sets one up)"]
         lines += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +30,20 @@ MODEL = (
     ),
     click.option(
         "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
+    ),
+)
+SERVER = (
+    click.option(
+        "--connect",
+        metavar="URL|NAME",
+        help="Let an OpenAI-compatible server answer, such as http://127.0.0.1:8000, or one saved by `models "
+        "add-server`. Questions go to that host.",
+    ),
+    click.option(
+        "--key-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The server's key, in a file that only you can read.  [default: the variable FLOE_CHAT_KEY]",
     ),
 )
 DRAWING = (

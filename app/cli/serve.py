@@ -11,11 +11,9 @@ from typing import Any
 import click
 
 from ...models.errors import FloeError, UsageError
+from ..client.remote_address import KEY_VARIABLE, read_key
 from ..text.plain_text import printable
 from .options import DRAWING, MODEL, given_by
-
-KEY = "FLOE_CHAT_KEY"
-_LONGEST_KEY = 4096
 
 
 @click.command(short_help="Answer other programs by OpenAI's protocol.")
@@ -26,7 +24,7 @@ _LONGEST_KEY = 4096
     "--key-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"Answer only who sends the key in FILE (or in the variable {KEY}).",
+    help=f"Answer only who sends the key in FILE (or in the variable {KEY_VARIABLE}).",
 )
 @click.option("--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Answers that may wait.")
 @click.option(
@@ -62,39 +60,26 @@ def serve(
         raise UsageError(
             f"At {host} every machine of the network could ask",
             "The server listens at another address than this machine's own only with a key.",
-            f"Put a long random word into a file and add --key-file FILE, or set {KEY}.",
+            f"Put a long random word into a file and add --key-file FILE, or set {KEY_VARIABLE}.",
         )
     from ..chat.beginning import begin
 
-    options |= {"max_tokens": 1, "system": None}  # each request says these itself
+    options |= {"max_tokens": 1, "system": None, "connect": None, "key_file": None}  # each request says its own
     ctx.exit(_serve(begin(ctx, options), _listening(host, port), key, queue, origins))
 
 
 def _key(file: Path | None) -> str | None:
-    """The key in a file, or in the environment; None if there is none.
+    """The key in a file, or in the environment; None if neither is given.
 
     Raises:
-        UsageError: it cannot be read, or used in a header.
+        UsageError: what is given is no key.
     """
-    if file is None:
-        key, where = os.environ.get(KEY), KEY
-        if key is None:
-            return None
-    else:
-        where = str(file)
-        try:
-            with file.open(encoding="utf-8") as opened:
-                key = opened.read(_LONGEST_KEY + 1)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"The key cannot be read from {file}", str(error), "Write it into a text file.") from error
-    key = key.strip()
-    if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(
-            f"{where} holds no key",
-            "A key is one word of letters, digits and signs.",
-            "Make one with: openssl rand -hex 32",
-        )
-    return key
+    given = file is not None or KEY_VARIABLE in os.environ
+    key = read_key(file).value
+    if given and not key:
+        hint = "Make one with: openssl rand -hex 32"
+        raise UsageError(f"{file or KEY_VARIABLE} holds no key", "It is empty: anybody could ask.", hint)
+    return key or None
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -114,12 +99,14 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
+    from ..client.chat_client import ChatClient
     from ..client.loading import wait_until_loaded
     from ..server.application import Server, application
     from ..server.desk import Desk
     from ..server.guard import LOOPBACK, Guard
 
     client = beginning.client
+    assert isinstance(client, ChatClient)
     client.start()
     try:
         loaded = wait_until_loaded(client)

@@ -18,7 +18,7 @@ from textual.message_pump import MessagePump
 from ...engine.events import Loaded, NewTokens, Stats, Unloaded
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
-from .chat_client import ChatClient, TextDelta, ThoughtDelta, Update
+from .interface import Client, TextDelta, ThoughtDelta, Update
 
 _PERIOD = 0.1  # seconds between two looks; more frequent ones are not visible, and each takes time from the engine
 
@@ -36,7 +36,7 @@ class Heard(Message):
 class EngineBridge:
     """Starts a client, and posts what it and the history report to `target`."""
 
-    def __init__(self, client: ChatClient, history: History) -> None:
+    def __init__(self, client: Client, history: History) -> None:
         self._client = client
         self._history = history
         self._recording: tuple[int, Answer] | None = None

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...engine.events import (
     Advanced,
@@ -31,17 +30,18 @@ from ...engine.events import (
     Unload,
 )
 from ...engine.session import Session
+from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .prompt import PromptTurn, fit, whole
-from .updates import Cost as Cost
-from .updates import Likely as Likely
-from .updates import Spelled, Submitted, TextDelta, ThoughtDelta
-from .updates import Update as Update
-
-if TYPE_CHECKING:
-    pass
-
+from .interface import Cost as Cost
+from .interface import Likely as Likely
+from .interface import PromptTurn as PromptTurn
+from .interface import Spelled as Spelled
+from .interface import Submitted as Submitted
+from .interface import TextDelta as TextDelta
+from .interface import ThoughtDelta as ThoughtDelta
+from .interface import Update as Update
+from .prompt import fit, whole
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 
@@ -81,6 +81,16 @@ class ChatClient:
         """The pack that is loaded, or being loaded."""
         return self._pack
 
+    @property
+    def reference(self) -> str:
+        """The name by which `catalog.find` finds the pack again."""
+        return catalog.reference(self.pack)
+
+    @property
+    def remote(self) -> str:
+        """Always "": nothing leaves this machine."""
+        return ""
+
     def start(self) -> None:
         """Begin loading in the background; returns at once."""
         self._begin_loading()
@@ -90,6 +100,9 @@ class ChatClient:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
         self._heard = heard
         self._session.listen(heard)
+
+    def need_local(self) -> None:
+        """Nothing: it is local."""
 
     def open(self, pack: Path) -> None:
         """Switch to the model in `pack`, on the same device; `poll` reports as after `start`.
@@ -256,6 +269,11 @@ class ChatClient:
         if self._prepared is not None:
             self._session.send(self._prepared)
             self._prepared = None
+
+    @property
+    def privacy(self) -> str:
+        """Always "": nothing is sent."""
+        return ""
 
     @property
     def thinking(self) -> str:

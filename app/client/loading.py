@@ -5,10 +5,10 @@ from __future__ import annotations
 from ...engine.events import Failed, Loaded, Loading
 from ...models.errors import FloeError
 from .. import progress
-from .chat_client import ChatClient
+from .interface import Client
 
 
-def wait_until_loaded(client: ChatClient) -> Loaded:
+def wait_until_loaded(client: Client) -> Loaded:
     """The model, once it answers; its loading is shown on stderr.
 
     Raises:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...models.errors import UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
+from .interface import PromptTurn as PromptTurn
 
 
 class TooLongPromptError(UsageError):
     """What is given does not fit the model's window."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTurn:
-    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written, `thought` what an answer's model
-    thought before.
-    """
-
-    role: str
-    text: str
-    thought: str = ""
 
 
 def fit(
@@ -45,7 +35,7 @@ def fit(
     from ...engine import context
 
     limit = window - context.room_for_answer(window, max_new_tokens)
-    offered = _offered(messages, most_text(limit, chat.longest))
+    offered = offered_turns(messages, most_text(limit, chat.longest))
     if isinstance(offered, TooLong):
         raise _too_long(offered, limit, window)
     kept, left_out = offered
@@ -88,7 +78,7 @@ def _too_long(found: TooLong, limit: int, window: int) -> TooLongPromptError:
     )
 
 
-def _offered(messages: Sequence[PromptTurn], most: int) -> tuple[Sequence[PromptTurn], int] | TooLong:
+def offered_turns(messages: Sequence[PromptTurn], most: int) -> tuple[Sequence[PromptTurn], int] | TooLong:
     """The latest messages of no more than `most` characters, and how many older ones are left out.
 
     A system message at the front stays, and a question is left out together with its answer, as `ChatFormat.fit` does.

@@ -15,6 +15,7 @@ THINKING_CHOSEN: Mapping[str, str] = {
 _LIMITS: Mapping[str, str] = {
     "less": "This model cannot answer without thinking. It is asked to think less",
     "always": "This model has no switch for its thinking, so it may think",
+    "asked": "The server is asked for answers without thinking; it may think all the same",
 }
 
 
@@ -26,5 +27,5 @@ def need_mode(mode: str) -> None:
 
 
 def limit_of_off(thinking: str) -> str:
-    """A sentence on what a model of this kind (see `ChatClient.thinking`) does when no thinking is wanted, or ""."""
+    """A sentence on what a model of this kind (see `Client.thinking`) does when no thinking is wanted, or ""."""
     return _LIMITS.get(thinking, "")

@@ -22,7 +22,7 @@ from ..arguments import need_text
 from ..chat import model_choice
 from ..chat.beginning import Beginning
 from ..chat.dialogue import Dialogue
-from ..client.chat_client import ChatClient, Submitted, TextDelta, ThoughtDelta
+from ..client.interface import UNKNOWN_WINDOW, Client, Submitted, TextDelta, ThoughtDelta
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
 from ..history.exporting import thought_for
@@ -48,7 +48,7 @@ class PlainChat:
 
     def __init__(
         self,
-        client: ChatClient,
+        client: Client,
         history: History,
         setup: ChatSetup,
         max_tokens: int,
@@ -107,18 +107,18 @@ class PlainChat:
             raise
 
     def _load(self) -> None:
-        remark("Loading the model.")
+        remark(f"Connecting to {self.client.remote}." if self.client.remote else "Loading the model.")
         while True:
             for update in self.client.poll(timeout=0.1):
                 match update:
                     case Loaded():
                         self._window, self.presets = update.context_window, update.presets
                         self.model, self.preset = update.model, update.preset
-                        answers = catalog.reference(self.client.pack)
+                        answers = self.client.reference
                         self.setup = replace(self.setup, model=answers, preset=update.preset)
                         if not self.dialogue.ids:
                             self.dialogue.set_up(replace(self.dialogue.setup, model=answers, preset=update.preset))
-                        remark(f"{update.model} answers at preset {update.preset}. /help lists the commands.")
+                        remark(f"{self._answering(update)} /help lists the commands.")
                         if self.thinking == "off" and (limit := limit_of_off(self.client.thinking)):
                             remark(f"{limit}.")
                         return
@@ -126,6 +126,12 @@ class PlainChat:
                         raise _error(update)
                     case _:
                         pass
+
+    def _answering(self, loaded: Loaded) -> str:
+        """What answers, and where everything is sent."""
+        if not loaded.remote:
+            return f"{loaded.model} answers at preset {loaded.preset}."
+        return f"{loaded.model} answers, remote at {loaded.remote}. {self.client.privacy}"
 
     def _question(self) -> str | None:
         """The user's question, of one or more lines; None at the end."""
@@ -165,7 +171,7 @@ class PlainChat:
         self._receive(self._submit(instead), instead)
 
     def _submit(self, instead: Message | None = None) -> Submitted:
-        turns, seen = self.dialogue.turns(self._window, instead)
+        turns, seen = self.dialogue.turns(self._window or UNKNOWN_WINDOW, instead)
         sampling, number = self.dialogue.setup.sampling, self.dialogue.id or 0
         submitted = self.client.submit(turns, sampling, self._max_tokens, conversation=number)
         if submitted.dropped:
@@ -226,7 +232,10 @@ class PlainChat:
                     remark(f"{thought_for(message.stats)}.")
                 say(f"{catalog.short_name(message.model)}: {plain_text(message.text)}")
         own = self.dialogue.setup.model
-        if not own_model or not own or own == catalog.reference(self.client.pack):
+        if not own_model or not own or own == self.client.reference:
+            return
+        if self.client.remote:
+            remark(model_choice.sent_away(own, self.client.remote))
             return
         try:
             self.use(catalog.find(own, saved=True))

@@ -16,7 +16,7 @@ from ..chat.answer_settings import changed, listed, with_persona
 from ..chat.dialogue import Dialogue
 from ..chat.export_file import write_chat
 from ..chat.model_choice import start_with
-from ..client.chat_client import ChatClient
+from ..client.interface import Client
 from ..client.thinking import THINKING_CHOSEN, limit_of_off, need_mode
 from ..history import AnswerStats, Attachment, ChatSetup, Conversation, History, Message, footer, read_attachment
 from ..settings.file import settings_file
@@ -38,7 +38,7 @@ class _Command(NamedTuple):
 class Chat(Protocol):
     """The chat that commands change, see `PlainChat`."""
 
-    client: ChatClient
+    client: Client
     history: History
     dialogue: Dialogue
     setup: ChatSetup
@@ -201,8 +201,9 @@ class PlainCommands:
 
     def _models(self, name: str) -> None:
         if name:
+            self._chat.client.need_local()
             self._chat.use(catalog.find(name))
-            answers = catalog.reference(self._chat.client.pack)
+            answers = self._chat.client.reference
             start_with(settings_file(), answers)
             if self._chat.dialogue.ids:
                 self._chat.dialogue.set_up(replace(self._chat.dialogue.setup, model=answers))
@@ -216,7 +217,8 @@ class PlainCommands:
         wanted = next((preset for preset in chat.presets if preset.lower() == name.lower()), None)
         if wanted is None:
             problem = f"There is no preset {name!r}. " if name else ""
-            remark(f"{problem}Presets, best quality first: {', '.join(chat.presets)}. In use: {chat.preset}.")
+            listed = f"Presets, best quality first: {', '.join(chat.presets)}. In use: {chat.preset}."
+            remark(f"{problem}{listed}" if chat.presets else f"{chat.client.remote} decides about quality.")
             return
         chat.set_quality(wanted)
         remark(f"{wanted} is used from the next answer on.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from ...models.published import PUBLISHED
 from ...models.quantities import size
 from ...models.supported import CALLED
 from ..background import in_background
+from ..settings.servers import servers
 from ..setup.flow import Setup
 from ..setup.leftovers import clear
 from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
@@ -89,7 +91,7 @@ class ModelsScreen(Screen["str | None"]):
         self._explained: str | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static("Models", id="title")
+        yield Static(" · ".join(filter(None, ("Models", self.app.sub_title))), id="title", markup=False)
         with Vertical(id="body"):
             yield self._list
             yield self._other
@@ -113,7 +115,8 @@ class ModelsScreen(Screen["str | None"]):
     def _show(self, found: KnownModels) -> None:
         self._list.show(found, self._current)
         free = "" if found.free is None else f", {size(found.free)} free"
-        self._disk.update(printable(found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"))
+        disk = found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"
+        self._disk.update(printable("\n".join(filter(None, (disk, _saved_servers())))))
 
     @property
     def highlighted(self) -> Model | None:
@@ -372,3 +375,11 @@ def told(check: PackCheck) -> str:
 def _may_be_tried_again(setup: Setup) -> bool:
     """Whether it failed for a temporary reason."""
     return setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
+
+
+def _saved_servers() -> str:
+    """A line that names the saved servers, "" if there are none."""
+    with suppress(FloeError):
+        if names := ", ".join(one.name for one in servers()):
+            return f"Servers: {names}. To chat there: floe-chat --connect NAME"
+    return ""

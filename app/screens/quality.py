@@ -20,7 +20,7 @@ from ...engine.planning.measured_figures import figures
 from ...models.errors import FloeError
 from ...models.quantities import divergence
 from ..chat.model import ChatModel
-from ..client.chat_client import Cost
+from ..client.interface import Cost
 from ..text.plain_text import printable
 from ..text.units import NOT_MEASURED, rate_of, share, size
 from ..widgets.common.clipboard import copy

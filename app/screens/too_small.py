@@ -35,4 +35,4 @@ class TooSmallScreen(Screen[None]):
             "\n"
             f"Your text is saved, and the answer continues. {key_of(self, 'quit')} quits."
         )
-        self._notice.update(Content(words))
+        self._notice.update(Content("\n".join(filter(None, (words, self.app.sub_title)))))

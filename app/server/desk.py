@@ -13,8 +13,8 @@ from itertools import count
 from ...engine.events import Extras, Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from ...models.errors import FloeError
 from ..client.chat_client import ChatClient, Likely, TextDelta, ThoughtDelta
+from ..client.interface import PromptTurn
 from ..client.loading import error_of
-from ..client.prompt import PromptTurn
 from .refusals import RefusedError, refusal
 from .stops import Stops
 

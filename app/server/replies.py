@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ..client.updates import Likely, Spelled
+from ..client.interface import Likely, Spelled
 from ..progress import rounded
 from .desk import End
 

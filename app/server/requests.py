@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from ...engine.events import Extras, Rule, Sampling
 from ...engine.ranges import MAX_TOKENS, SAMPLING
-from ..client.prompt import PromptTurn
+from ..client.interface import PromptTurn
 from .refusals import RefusedError
 
 MOST_CHOICES = 16

@@ -33,7 +33,7 @@ def is_passing(response: httpx2.Response) -> bool:
 def is_broken(error: Exception) -> bool:
     """Whether a request without an answer is worth another try: the connection broke, or nothing came in time."""
     kinds = httpx2.NetworkError | httpx2.RemoteProtocolError | httpx2.TimeoutException | ssl.SSLError | ConnectionError
-    return isinstance(error, kinds) and not any(isinstance(e, ssl.SSLCertVerificationError) for e in _chain(error))
+    return isinstance(error, kinds) and not any(isinstance(e, ssl.SSLCertVerificationError) for e in chain(error))
 
 
 def is_web_page(response: httpx2.Response) -> bool:
@@ -145,7 +145,7 @@ def web_page(endpoint: str) -> TryAgainError:
 
 def no_connection(error: Exception, endpoint: str) -> FloeError:
     """The error for a request that got no answer: one of httpx2's, or of setting up its client."""
-    causes = list(_chain(error))
+    causes = list(chain(error))
     if any(isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in str(cause) for cause in causes):
         return TryAgainError(
             f"The answer does not come from {endpoint}",
@@ -188,7 +188,8 @@ def _said(response: httpx2.Response, body: bytes) -> str:
     return f"The hub says: {plain(words).rstrip('. ')}." if isinstance(words, str) and words.strip() else ""
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -45,7 +45,7 @@ def new_client(endpoint: str, silence: float | None = None) -> httpx2.AsyncClien
         logging.getLogger(name).setLevel(logging.WARNING)  # below that they log addresses, also secret signed ones
     try:
         return httpx2.AsyncClient(
-            verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
+            verify=certificates(),
             follow_redirects=False,
             timeout=httpx2.Timeout(SILENCE_S if silence is None else silence, connect=_CONNECT_S),
             headers={"user-agent": f"floe-chat/{version('floe-chat')}", "accept-encoding": "identity"},
@@ -59,6 +59,11 @@ def new_client(endpoint: str, silence: float | None = None) -> httpx2.AsyncClien
         ) from error
     except (ImportError, ValueError, httpx2.InvalidURL) as error:
         raise hub_errors.no_connection(error, endpoint) from error
+
+
+def certificates() -> ssl.SSLContext:
+    """The authorities that this system, SSL_CERT_FILE or SSL_CERT_DIR trusts. Raises OSError: they cannot be read."""
+    return _certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""What may leave this machine: requests to the user's hub, when a model is requested; nothing else."""
+"""What may leave this machine: requests to the user's hub, when a model is requested, and chats with a server that the
+user connects to (`app.client.remote_client`); nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ def stay_private() -> None:
     """Keep all libraries in this process and its children off the network permanently.
 
     Called before any of them is imported, since they read the environment only once. Our own requests to a hub
-    (`models.hub`) do not go through them, so that nothing else gets out while a model is being fetched; whether the
-    user has forbidden those too is noted before the variable is ours.
+    (`models.hub`) or a server do not go through them, so that nothing else gets out while a model is being fetched;
+    whether the user has forbidden those too is noted before the variable is ours.
     """
     os.environ.setdefault(_OFFLINE, os.environ.get("HF_HUB_OFFLINE", ""))
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_XET="1")

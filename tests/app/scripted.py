@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from floe_chat.app.client.chat_client import ChatClient, Cost, PromptTurn, Submitted, Update
+from floe_chat.app.client.interface import Client
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -219,7 +220,7 @@ class ScriptedClient(ChatClient):
 
 
 def app_for(
-    client: ChatClient,
+    client: Client,
     max_new_tokens: int = 400,
     system_prompt: str | None = None,
     history: History | None = None,

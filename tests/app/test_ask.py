@@ -24,6 +24,7 @@ FIGURES = {
     "model": str,
     "preset": str,
     "backend": str,
+    "remote": type(None),
     "seed": int,
     "prompt_tokens": int,
     "new_tokens": int,

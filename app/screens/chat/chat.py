@@ -18,7 +18,7 @@ from ...chat.controller import Controller, Do
 from ...chat.dialogue import Dialogue
 from ...chat.view import View
 from ...client.bridge import EngineBridge, Heard
-from ...client.chat_client import ChatClient
+from ...client.interface import Client
 from ...history import Changed, ChatSetup, History, HistoryTrouble, Recovered
 from ...settings.settings import Persona
 from ...text.plain_text import one_line, printable
@@ -58,7 +58,7 @@ class ChatScreen(Ground, Screen[None]):
 
     def __init__(
         self,
-        client: ChatClient,
+        client: Client,
         history: History,
         setup: ChatSetup,
         max_new_tokens: int,
@@ -72,7 +72,7 @@ class ChatScreen(Ground, Screen[None]):
         dialogue = Dialogue(history, setup)
         self._transcript = Transcript(dialogue.messages)
         self._writing = Writing(client.count, lambda: self.controller.answering.question_room())
-        self.dashboard = Dashboard(self)
+        self.dashboard = Dashboard(self, client.remote)
         self._copying = Copying(self._transcript, self.dashboard.status)
         view = View(self._transcript, self._writing, self.dashboard, self)
         self.controller = Controller(client, self._bridge, history, dialogue, view, max_new_tokens, personas)

@@ -87,7 +87,10 @@ class ChatPages:
         if model.presets:
             self._screen.app.push_screen(QualityScreen(model, self._figures))
         else:
-            self._controller.view.gauges.remark("The presets are known once the model is loaded")
+            self._controller.view.gauges.remark(model.no_presets)
 
     def _open_experts(self) -> None:
+        if remote := self._controller.model.client.remote:
+            self._controller.view.gauges.remark(f"{remote} does not say which experts it calls")
+            return
         self._screen.app.push_screen(ExpertsScreen(self._figures))

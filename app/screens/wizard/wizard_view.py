@@ -63,7 +63,7 @@ class WizardView(Screen["str | None"]):
         for at, name in enumerate(_PLACES):
             parts += [(" › ", MUTED)] if at else []
             parts.append((name, "bold $primary" if at == here else MUTED))
-        self._place.update(Content.assemble(("floe-chat  ", "bold"), *parts))
+        self._place.update(Content.assemble(("floe-chat  ", "bold"), *parts, f"  {self.app.sub_title}"))
         self._title.update(step.title)
         self._show_keys()
 

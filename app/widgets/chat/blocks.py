@@ -48,14 +48,17 @@ class ErrorBlock(Static):
 class Welcome(Widget):
     """The welcome in an empty chat: what this is, sample questions, and the first keys.
 
-    `demo`: the built-in model answers, so the way to a real one is shown.
+    `demo`: the built-in model answers, so the way to a real one is shown. `sent`: what leaves this
+    machine, in a sentence, or "".
     """
 
     demo: reactive[bool] = reactive(default=False, layout=True)
+    sent: reactive[str] = reactive("", layout=True)
 
-    def __init__(self, *, demo: bool) -> None:
+    def __init__(self, *, demo: bool, sent: str) -> None:
         super().__init__()
         self.set_reactive(Welcome.demo, demo)
+        self.set_reactive(Welcome.sent, sent)
 
     def render(self) -> Content:
         """One idea per line."""
@@ -65,7 +68,7 @@ class Welcome(Widget):
             ask += [(" · ", MUTED)] if at else []
             ask.append((question, "italic"))
         lines = [
-            Content.assemble(("floe-chat", "bold $primary"), "  runs on this machine. Nothing you write leaves it."),
+            Content.assemble(("floe-chat", "bold $primary"), "  ", self._where()),
             Content.assemble(*ask),
             Content.styled(f"Enter sends · {newline} new line · {explained} explains keys and figures", MUTED),
         ]
@@ -74,3 +77,8 @@ class Welcome(Widget):
                 1, Content.assemble("A small demo model answers. ", (f"{models} sets up a real model", "bold"))
             )
         return Content("\n").join(lines)
+
+    def _where(self) -> Content:
+        if not self.sent:
+            return Content("runs on this machine. Nothing you write leaves it.")
+        return Content.assemble(("remote", "bold $warning"), f". {self.sent}")

@@ -74,7 +74,7 @@ class Thought(Ground, Vertical):
             self.display = bool(said)
         if not said:
             return
-        going_on = f"Thinking, {self._tokens:,} token{'' if self._tokens == 1 else 's'}"
+        going_on = f"Thinking, {self._tokens:,} token{'' if self._tokens == 1 else 's'}" if self._tokens else "Thinking"
         words = going_on if self._live else thought_for(self._stats)
         line = f"{words} {'▾' if self._opened else '▸'}"
         before, self._painted = self._painted, (line, len(said) if self._opened else 0)

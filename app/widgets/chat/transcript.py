@@ -39,12 +39,12 @@ class Transcript(Ground, VerticalScroll):
     def __init__(self, read: Read) -> None:
         super().__init__()
         self._window = Window(self, read, self._keeping_view)
-        self._demo = False
+        self._demo, self._sent = False, ""
         self._held: tuple[Turn, float] | None = None  # a message, and the row of the view where it must stay
 
     def on_mount(self) -> None:
         self.anchor()
-        self.mount(Welcome(demo=self._demo))
+        self.mount(Welcome(demo=self._demo, sent=self._sent))
 
     # What is shown
 
@@ -57,15 +57,15 @@ class Transcript(Ground, VerticalScroll):
     def live(self, message: int | None) -> None:
         self._window.live = message
 
-    def welcome(self, *, demo: bool) -> None:
-        """Say in an empty chat that the demo model answers, or another one."""
-        self._demo = demo
+    def welcome(self, *, demo: bool, sent: str) -> None:
+        """Say in an empty chat that the demo model answers, or another one, and what is `sent` where."""
+        self._demo, self._sent = demo, sent
         for shown in self.query(Welcome):
-            shown.demo = demo
+            shown.demo, shown.sent = demo, sent
 
     async def show(self, ids: tuple[int, ...]) -> None:
         """Show the end of a branch, or the welcome where it is empty."""
-        await self._window.show_end(ids, Welcome(demo=self._demo))
+        await self._window.show_end(ids, Welcome(demo=self._demo, sent=self._sent))
         self.anchor()
         self.call_after_refresh(self._window.fill)
 

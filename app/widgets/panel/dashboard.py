@@ -29,16 +29,19 @@ class Dashboard:
         figures: the latest ones. context_used: the tokens of the window that are shown next time.
     """
 
-    def __init__(self, screen: Screen[Any]) -> None:
+    def __init__(self, screen: Screen[Any], remote: str = "") -> None:
+        """`remote`: the host that everything is sent to, "" for none."""
         self._screen = screen
         self._unpainted = False
         self._next_paint: Timer | None = None
         self._layout = _LAYOUTS[0]
-        self.figures = PanelFigures()
+        self.figures = PanelFigures(remote=remote)
         self.context_used: int | None = None
         self.panel = PerformancePanel()
+        self.panel.set_class(bool(remote), "-remote")
         self.strip = PanelStrip()
         self.status = StatusLine()
+        self.status.set_reactive(StatusLine.remote, remote)
 
     # The panel
 

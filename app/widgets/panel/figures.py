@@ -25,6 +25,8 @@ class PanelFigures:
     `context_used` tokens of the chat on the screen are in the window; None: not known. `dense`: the panel's sections
     are drawn in short form, for a terminal without room for all of them.
 
+    `remote`: the host of the server that answers, "" for none.
+
     While `paused`, newer figures are put aside until `resume`. `watchers` are called when newer ones are to be shown,
     so pages above the chat need no timer.
     """
@@ -37,6 +39,7 @@ class PanelFigures:
     context_used: int | None = None
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     watchers: list[Callable[[], object]] = field(default_factory=list["Callable[[], object]"])
+    remote: str = ""
     _aside: tuple[Stats, bool] | None = None
 
     @property
@@ -89,13 +92,10 @@ def speed_beside(figures: PanelFigures, width: int) -> Content:
     value = units.seconds(stats and stats.first_token_s)
     first = "first token" if len(f"first token {value}") <= width else "first"
     prefill = stats.prefill_tps if stats else None
-    return Content("\n").join(
-        [
-            muted("tokens/s"),
-            row(figures, "prefill", f"{units.rate(prefill)}{'' if prefill is None else '/s'}", width),
-            row(figures, first, value, width),
-        ]
-    )
+    lines = [muted("tokens/s"), row(figures, first, value, width)]
+    if not figures.remote:
+        lines.insert(1, row(figures, "prefill", f"{units.rate(prefill)}{'' if prefill is None else '/s'}", width))
+    return Content("\n").join(lines)
 
 
 def speed_course(figures: PanelFigures, width: int) -> Content:
@@ -151,6 +151,8 @@ def by_layer(
 def backend(figures: PanelFigures, width: int) -> Content:
     """Where the model computes, with which kernels, and why."""
     loaded = figures.loaded
+    if figures.remote:
+        return _remote(figures, width)
     if loaded is None:
         return Content("\n").join([heading("Backend", width), muted("known once the model is loaded")])
     where = f"{loaded.device} · {loaded.backend}"
@@ -165,6 +167,23 @@ def backend(figures: PanelFigures, width: int) -> Content:
             muted(f"Why: {loaded.reason}"),
         ]
     )
+
+
+def _remote(figures: PanelFigures, width: int) -> Content:
+    """Which server answers, and what it counted."""
+    stats, loaded = figures.stats, figures.loaded
+    lines = [
+        heading("Remote", width, "" if loaded else "connecting"),
+        Content(loaded.backend if loaded else figures.remote),
+    ]
+    if stats is not None:
+        counted = ((stats.prompt_tokens, "prompt tokens"), (stats.new_tokens, "answer tokens"))
+        lines += [row(figures, label, "—" if count is None else f"{count:,}", width) for count, label in counted]
+    if loaded is not None:
+        window = f"{loaded.context_window:,} tokens" if loaded.context_window else "not known"
+        lines.append(row(figures, "context window", window, width))
+    lines.append(muted(f"Times are as seen from here. Your questions go to {figures.remote}."))
+    return Content("\n").join(lines)
 
 
 def strip(figures: PanelFigures, width: int) -> Content:
@@ -182,15 +201,17 @@ def strip(figures: PanelFigures, width: int) -> Content:
             Content.assemble((spark, "$primary"), " ", *now),
             Content(f"first token {units.seconds(stats.first_token_s)}"),
             *([] if rows is None else [Content(f"hits {units.share(rows.ready)}")]),
-            Content(f"neurons {units.share(stats.active_neurons)}"),
+            *([] if figures.remote else [Content(f"neurons {units.share(stats.active_neurons)}")]),
             *([left_out(rows)] if rows is not None and rows.left_out else []),
-            Content(f"prefill {units.rate_of(stats.prefill_tps)}"),
+            *([] if figures.remote else [Content(f"prefill {units.rate_of(stats.prefill_tps)}")]),
         ]
         if stats.first_token_s is None and not figures.running:
             speeds = [muted("speed and neurons: not measured yet")]
         vram = vram_words(stats)
         places = [Content(f"RAM {units.size(stats.ram_bytes)}"), Content(vram if vram == NO_GPU else f"VRAM {vram}")]
-    if loaded is None:
+    if figures.remote:
+        places = [Content.styled(f"remote {loaded.backend if loaded else figures.remote}", "$text-warning")]
+    elif loaded is None:
         places.append(muted("backend known once the model is loaded"))
     else:
         places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.remedy or loaded.reason}"))
@@ -224,7 +245,7 @@ def vram_bytes(stats: Stats) -> int | None:
     """Device memory in use, real or simulated; None without either."""
     rows = stats.rows
     if stats.vram_bytes is None and rows is not None:
-        return rows.dense + rows.up + rows.whole + rows.pool + stats.kv_bytes
+        return rows.dense + rows.up + rows.whole + rows.pool + (stats.kv_bytes or 0)
     return stats.vram_bytes
 
 
@@ -251,7 +272,7 @@ def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -
 def row(figures: PanelFigures, label: str, value: str, width: int) -> Content:
     """A figure's name, and the figure at the right end of the line."""
     if value == units.NOT_MEASURED and figures.stats is not None:
-        value = f"{value} not yet"
+        value = f"{value} not known" if figures.remote else f"{value} not yet"
     gap = max(1, width - len(label) - len(value))
     return Content.assemble((label, MUTED), " " * gap, value)
 

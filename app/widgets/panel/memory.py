@@ -105,10 +105,10 @@ def memory(figures: PanelFigures, width: int) -> Content:
     dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
     up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
     whole = _Part("▞", _TONES[0], rows.whole, "whole layers", units.size(rows.whole))
-    kept = _Part("▚", _TONES[3], stats.kv_bytes, "KV cache", units.size(stats.kv_bytes))
+    kept = _Part("▚", _TONES[3], stats.kv_bytes or 0, "KV cache", units.size(stats.kv_bytes))
     used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
     free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
-    named = rows.dense + rows.up + rows.whole + stats.kv_bytes + rows.pool
+    named = rows.dense + rows.up + rows.whole + (stats.kv_bytes or 0) + rows.pool
     left = max(0, (stats.vram_budget or named) - named)
     rest = _Part("·", MUTED, left, "rest of the budget", units.size(left))
     pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
@@ -124,7 +124,7 @@ def memory(figures: PanelFigures, width: int) -> Content:
 
 def _context(figures: PanelFigures) -> float | None:
     """The share of the window that the chat on the screen takes, as the bottom row shows it too."""
-    if figures.stats is None:
+    if figures.stats is None or not figures.stats.context_window:
         return None
     return (figures.context_used or 0) / figures.stats.context_window
 

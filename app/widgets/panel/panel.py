@@ -25,6 +25,8 @@ from .meanings import MEANINGS
 _LEVELS = ("-full", "-mapless", "-close", "-dense")
 """What is left out if rows are lacking: nothing; the map of experts; also blank lines; also figures by layer."""
 _SECTIONS = ("speed-course", "origins", "link", "neurons", "experts", "memory", "backend")
+_NOT_REMOTE = ("neurons", "experts", "memory")
+"""What a server does not say."""
 _SPEED_ROWS = 4  # the heading and the big figure
 _PADDING = 1
 
@@ -105,7 +107,8 @@ class PerformancePanel(Ground, VerticalScroll):
 
     def _height(self, level: str, width: int) -> int:
         """The rows of all sections at this level, without the explanation that one of them may show."""
-        sections = [drawing for drawing in self.query(Drawing) if drawing.id in _SECTIONS]
+        hidden = _NOT_REMOTE if self._figures.remote else ()
+        sections = [one for one in self.query(Drawing) if one.id in _SECTIONS and one.id not in hidden]
         if level != _LEVELS[0]:
             sections = [drawing for drawing in sections if not isinstance(drawing, ExpertMap)]
         heights = [height for drawing in sections if (height := drawing.height(self._figures, width))]
@@ -122,6 +125,7 @@ class PerformancePanel(Ground, VerticalScroll):
         self._fit()
         self.query_one("#backend", Drawing).show(figures, layout=True)
         self.query_one("#memory", Drawing).show(figures)
+        self.query_one("#speed-beside", Drawing).show(figures)
 
 
 class PanelStrip(Drawing):

@@ -30,11 +30,13 @@ class StatusLine(Widget):
     percentage, then (to keep the way to stop an answer) the context, then the name.
 
     A click on a hint does it, one on the model or the preset opens their page. `keys` are those that the person gave to
-    actions. `state` is a few words and `tone` a style for the dot before them; `background` names background work.
-    For some seconds a remark covers the rest; one that is longer than the row appears above it.
+    actions. `remote` is the host that everything is sent to, "" for none; it is never left out. `state` is a few words
+    and `tone` a style for the dot before them; `background` names background work. For some seconds a remark covers the
+    rest; one that is longer than the row appears above it.
     """
 
     model: reactive[str] = reactive("")
+    remote: reactive[str] = reactive("")
     preset: reactive[str] = reactive("")
     context_used: reactive[int | None] = reactive(None)
     context_window: reactive[int | None] = reactive(None)
@@ -100,9 +102,13 @@ class StatusLine(Widget):
         parts: list[Content] = []
         if model:
             parts.append(Content.styled(model, link("screen.do('models')")).stylize("bold"))
+        if self.remote:
+            parts.append(Content.styled(f"remote {self.remote}", "$text-warning"))
         if self.preset:
             parts.append(Content.styled(self.preset, link("screen.do('quality')")))
-        if self.context_window and details:
+        if self.remote and self.context_window and self.context_used is None:
+            parts += [Content(f"window {self.context_window}")] if details else []
+        elif self.context_window and details:
             used = self.context_used or 0
             context = f"context {used}/{self.context_window}"
             if details > 1:

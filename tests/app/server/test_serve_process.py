@@ -63,6 +63,7 @@ def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path) -> N
 
 def test_a_key_from_a_file(tiny_pack: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("a-secret\n")
+    (tmp_path / "key").chmod(0o600)
     with start("--model", str(tiny_pack), "--port", "0", "--key-file", str(tmp_path / "key")) as process:
         url = address(process)
         assert httpx2.get(f"{url}/models").status_code == 401
@@ -74,7 +75,7 @@ def test_a_key_from_a_file(tiny_pack: Path, tmp_path: Path) -> None:
     [
         (("--host", "0.0.0.0"), {}, "only with a key"),
         (("--key-file", "missing"), {}, "cannot be read"),
-        ((), {"FLOE_CHAT_KEY": "two words"}, "holds no key"),
+        ((), {"FLOE_CHAT_KEY": "two words"}, "does not hold a key"),
         ((), {"FLOE_CHAT_KEY": " "}, "holds no key"),
         (("--queue", "0"), {}, "--queue"),
         (("--preset", "Best"), {}, "There is no preset"),

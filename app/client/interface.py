@@ -1,0 +1,207 @@
+"""What the screen, the lines and `ask` use of an engine: messages in, text out, wherever it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ...engine.events import Event, Rule, Sampling
+
+if TYPE_CHECKING:
+    from ...engine.quality_presets import Preset
+
+UNKNOWN_WINDOW = 1 << 17
+"""Tokens that are read of a chat where a server does not say how many it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTurn:
+    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written, `thought` what an answer's model
+    thought before.
+    """
+
+    role: str
+    text: str
+    thought: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the answer to `request`, safe to show: control characters are already replaced."""
+
+    request: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtDelta:
+    """More of what the model thinks before the answer to `request`, as safe to show; `tokens` of the model's, 0 where
+    they are not known.
+    """
+
+    request: int
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A question accepted by the engine.
+
+    `prompt_tokens` is the whole prompt's length, None where only a server can count it; `dropped` counts the oldest
+    messages that no longer fit the window.
+    """
+
+    request: int
+    prompt_tokens: int | None
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A preset and its quality loss as measured on this pack; None where `floe-chat tune` has not run.
+
+    Attributes:
+        kl: mean KL divergence, nats. bytes_per_token: of experts' weights read.
+        text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
+        rounded: whether `kl` is from the 16-bit model, and counts what rounding costs; else from the pack itself.
+    """
+
+    preset: Preset
+    kl: float | None
+    bytes_per_token: float | None
+    text: str = ""
+    tokens: int = 0
+    rounded: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """What a token writes, which may be a part of a character, and its probability as a natural logarithm."""
+
+    written: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """The next token of the answer to `request`, before its text, and those that were the likeliest."""
+
+    request: int
+    token: Spelled
+    likeliest: tuple[Spelled, ...]
+
+
+Update = Event | TextDelta | ThoughtDelta | Likely
+
+
+class Client(Protocol):
+    """An engine, here (`ChatClient`) or on a server (`RemoteClient`).
+
+    Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`.
+
+    Attributes:
+        think: False asks the model for answers without thinking.
+    """
+
+    think: bool
+
+    @property
+    def pack(self) -> Path:
+        """What answers: the folder of a pack, or what stands for a server's model."""
+        ...
+
+    @property
+    def reference(self) -> str:
+        """The name under which a chat saves what answers it."""
+        ...
+
+    @property
+    def remote(self) -> str:
+        """The host that everything is sent to; "" if nothing leaves this machine."""
+        ...
+
+    @property
+    def privacy(self) -> str:
+        """What is sent where, in a sentence; "" if nothing leaves this machine."""
+        ...
+
+    @property
+    def thinking(self) -> str:
+        """Whether the model thinks before it answers: "never", "optional" (`think` decides), "less" (`think` shortens
+        it), "always", or "asked" (`think` is passed on, and a server decides).
+        """
+        ...
+
+    def start(self) -> None:
+        """Begin loading in the background; returns at once."""
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Have `heard` called, on some thread, whenever there is something to `poll`."""
+
+    def need_local(self) -> None:
+        """Raises UsageError: it is connected to a server, and cannot load a model of this machine."""
+
+    def open(self, pack: Path) -> None:
+        """Switch to the model in `pack`. Raises UsageError: as `need_local`."""
+
+    def poll(self, timeout: float = 0.0) -> list[Update]:
+        """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
+        ...
+
+    def submit(
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
+        thought: str = "",
+    ) -> Submitted:
+        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
+        ...
+
+    def prepare(
+        self,
+        messages: Sequence[PromptTurn],
+        sampling: Sampling,
+        max_new_tokens: int,
+        answer: str = "",
+        conversation: int = 0,
+        thought: str = "",
+    ) -> Submitted:
+        """Make a prompt of `messages`, the last one the user's. Raises FloeError: it cannot be asked now."""
+        ...
+
+    def begin(self) -> None:
+        """Let the answer that was prepared be computed."""
+
+    def most_new(self, max_new_tokens: int) -> int:
+        """How many tokens an answer of `max_new_tokens` may have with the thinking before it."""
+        ...
+
+    def count(self, text: str) -> int | None:
+        """How many tokens `text` takes by itself; None where that is not known."""
+        ...
+
+    def context_of(self, messages: Sequence[PromptTurn], max_new_tokens: int) -> tuple[int, int] | None:
+        """How many tokens a chat takes, and how many of its oldest messages are left out; None if not known."""
+        ...
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The presets, best first, and what each was measured to cost. Raises FloeError: it cannot be known."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop the running answer, if there is one."""
+
+    def set_preset(self, preset: str) -> None:
+        """Change the quality preset from the next token on."""
+
+    def set_quality(self, rule: Rule) -> None:
+        """Set the quality by hand, from the next token on."""
+
+    def close(self) -> None:
+        """End it; never hangs."""

@@ -1,0 +1,399 @@
+"""A server's answers through the client interface: recorded exchanges, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.remote_address import Address, Key
+from floe_chat.app.client.remote_client import Patience, RemoteClient
+from floe_chat.app.client.remote_stream import MOST_LINE
+from floe_chat.engine.events import Failed, Finished, Loaded, Notice, Sampling, Stats
+from floe_chat.models.errors import FloeError
+
+from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
+
+KEY = "sk-very-secret-1234"
+ASKED = [PromptTurn("system", "Be brief."), PromptTurn("user", "What is an expert?")]
+HELLO = {"content": "Hello"}
+
+
+@contextmanager
+def connected(url: str, key: str = "", model: str | None = None, silence: float = 30.0) -> Generator[RemoteClient]:
+    client = RemoteClient(Address.parse(url), Key(key), model, patience=Patience(silence, None))
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def heard(client: RemoteClient, *ends: type[Update]) -> list[Update]:
+    """All updates up to the first of one of these kinds."""
+    updates: list[Update] = []
+    while not any(isinstance(update, ends) for update in updates):
+        more = client.poll(timeout=20)
+        assert more, f"nothing came after {updates}"
+        updates += more
+    return updates
+
+
+def loaded(client: RemoteClient) -> Loaded:
+    last = heard(client, Loaded, Failed)[-1]
+    assert isinstance(last, Loaded), last
+    return last
+
+
+def asked(client: RemoteClient, sampling: Sampling | None = None, **given: Any) -> list[Update]:
+    client.submit(ASKED, sampling or Sampling(temperature=0, min_p=0), 64, **given)
+    return heard(client, Finished, Failed)
+
+
+def text(updates: list[Update]) -> str:
+    return "".join(update.text for update in updates if isinstance(update, TextDelta))
+
+
+def thought(updates: list[Update]) -> str:
+    return "".join(update.text for update in updates if isinstance(update, ThoughtDelta))
+
+
+def failure(updates: list[Update]) -> Failed:
+    failed = [update for update in updates if isinstance(update, Failed)]
+    assert len(failed) == 1, updates
+    return failed[0]
+
+
+def exchange(*answers: Reply, key: str = "", silence: float = 30.0) -> tuple[list[Update], ModelServer]:
+    """One question to a server with these answers."""
+    with (
+        serving(ModelServer(models("tiny"), *answers)) as server,
+        connected(server.url, key, silence=silence) as client,
+    ):
+        loaded(client)
+        return asked(client), server
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "window", "counts", "reason"),
+    [
+        ("vllm", "Qwen/Qwen3-30B-A3B", 40960, (14, 11, 8), "stop"),
+        ("sglang", "deepseek-ai/DeepSeek-V2-Lite-Chat", 163840, (14, 7, 5), "stop"),
+        ("llama-server", "mixtral.gguf", 8192, (14, 7, 0), "length"),
+        ("ollama", "qwen3:30b", 0, (14, 9, 0), "stop"),
+    ],
+)
+def test_recorded_exchanges(kind: str, model: str, window: int, counts: tuple[int, int, int], reason: str) -> None:
+    with serving(recorded(kind)) as server, connected(server.url) as client:
+        ready = loaded(client)
+        assert (ready.model, ready.context_window) == (model, window)
+        assert ready.remote == client.remote == server.url.removeprefix("http://") and ready.presets == ()
+        updates = asked(client)
+    assert text(updates) == ANSWER
+    assert thought(updates) == {"vllm": "The user asks.", "ollama": "Short."}.get(kind, "")
+    ended = updates[-1]
+    assert isinstance(ended, Finished) and ended.reason == reason
+    stats = ended.stats
+    assert (stats.prompt_tokens, stats.new_tokens, stats.reused_tokens) == counts
+    assert stats.context_used == counts[0] + counts[1] and stats.context_window == window
+    assert stats.first_token_s is not None and stats.first_token_s >= 0
+    assert (stats.prefill_tps, stats.active_neurons, stats.kv_bytes, stats.rows) == (None, None, None, None)
+    body = server.questions[0].body
+    assert body["model"] == model and body["stream"] is True and body["stream_options"]["include_usage"] is True
+    assert body["messages"] == [{"role": turn.role, "content": turn.text} for turn in ASKED]
+    assert [asked.path for asked in server.asked] == ["/v1/models", "/v1/chat/completions"]
+
+
+def test_thinking_is_counted_where_the_server_counts() -> None:
+    with serving(recorded("vllm")) as server, connected(server.url) as client:
+        loaded(client)
+        updates = asked(client)
+    assert sum(update.tokens for update in updates if isinstance(update, ThoughtDelta)) == 4
+    usage = {"prompt_tokens": 5, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 6}}
+    updates, _server = exchange(Reply(parts=said({"reasoning": "Hm."}, HELLO, usage=usage)))
+    assert sum(update.tokens for update in updates if isinstance(update, ThoughtDelta)) == 6
+
+
+def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
+    updates, _server = exchange(Reply(parts=said(HELLO, {"content": " you"})))
+    ended = updates[-1]
+    assert isinstance(ended, Finished) and ended.stats.new_tokens == 2
+    assert (ended.stats.prompt_tokens, ended.stats.context_used, ended.stats.decode_tps_mean) == (None, None, None)
+    assert any(isinstance(update, Notice) and "does not say" in update.title for update in updates)
+
+
+def test_sampling_values_that_are_off_are_not_sent() -> None:
+    with serving(recorded("llama-server")) as server, connected(server.url) as client:
+        loaded(client)
+        asked(client, Sampling(0.5, 40, 0.9, 0.05, 1.1, 7))
+        asked(client, Sampling(0, 0, 1.0, 0.0, 1.0, None))
+    first, second = (one.body for one in server.questions)
+    chosen = {"temperature": 0.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repeat_penalty": 1.1, "seed": 7}
+    assert chosen.items() <= first.items() and first["max_tokens"] == 64
+    assert second["temperature"] == 0 and not {*chosen} - {"temperature"} & set(second)
+
+
+def test_fields_that_a_server_does_not_know_are_left_out() -> None:
+    refusals = [
+        refusing(400, "Unrecognized request argument supplied: min_p"),
+        refusing(400, "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
+    ]
+    answer = Reply(parts=said(HELLO))
+    with serving(ModelServer(models("tiny"), *refusals, answer)) as server, connected(server.url) as client:
+        loaded(client)
+        updates = asked(client, Sampling(min_p=0.1))
+        assert text(updates) == text(asked(client, Sampling(min_p=0.1))) == "Hello"
+    bodies = [one.body for one in server.questions]
+    assert [("min_p" in body, "max_tokens" in body) for body in bodies] == [
+        *((True, True), (False, True), (False, False), (False, False)),
+    ]
+    assert bodies[-1]["max_completion_tokens"] == 64
+    assert next(update.title for update in updates if isinstance(update, Notice)).endswith("does not know min_p")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"detail": "Unexpected fields in the request: {'min_p', 'seed'}."},
+        {"detail": [{"loc": ["body", name], "msg": "Extra inputs are not permitted"} for name in ("min_p", "seed")]},
+        {"object": "error", "message": "min_p, seed: not supported", "code": 400},
+        {"error": "unknown fields min_p and seed"},
+    ],
+)
+def test_refusals_in_other_words(body: dict[str, Any]) -> None:
+    refusal = Reply(422, (json.dumps(body).encode(),), "application/json")
+    server = ModelServer(models("tiny"), refusal, Reply(parts=said(HELLO)))
+    with serving(server), connected(server.url) as client:
+        loaded(client)
+        assert text(asked(client, Sampling(min_p=0.1, seed=1))) == "Hello"
+    assert not {"min_p", "seed"} & set(server.questions[1].body)
+
+
+def test_an_answer_is_continued() -> None:
+    with serving(recorded("vllm")) as server, connected(server.url) as client:
+        loaded(client)
+        asked(client, answer="An exp")
+        with pytest.raises(FloeError, match="cannot continue thinking"):
+            client.prepare(ASKED, Sampling(), 64, thought="Hm")
+    body = server.questions[0].body
+    assert body["messages"][-1] == {"role": "assistant", "content": "An exp"}
+    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
+
+
+def test_control_characters_and_halves_of_characters() -> None:
+    parts = (
+        b'data: {"choices":[{"delta":{"content":"a\\u001b[2Jb\\r\\n\\u202e\\ud83d"}}]}\n\n',
+        b'data: {"choices":[{"delta":{"content":"\\ude00c\\ud800"}}]}\n\n',
+        *said(),
+    )
+    updates, _server = exchange(Reply(parts=parts))
+    assert text(updates) == "a\u241b[2Jb\n\ufffd\U0001f600c\ufffd"
+
+
+def test_a_server_that_does_not_stream() -> None:
+    whole = {"choices": [{"message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}]}
+    updates, _server = exchange(Reply(parts=(json.dumps(whole).encode(),), kind="application/json"))
+    assert text(updates) == "Hello" and isinstance(updates[-1], Finished)
+
+
+def test_stop_closes_the_connection() -> None:
+    hanging = Reply(parts=said(HELLO, reason=None), end="hang")
+    with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
+        loaded(client)
+        client.submit(ASKED, Sampling(), 64)
+        heard(client, TextDelta)
+        client.cancel()
+        ended = heard(client, Finished, Failed)[-1]
+        assert isinstance(ended, Finished) and ended.reason == "cancelled"
+        assert server.left.wait(20)
+        server.answers = [Reply(parts=said(HELLO))]
+        assert text(asked(client)) == "Hello"
+
+
+def test_stop_before_it_begins() -> None:
+    with serving(ModelServer(models("tiny"), Reply(parts=said(HELLO)))) as server, connected(server.url) as client:
+        loaded(client)
+        client.prepare(ASKED, Sampling(), 64)
+        client.cancel()
+        client.begin()
+        ended = heard(client, Finished, Failed)[-1]
+        assert isinstance(ended, Finished) and ended.reason == "cancelled" and not server.questions
+
+
+@pytest.mark.parametrize(
+    ("reply", "title", "words", "code"),
+    [
+        (refusing(401, f"Incorrect API key provided: {KEY}"), "refuses the key", "provided: (the key)", 1),
+        (refusing(403, "no access"), "refuses the key", "no access", 1),
+        (refusing(404, "The model `tiny` does not exist."), "does not know", "does not exist", 2),
+        (refusing(429, "Rate limit", retry_after="7"), "too many requests", "7 seconds", 3),
+        (refusing(500, "CUDA error"), "has a problem", "CUDA error", 3),
+        (refusing(503), "has a problem", "status 503", 3),
+        (refusing(400, "This model's maximum context length is 4096 tokens."), "too long for", "4096", 2),
+        (refusing(422, "temperature is not for you"), "refuses the request", "not for you", 2),
+        (Reply(302, (), headers={"location": "http://evil.example/v1"}), "does not answer itself", "evil.example", 2),
+        (Reply(parts=(b"<html>",), kind="text/html"), "does not answer as a model server", "text/html", 1),
+        (Reply(parts=(b"data: {nope\n\n",)), "does not answer as a model server", "not JSON", 1),
+        (Reply(parts=(b'data: ["a"]\n\n',)), "does not answer as a model server", "not an answer", 1),
+        (Reply(parts=(b"data: " + b"[" * 100_000 + b"\n\n",)), "does not answer as a model server", "not JSON", 1),
+        (Reply(parts=(b"x" * (MOST_LINE + 1),)), "does not answer as a model server", "more than any answer", 1),
+        (Reply(parts=(b"",), headers={"content-encoding": "gzip"}), "does not answer", "compressed", 1),
+        (Reply(parts=(b'data: {"error":{"message":"out of memory","code":500}}\n\n',)), "gave up", "of memory", 1),
+        (Reply(parts=(b'error: {"code":500,"message":"slot lost","type":"server_error"}\n\n',)), "gave up", "slot", 1),
+        (Reply(parts=said(reason="abort")), "gave up", "does not say why", 1),
+        (Reply(), "broke off", "ended before", 1),
+        (Reply(end="hang"), "is silent", "Nothing came", 3),
+    ],
+)
+def test_failures(reply: Reply, title: str, words: str, code: int) -> None:
+    updates, server = exchange(reply, key=KEY, silence=1.0 if reply.end == "hang" else 30.0)
+    failed = failure(updates)
+    said_of_it = f"{failed.title} {failed.cause} {failed.hint}"
+    assert title in failed.title and words in said_of_it and failed.exit_code == code
+    assert failed.request == 1 and KEY not in said_of_it
+    assert len(server.questions) == 1 and server.questions[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("end", ["die", "close"])
+def test_what_came_before_the_server_died_is_kept(end: str) -> None:
+    server = ModelServer(models("tiny"), Reply(parts=said(HELLO, reason=None), end=end))
+    with serving(server), connected(server.url) as client:
+        loaded(client)
+        updates = asked(client)
+        assert text(updates) == "Hello" and "What came so far is kept" in failure(updates).cause
+        server.answers = [Reply(parts=said(HELLO))]  # and the next question is answered
+        assert isinstance(asked(client)[-1], Finished)
+
+
+def test_a_death_after_the_end_of_the_answer_is_none() -> None:
+    updates, _server = exchange(Reply(parts=said(HELLO)[:-1], end="die"))
+    assert isinstance(updates[-1], Finished) and text(updates) == "Hello"
+
+
+def test_too_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("floe_chat.app.client.remote_answer.MOST_TEXT", 100)
+    updates, _server = exchange(Reply(parts=said(*({"content": "x" * 30} for _ in range(9)))))
+    assert len(text(updates)) <= 100 and "more text" in failure(updates).cause
+
+
+@pytest.mark.parametrize(
+    ("listed", "title", "code"),
+    [
+        (models(), "offers no model", 2),
+        (models("one", "two"), "offers 2 models", 2),
+        (refusing(401), "wants a key", 1),
+        (refusing(404), "does not know", 2),
+        (refusing(500), "has a problem", 3),
+        (Reply(parts=(b"<html>",), kind="text/html"), "does not answer as a model server", 1),
+        (Reply(parts=(b'{"data": 3}',), kind="application/json"), "does not answer as a model server", 1),
+        (Reply(parts=(b" " * (1 << 20),) * 9, kind="application/json"), "does not answer as a model server", 1),
+    ],
+)
+def test_no_model_can_be_chosen(listed: Reply, title: str, code: int) -> None:
+    with serving(ModelServer(listed)) as server, connected(server.url) as client:
+        failed = failure(heard(client, Loaded, Failed))
+    assert title in failed.title and failed.exit_code == code and failed.request is None
+
+
+@pytest.mark.parametrize(("wanted", "found"), [("two", "org/two"), ("ORG/ONE", "org/one"), ("org/one", "org/one")])
+def test_a_model_is_named(wanted: str, found: str) -> None:
+    with serving(ModelServer(models("org/one", "org/two"))) as server, connected(server.url, model=wanted) as client:
+        assert loaded(client).model == found
+        assert client.reference == f"{server.url}/v1/models/{found}"
+
+
+def test_a_server_without_a_list_takes_the_named_model() -> None:
+    for listed in (refusing(404), models()):
+        with serving(ModelServer(listed)) as server, connected(server.url, model="tiny") as client:
+            assert loaded(client).model == "tiny"
+
+
+def test_names_of_models_are_made_safe() -> None:
+    with serving(ModelServer(models("a\x1b[2J\nb" + "c" * 900))) as server, connected(server.url) as client:
+        model = loaded(client).model
+        assert model.isprintable() and len(model) < 300
+
+
+def test_nothing_listens_and_later_something_does() -> None:
+    with serving(ModelServer(models("tiny"))) as server:
+        server.models = refusing(503, "loading model")
+        client = RemoteClient(Address.parse(server.url), Key(), patience=Patience(30, 0.01))
+        client.start()
+        try:
+            assert "has a problem" in failure(heard(client, Failed)).title
+            server.models = models("tiny")
+            assert loaded(client).model == "tiny"
+        finally:
+            client.close()
+
+
+def test_unreachable() -> None:
+    with connected(f"http://127.0.0.1:{unused_port()}") as client:
+        failed = failure(heard(client, Failed, Loaded))
+        assert "cannot be reached" in failed.title and "No server listens" in failed.cause and failed.exit_code == 3
+    with connected("http://nothing.invalid:80") as client:
+        assert "There is no host nothing.invalid" in failure(heard(client, Failed, Loaded)).title
+
+
+def test_tls_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(ModelServer(models("tiny"))) as server:  # which does not speak TLS at all
+        with connected(server.url.replace("http:", "https:"), KEY) as client:
+            assert "cannot be reached" in failure(heard(client, Failed, Loaded)).title
+        assert not server.asked
+
+
+def test_what_no_longer_fits_is_left_out() -> None:
+    usage = {"prompt_tokens": 10, "completion_tokens": 2}
+    answer = Reply(parts=said(HELLO, usage=usage))
+    with serving(ModelServer(models("tiny", max_model_len=200), answer)) as server, connected(server.url) as client:
+        loaded(client)
+        old = [PromptTurn("user", "o" * 300), PromptTurn("assistant", "p" * 300)]
+        submitted = client.submit([ASKED[0], *old, ASKED[1]], Sampling(), 64)
+        heard(client, Finished, Failed)
+        assert submitted.dropped == 2 and submitted.prompt_tokens is None
+        long = [ASKED[0], PromptTurn("user", "q" * 5000)]  # the server decides about that
+        assert client.submit(long, Sampling(), 64).dropped == 0
+        heard(client, Finished, Failed)
+    assert [len(one.body["messages"]) for one in server.questions] == [2, 2]
+
+
+def test_one_question_at_a_time() -> None:
+    with serving(ModelServer(models("tiny"), Reply(parts=said(HELLO)))) as server:
+        client = RemoteClient(Address.parse(server.url), Key())
+        with pytest.raises(FloeError, match="not connected yet"):
+            client.prepare(ASKED, Sampling(), 64)
+        client.start()
+        loaded(client)
+        client.prepare(ASKED, Sampling(), 64)
+        with pytest.raises(FloeError, match="still answering"):
+            client.prepare(ASKED, Sampling(), 64)
+        client.close()
+
+
+def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        exchange(Reply(parts=said(HELLO)), key=KEY)
+    assert KEY not in caplog.text and KEY not in repr(Key(KEY))
+
+
+def test_the_thread_ends() -> None:
+    hanging = Reply(parts=said(HELLO, reason=None), end="hang")
+    with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
+        loaded(client)
+        client.submit(ASKED, Sampling(), 64)
+        heard(client, TextDelta)
+        client.close()
+        assert server.left.wait(20)
+        assert not any(thread.name == "floe-remote" and thread.is_alive() for thread in threading.enumerate())
+
+
+def test_figures_come_while_it_runs() -> None:
+    with serving(recorded("vllm")) as server, connected(server.url) as client:
+        loaded(client)
+        updates = asked(client)
+    assert any(isinstance(update, Stats) for update in updates)
