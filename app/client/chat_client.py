@@ -33,14 +33,7 @@ from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .interface import Cost as Cost
-from .interface import Likely as Likely
-from .interface import PromptTurn as PromptTurn
-from .interface import Spelled as Spelled
-from .interface import Submitted as Submitted
-from .interface import TextDelta as TextDelta
-from .interface import ThoughtDelta as ThoughtDelta
-from .interface import Update as Update
+from .interface import Cost, Likely, PromptTurn, Spelled, Submitted, TextDelta, ThoughtDelta, Update
 from .prompt import fit, whole
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer

@@ -12,8 +12,8 @@ from itertools import count
 
 from ...engine.events import Extras, Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from ...models.errors import FloeError
-from ..client.chat_client import ChatClient, Likely, TextDelta, ThoughtDelta
-from ..client.interface import PromptTurn
+from ..client.chat_client import ChatClient
+from ..client.interface import Likely, PromptTurn, TextDelta, ThoughtDelta
 from ..client.loading import error_of
 from .refusals import RefusedError, refusal
 from .stops import Stops
@@ -213,7 +213,7 @@ class Desk:
         outcome = last.reason if isinstance(last, End) else "failed"
         self.counts.answers[outcome] = self.counts.answers.get(outcome, 0) + 1
         if isinstance(last, End):
-            self.counts.prompt_tokens += last.stats.prompt_tokens
+            self.counts.prompt_tokens += last.stats.prompt_tokens or 0
             self.counts.reused_tokens += last.stats.reused_tokens
             self.counts.new_tokens += last.stats.new_tokens
 

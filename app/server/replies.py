@@ -138,7 +138,7 @@ def _spelled(token: Spelled) -> dict[str, Any]:
 
 def usage(ends: Sequence[End]) -> dict[str, Any]:
     """Tokens of a request: those of its prompt once, if all answers have the same."""
-    prompt = ends[0].stats.prompt_tokens if ends else 0
+    prompt = (ends[0].stats.prompt_tokens if ends else None) or 0
     new = sum(end.stats.new_tokens for end in ends)
     return {
         "prompt_tokens": prompt,

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta, ThoughtDelta
+from floe_chat.app.client.interface import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from floe_chat.app.client.chat_client import ChatClient, Cost, PromptTurn, Submitted, Update
-from floe_chat.app.client.interface import Client
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import Client, Cost, PromptTurn, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer

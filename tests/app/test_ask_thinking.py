@@ -6,7 +6,7 @@ import json
 
 import pytest
 from floe_chat.app.cli.ask import Form, Question, ask
-from floe_chat.app.client.chat_client import TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.interface import TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, history_file, open_history
 from floe_chat.engine.events import Finished
 

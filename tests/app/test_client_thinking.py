@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import ChatClient, PromptTurn, TextDelta, ThoughtDelta
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta
 from floe_chat.engine.events import Finished, Loaded, Sampling
 
 from ..helpers import edit_json, reseal
@@ -93,6 +94,7 @@ def test_the_next_turn_reuses_what_it_has_in_common_with_the_last(opened: Opened
     talk = [*HI, PromptTurn("assistant", "yes", found), PromptTurn("user", "on")]
     submitted = client.submit(talk, GREEDY, 8)
     reused = thought(client, 1)[3].stats.reused_tokens
+    assert first.prompt_tokens is not None
     # Thinking is not sent back: the prompts part where the first one opens it.
     assert first.prompt_tokens - len("<think>") <= reused < first.prompt_tokens
     client.submit(talk, GREEDY, 8)
@@ -108,7 +110,7 @@ def test_an_answer_goes_on_inside_and_after_its_thinking(opened: Opened) -> None
     plain = client.submit(HI, GREEDY, 4).prompt_tokens
     thought(client, 1)
     inside = client.submit(HI, GREEDY, 4, thought="They say").prompt_tokens
-    assert thought(client, 1)[2] == ""
+    assert thought(client, 1)[2] == "" and plain is not None and inside is not None
     assert inside == plain + len("They say")
     after = client.submit(HI, Sampling(temperature=0), 4, "Yes", thought="They say").prompt_tokens
     text, finished = answered(client)

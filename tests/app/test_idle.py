@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-from floe_chat.app.client.chat_client import ChatClient, TextDelta
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import History
 from floe_chat.models import catalog
 from textual.pilot import Pilot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn

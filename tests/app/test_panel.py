@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import Rows

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.client.chat_client import PromptTurn, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file

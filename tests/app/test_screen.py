@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import ChatClient, PromptTurn, Submitted
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import PromptTurn, Submitted
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import Welcome

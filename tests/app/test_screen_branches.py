@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.client.chat_client import PromptTurn, TextDelta
+from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock
 from floe_chat.app.widgets.chat.transcript import Transcript

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.actions import ALIASES, COMMANDS, command, unknown
-from floe_chat.app.client.chat_client import ChatClient, TextDelta
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.widgets.chat.completion import Completion

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import Attachment
 from floe_chat.app.text_files import listing
 from floe_chat.app.widgets.chat import writing

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import ChatSetup, Conversation, History, Message, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.chat.blocks import Note, Welcome

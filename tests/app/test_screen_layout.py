@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from floe_chat.app.client.chat_client import PromptTurn, TextDelta
+from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.app.screens.too_small import SMALLEST
 from floe_chat.engine.events import PresetChanged, Rule
 from textual.widgets import Input, Select, TextArea

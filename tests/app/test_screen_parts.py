@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.bridge import merged
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.history import when
 from floe_chat.app.text import units
 from floe_chat.app.text.plain_text import printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import PromptTurn, TextDelta, ThoughtDelta
+from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.settings.file import read
 from floe_chat.app.widgets.chat.answer import AnswerTurn

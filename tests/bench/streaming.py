@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.widgets.chat import answer
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll

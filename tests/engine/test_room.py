@@ -128,7 +128,7 @@ def test_the_panel_can_tell_who_has_the_memory(pack: Path, needs: Needs) -> None
     for length in (10, 300, 10):
         talk(loaded, kv, prompt_of(length, length), 3)
         stats = loaded.telemetry.stats(kv_bytes=kv.nbytes(), vram_bytes=None, context_used=0, context_window=512)
-        assert stats.rows is not None
+        assert stats.rows is not None and stats.kv_bytes is not None
         sums.add((stats.rows.pool + stats.kv_bytes) // needs.row)
     assert max(sums) - min(sums) <= 1  # what one gets the other gives
     loaded.close()

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from floe_chat.app.arguments import sampling_from
-from floe_chat.app.client.chat_client import ChatClient, PromptTurn, TextDelta
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.models import catalog

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from floe_chat.app.client.chat_client import ChatClient, TextDelta
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.client.loading import wait_until_loaded
 from floe_chat.app.client.prompt import PromptTurn
 from floe_chat.app.server import openapi
