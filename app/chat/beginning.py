@@ -92,7 +92,8 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     pack = catalog.find(options.pop("model"))
     preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
     thinking = options.pop("thinking", found.settings.thinking)
-    parked = memory_size(options.pop("kv_memory", None))
+    kept = options.pop("kv_memory", None)
+    parked = 0 if kept == "0" else memory_size(kept)
     sampling, max_tokens, system = sampling_from(options, pack)
     advanced, think = found.settings.advanced, thinking != "off"
     client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked)

@@ -30,7 +30,7 @@ from .options import DRAWING, MODEL, given_by
 @click.option(
     "--kv-memory",
     metavar="SIZE",
-    help="RAM for conversations that may go on, such as 2gb.  [default: 1/32 of what is free]",
+    help="RAM for conversations that may go on, such as 2gb; 0 keeps none.  [default: 1/32 of what is free]",
 )
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let pages of URL ask; may be repeated.")
 @given_by(*DRAWING)
