@@ -15,7 +15,7 @@ from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
 from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
-from .sampling import Sampler
+from .sampling import Allowed, Sampler
 from .telemetry import Telemetry
 
 _log = logging.getLogger("floe_chat.engine")
@@ -50,6 +50,7 @@ def generate(
     control: Control,
     telemetry: Telemetry,
     extras: Extras | None = None,
+    allowed: Allowed | None = None,
 ) -> Generator[Progress, None, str]:
     """Yield the progress of every prefill chunk and every new token; the generator's return value says why it ended.
 
@@ -70,7 +71,7 @@ def generate(
     if not 0 < len(prompt) < window:
         raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
     decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
-    sampler = Sampler(sampling, prompt, extras)
+    sampler = Sampler(sampling, prompt, extras, allowed)
     if kept := kv.keep(prompt, control.preset):
         telemetry.reused(kept)
         yield Progress(None, kept)

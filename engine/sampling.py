@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ..kernels.cpu import native, native_ends
 from ..kernels.sampling import Filters
 from .events import Chance, Extras, Sampling
 from .ranges import check
+
+Allowed = Callable[[int | None], bytes]
+"""After the token drawn last, None at first: a bit for each token that may come next, the first token's the lowest."""
 
 _AT_ONCE = 64  # random numbers drawn per call: a call for one takes as long
 
@@ -25,10 +28,12 @@ class Sampler:
         chance: of the token drawn last, if the extras ask for it.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], extras: Extras | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], extras: Extras | None = None, allowed: Allowed | None = None
+    ) -> None:
         check(sampling)
-        self._extras = extras or Extras()
-        self.alone = self._extras != Extras()
+        self._extras, self._allowed, self._last = extras or Extras(), allowed, None
+        self.alone = allowed is not None or self._extras != Extras()
         self._counts = Counter[int]()
         self.chance: Chance | None = None
         greedy = sampling.temperature < 1e-6  # below this the likeliest token has all of the probability anyway
@@ -75,7 +80,12 @@ class Sampler:
         if extras.bias:
             ids, added = (torch.tensor(part) for part in zip(*extras.bias, strict=True))
             changed.index_add_(0, ids, added.to(row.dtype))
-        token = self._draw(changed, self.filters, self.uniforms(1)[0], self.seen(len(row)))
+        if self._allowed is not None:
+            bits = torch.frombuffer(bytearray(self._allowed(self._last)), dtype=torch.uint8)
+            open_to = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: len(row)].bool()
+            changed[: len(open_to)].masked_fill_(~open_to, -torch.inf)
+            changed[len(open_to) :] = -torch.inf
+        token = self._last = self._draw(changed, self.filters, self.uniforms(1)[0], self.seen(len(row)))
         self.took([token])
         self._counts[token] += 1
         if extras.likeliest is not None:

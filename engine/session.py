@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .decoder.kv_cache import KVCache
     from .decoder.kv_shelf import KVShelf
     from .loader import LoadedModel
+    from .sampling import Allowed
 
 PARKED = 1 / 32  # of the RAM that is free once the model is loaded, for conversations that may come back
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
@@ -63,6 +64,7 @@ class Session:
         self._events: Mailbox[Event] = Mailbox()
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
+        self._allowed: dict[int, Allowed] = {}
         self._running: int | None = None
         self._closing = False
         self._loaded: LoadedModel | None = None
@@ -87,6 +89,10 @@ class Session:
                     self._loaded.control.cancelled.set()
         if not isinstance(command, Cancel):
             self._commands.put(command)
+
+    def constrain(self, request: int, allowed: Allowed) -> None:
+        """Let `allowed` say which tokens the answer to `request`, still to be sent, may have."""
+        self._allowed[request] = allowed
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Events since the last call, in order; waits at most `timeout` seconds for the first."""
@@ -216,6 +222,7 @@ class Session:
             with self._lock:
                 self._running = None
                 self._cancelled.discard(command.request)
+                self._allowed.pop(command.request, None)
         self._events.put(Finished(command.request, reason, self._stats(loaded, kv, command)))
 
     def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:
@@ -234,6 +241,7 @@ class Session:
             control=loaded.control,
             telemetry=loaded.telemetry,
             extras=command.extras,
+            allowed=self._allowed.get(command.request),
         )
         told = time.perf_counter()
         while True:

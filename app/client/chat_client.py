@@ -62,7 +62,7 @@ class ChatClient:
         self._format_lock, self._format_ready = threading.Lock(), threading.Event()
         self._closed = False
         self._held: Loaded | None = None
-        self._window = 0
+        self._window = self._vocabulary = 0
         self._last_request = 0
         self._running: int | None = None
         self._prepared: Generate | None = None
@@ -217,18 +217,24 @@ class ChatClient:
         sampling: Sampling,
         max_new_tokens: int,
         extras: Extras | None = None,
+        schema: str = "",
         *,
         think: bool = True,
     ) -> Submitted:
-        """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too.
+        """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too. With a
+        `schema` the answer is JSON by it, without thinking.
 
         Raises:
             FloeError: as `prepare`; they do not fit the window.
         """
         chat = self._free_format()
-        fitted = whole(chat, self._window, given, think=think)
+        if schema:
+            chat.constrain(schema, self._vocabulary)
+        fitted = whole(chat, self._window, given, think=think and not schema)
         self._left = None
         submitted = self._take(chat, fitted, sampling, max_new_tokens, 0, extras)
+        if schema:
+            self._session.constrain(submitted.request, chat.allowed)
         self.begin()
         return submitted
 
@@ -308,25 +314,10 @@ class ChatClient:
         return len(fitted.ids), fitted.dropped
 
     def costs(self) -> tuple[Cost, ...]:
-        """The presets of the loaded pack, best first, and what each was measured to cost.
+        """See `Client`."""
+        from .costs import costs_of
 
-        Raises:
-            FloeError: the pack cannot be read any more.
-        """
-        from ...engine import quality_presets
-        from ...models.pack.manifest import SOURCE, Manifest
-
-        manifest = Manifest.read(self._pack)
-        measured = {tuned.name: tuned for tuned in manifest.tuned}
-        costs: list[Cost] = []
-        for preset in quality_presets.of(manifest):
-            known = measured.get(preset.name)
-            if known is None:
-                costs.append(Cost(preset, None, None))
-            else:
-                on = known.text, known.tokens, known.against == SOURCE
-                costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
-        return tuple(costs)
+        return costs_of(self._pack)
 
     def cancel(self) -> None:
         """Stop the running answer, if there is one."""
@@ -359,7 +350,7 @@ class ChatClient:
         if error is not None:
             self._session.send(Unload())
             return [Failed(error.title, error.cause, error.hint, None, error.exit_code)]
-        self._window = event.context_window
+        self._window, self._vocabulary = event.context_window, event.vocabulary
         return [event]
 
     def _foreign_token(self, event: Loaded) -> FloeError | None:

@@ -152,7 +152,7 @@ class _Serving:
         sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
         think, client, extras = floe is None or floe.think, asked.user or peer, asked.extras(loaded.vocabulary)
         orders = [
-            Order(given, drawn, asked.longest, asked.stops, quality_of(floe), think, client, extras)
+            Order(given, drawn, asked.longest, asked.stops, quality_of(floe), think, client, extras, asked.schema)
             for given in prompts
             for drawn in (_apart(sampling, number) for number in range(asked.n or 1))
         ]

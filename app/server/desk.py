@@ -29,7 +29,7 @@ class Order:
     Attributes:
         given: messages, or a text to continue. longest: tokens of the answer, thinking among them; None: what fits.
         quality: a preset's name, or a rule; None: the server's own. client: whom it is for: each has a turn. extras:
-            see `Extras`.
+            see `Extras`. schema: of the JSON that the answer has to be, "" for any text.
     """
 
     given: Sequence[PromptTurn] | str
@@ -40,6 +40,7 @@ class Order:
     think: bool = True
     client: str = ""
     extras: Extras | None = None
+    schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Desk:
         order, stops, thought = ticket.order, Stops(ticket.order.stops), 0
         self._client.poll()  # what is left of the answer before
         preset = self._set_quality(order.quality or self.loaded.preset)
-        how = order.sampling, order.longest or self.loaded.context_window, order.extras
+        how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema
         request = self._client.submit_whole(order.given, *how, think=order.think).request
         with self._lock:
             if ticket.left or self._closed:

@@ -120,6 +120,11 @@ class Drawing(Struct, frozen=True, kw_only=True):
         return Extras(self.presence_penalty or 0.0, self.frequency_penalty or 0.0, bias, self.likeliest)
 
     @property
+    def schema(self) -> str:
+        """Of the JSON that the answer has to be; "" for any text."""
+        return ""
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end the answer, and are no part of it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -134,11 +139,27 @@ class Drawing(Struct, frozen=True, kw_only=True):
         return replace(default, **given)
 
 
+class JsonSchema(Struct, frozen=True):
+    """`schema`: what the answer has to be."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatRequest(Drawing, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Tokens = None
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
 
@@ -153,6 +174,17 @@ class ChatRequest(Drawing, frozen=True, kw_only=True):
     @property
     def longest(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def schema(self) -> str:
+        form = self.response_format
+        if form is None or form.type == "text":
+            return ""
+        if form.type == "json_object":
+            return '{"type": "object"}'
+        if form.json_schema is None:
+            raise RefusedError(400, "json_schema is missing.", "response_format.json_schema", "invalid_value")
+        return msgspec.json.encode(form.json_schema.schema).decode()
 
     @property
     def turns(self) -> list[PromptTurn]:
@@ -184,10 +216,6 @@ _UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
     "tool_choice": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
     "functions": (lambda value: not value, "This server does not call tools yet."),
     "function_call": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
-    "response_format": (
-        lambda value: value == {"type": "text"},
-        "Answers are text: their form cannot be prescribed yet.",
-    ),
     "modalities": (lambda value: value == ["text"], "These models read and write text."),
     "audio": (lambda _: False, "These models read and write text."),
     "prediction": (lambda _: False, "Answers cannot be predicted."),

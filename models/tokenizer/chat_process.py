@@ -138,6 +138,18 @@ class ChatProcess:
         """What each of these tokens writes, see `Tokens.spelled`. Raises PackError."""
         return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
 
+    def constrain(self, schema: str, vocabulary: int) -> None:
+        """Give the next answer a form: JSON by this schema. `allowed` then says which of so many tokens may come.
+
+        Raises:
+            UsageError: the schema cannot be followed, or the model thinks first. PackError.
+        """
+        self._ask(len(schema), do="constrain", schema=schema, vocabulary=vocabulary, ends=list(self.stop_ids))
+
+    def allowed(self, drawn: int | None) -> bytes:
+        """See `Constraint.allowed`."""
+        return bytes.fromhex(self._ask(0, do="allow", drawn=drawn)["mask"])
+
     def close(self) -> None:
         """End the process; a request that runs in another thread raises."""
         self._closed = True

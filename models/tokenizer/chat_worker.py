@@ -13,14 +13,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import FloeError
+from ..errors import FloeError, UsageError
 from ..visible import visible
 from .chat_format import ChatFormat, TooLongError
 from .chat_process import receive, send
 from .parts import Parser, Part, TagParser
 from .tokens import Detokenizer, Tokens, contained
+
+if TYPE_CHECKING:
+    from .constraint import Constraint
 
 MEMORY = 1 << 30  # bytes; the largest published tokenizers take half of that
 _PRIMING = 8  # tokens before an answer's rest; more than any character takes bytes
@@ -33,6 +36,7 @@ class Worker:
         self._replies = replies
         self._format: ChatFormat | None = None
         self._decoder: Detokenizer | None = None
+        self._constraint: Constraint | None = None
         self._parser: Parser = TagParser(None)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +103,20 @@ class Worker:
 
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
+
+    def do_constrain(self, folder: str, schema: str, vocabulary: int, ends: list[int]) -> dict[str, Any]:
+        from .constraint import Constraint  # which few answers need
+
+        opened = self._opened(folder)
+        if opened.convention.channels or opened.thinking() in ("less", "always"):
+            raise UsageError("This model thinks before it answers", "Its answers cannot be given a form.", "")
+        self._step("tokenizer")
+        self._constraint = Constraint(Path(folder), schema, vocabulary, ends)
+        return {}
+
+    def do_allow(self, folder: str, drawn: int | None) -> dict[str, Any]:
+        assert self._constraint is not None, "there is no constraint"
+        return {"mask": self._constraint.allowed(drawn).hex()}
 
     def do_spell(self, folder: str, ids: list[int]) -> dict[str, Any]:
         tokens = self._opened(folder).tokens

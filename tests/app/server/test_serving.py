@@ -159,7 +159,8 @@ def test_quality_is_per_request(demo: Served) -> None:
     ("body", "field"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"temperature": -1}, "temperature"),
@@ -358,3 +359,54 @@ def test_penalties_of_tokens_that_the_answer_has(demo: Served) -> None:
 
     assert repeated() > repeated(frequency_penalty=2) > 1
     assert repeated() >= repeated(presence_penalty=2)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["expert", "neuron"]},
+        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "counts"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_an_answer_of_a_form(demo: Served, temperature: float, stream: bool) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    for seed in range(5):
+        reply: Any = demo.client().chat.completions.create(
+            model="demo",
+            messages=user("Name a thing."),
+            response_format=form,
+            temperature=temperature,
+            seed=seed,
+            stream=stream,
+        )
+        if stream:
+            choices = [piece.choices[0] for piece in reply]
+            text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+        else:
+            text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+        found = json.loads(text)
+        assert reason == "stop" and list(found) == ["name", "kind", "counts"]
+        assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
+        assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
+
+
+def test_an_answer_is_any_object(demo: Served) -> None:
+    body = {"messages": user("?"), "response_format": {"type": "json_object"}, "max_tokens": 40}
+    choice = demo.post(body).json()["choices"][0]
+    text = choice["message"]["content"]
+    assert text.startswith("{") and (choice["finish_reason"] == "length" or isinstance(json.loads(text), dict))
+    assert demo.post({"messages": user("?"), "max_tokens": 4}).json()["choices"][0]["message"]["content"][0] != "{"
+
+
+@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"$ref": "http://page.example/x"}, {"pattern": "("}])
+def test_a_schema_that_cannot_be_followed(demo: Served, schema: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = demo.post({"messages": user("?"), "response_format": form, "max_tokens": 4})
+    assert reply.status_code == 400 and "schema" in reply.json()["error"]["message"]

@@ -1,0 +1,28 @@
+"""What the presets of a pack cost, as measured on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...engine import quality_presets
+from ...models.pack.manifest import SOURCE, Manifest
+from .interface import Cost
+
+
+def costs_of(pack: Path) -> tuple[Cost, ...]:
+    """The presets of a pack, best first, and what each was measured to cost.
+
+    Raises:
+        FloeError: the pack cannot be read .
+    """
+    manifest = Manifest.read(pack)
+    measured = {tuned.name: tuned for tuned in manifest.tuned}
+    costs: list[Cost] = []
+    for preset in quality_presets.of(manifest):
+        known = measured.get(preset.name)
+        if known is None:
+            costs.append(Cost(preset, None, None))
+        else:
+            on = known.text, known.tokens, known.against == SOURCE
+            costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
+    return tuple(costs)
