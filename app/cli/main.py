@@ -31,6 +31,7 @@ from .models import models, paths
 from .pack import pack
 from .plan import plan
 from .setup import setup
+from .transform import transform
 from .tune import tune
 from .verify import verify
 
@@ -265,6 +266,7 @@ cli.add_command(pack)
 cli.add_command(paths)
 cli.add_command(plan)
 cli.add_command(setup)
+cli.add_command(transform)
 cli.add_command(verify)
 
 
