@@ -126,7 +126,7 @@ class Checkpoint:
         storage: how it stores experts.
         exact: False when the weights are wider than 16 bit, so that 16-bit widths round them, or were rounded before.
         folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
-            that the language model does not use.
+            that the language model does not use. unused: these.
 
     Raises:
         CheckpointError: there is no such model, or its files contradict each other; says which and how.
@@ -141,7 +141,9 @@ class Checkpoint:
         self.family = FAMILIES[self.config.model_type]
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
-        self.places = {name: place for name, place in _places(self.shelf).items() if not name.startswith(unused)}
+        every = _places(self.shelf)
+        self.places = {name: place for name, place in every.items() if not name.startswith(unused)}
+        self.unused = {name: place for name, place in every.items() if name.startswith(unused)}
         self.storage = self._stored()
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}

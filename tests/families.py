@@ -196,10 +196,10 @@ def random_blocks(*rows: int) -> tuple[Tensor, Tensor]:
     return blocks, torch.randint(118, 126, rows, dtype=torch.uint8, generator=generator)
 
 
-def make_coded(folder: Path) -> tuple[Path, Path]:
+def make_coded(folder: Path, neurons: int = 32) -> tuple[Path, Path]:
     """A gpt-oss at 16 bits, and the same with its experts in blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {**MODELS["gpt_oss"], "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+        sizes = {**MODELS["gpt_oss"], "hidden_size": 64, "intermediate_size": neurons, "head_dim": 16}
         patch.setitem(MODELS, "gpt_oss", sizes)
         plain, coded = make("gpt_oss", folder / "plain"), make("gpt_oss", folder / "coded")
     for source in (plain, coded):

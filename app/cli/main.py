@@ -31,6 +31,7 @@ from .pack import pack
 from .plan import plan
 from .serve import serve
 from .setup.command import setup
+from .transform import transform
 from .tune import tune
 from .verify import verify
 
@@ -209,6 +210,7 @@ cli.add_command(paths)
 cli.add_command(plan)
 cli.add_command(serve)
 cli.add_command(setup)
+cli.add_command(transform)
 cli.add_command(verify)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,12 @@ _CODES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
+
+
+class Tensors(Protocol):
+    """Tensors by name: a file's, or a checkpoint's."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
 
 
 class TensorFile:

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.quantize import MOST_BITS, Quantizer, finite, quantize
-from ..pack.tensor_file import TensorFile, TensorShapes
+from ..pack.tensor_file import TensorFile, Tensors, TensorShapes
 
 FILE = "dense.safetensors"
 
@@ -98,14 +98,14 @@ class DensePart:
             for stored, value in quantized_linears.store(layer, tensor, width, by).items():
                 file[stored].copy_(value)
 
-    def values(self, file: TensorFile, name: str) -> Tensor:
+    def values(self, file: Tensors, name: str) -> Tensor:
         """What the codes of a published matrix stand for, in the type that is multiplied fastest."""
         (layer,), (rows, columns) = self._codes[name], self._source.places[name][1].shape
         stored = _codes_of(file, layer)
         width = quantized_linears.width_of(layer, self._bits)
         return quantized_linears.load(stored, layer, rows, columns, width).dense(fast_type(torch.device("cpu")))
 
-    def stored(self, file: TensorFile, stage: int) -> dict[str, Tensor]:
+    def stored(self, file: Tensors, stage: int) -> dict[str, Tensor]:
         """The finished tensors of a stage, by the names in the file."""
         found = {name: file[name] for name in self.stages[stage] if name in self.plan}
         for name in self.stages[stage]:
@@ -154,6 +154,6 @@ class DensePart:
             raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
 
 
-def _codes_of(file: TensorFile, layer: str) -> dict[str, Tensor]:
+def _codes_of(file: Tensors, layer: str) -> dict[str, Tensor]:
     """The tensors that a layer is stored as."""
     return {name: file[name] for name in (f"{layer}.{part}" for part in ("q", "scale", "zero"))}

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels.operations import fast_type
 from ...kernels.weights import LinearWeights
 from ..modules import library_model
-from ..pack.tensor_file import TensorFile
+from ..pack.tensor_file import Tensors
 from .dense_part import DensePart
 
 
@@ -38,12 +38,12 @@ class LayerPass:
         self._model.norm = nn.Identity()  # what counts here is what leaves a layer
         library_model.renew(self._model, config, "cpu")
 
-    def embed(self, dense: DensePart, file: TensorFile, tokens: Tensor) -> Tensor:
+    def embed(self, dense: DensePart, file: Tensors, tokens: Tensor) -> Tensor:
         """tokens (N, T) int64 -> what enters the first layer, (N, T, H) float32."""
         (embedding,) = (t for name, t in dense.stored(file, 0).items() if name.endswith("embed_tokens.weight"))
         return F.embedding(tokens, embedding).float() * self._scale
 
-    def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module | None) -> Any:
+    def layer(self, index: int, dense: DensePart, file: Tensors, experts: nn.Module | None) -> Any:
         """Decoder layer `index` with its dense weights and these experts, if it has any."""
         layer = self._layers.pop(index)
         self._about(index)

@@ -43,7 +43,6 @@ def test_they_run(tiny_pack: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["serve"], "floe-chat ask --json"),
         (["docter"], "Did you mean doctor?"),
         (["chatt"], "Did you mean chat?"),
         (["history", "lst"], "Did you mean list?"),

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 from floe_chat.engine import events
-from floe_chat.engine.events import Advanced, Command, Event, Rows, Sampling
+from floe_chat.engine.events import Advanced, Chance, Command, Event, Extras, Rows, Sampling
 
-KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Advanced, Rows]
+KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Advanced, Rows, Extras, Chance]
 
 
 def some_value(kind: Any, chance: random.Random) -> Any:
@@ -23,7 +23,9 @@ def some_value(kind: Any, chance: random.Random) -> Any:
     if origin in (typing.Union, types.UnionType):
         return some_value(chance.choice(typing.get_args(kind)), chance)
     if origin is tuple:
-        return tuple(some_value(typing.get_args(kind)[0], chance) for _ in range(chance.randrange(4)))
+        first, *others = typing.get_args(kind)
+        several = [first] * chance.randrange(4) if others == [Ellipsis] else [first, *others]
+        return tuple(some_value(one, chance) for one in several)
     if dataclasses.is_dataclass(kind):
         return some_message(typing.cast("type[Any]", kind), chance)
     if kind is types.NoneType:
