@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...models.errors import UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
-from .interface import PromptTurn as PromptTurn
+from .interface import PromptTurn
 
 
 class TooLongPromptError(UsageError):

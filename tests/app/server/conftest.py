@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import PromptTurn, TextDelta
+from floe_chat.app.client.loading import wait_until_loaded
+from floe_chat.engine.events import Finished, Sampling
 from floe_chat.models.catalog import asset
 
-from .serving import Served, serving
+from .serving import QUESTIONS, Served, serving
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +27,24 @@ def slow(long_winded: Path) -> Iterator[Served]:
     """Answers that do not end by themselves, of which two may wait."""
     with serving(long_winded, queue=2) as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def expected() -> dict[str, str]:
+    """What the chat itself answers."""
+    client = ChatClient(asset("demo", "packed"))
+    client.start()
+    answers = dict[str, str]()
+    try:
+        wait_until_loaded(client)
+        for question in QUESTIONS:
+            client.submit([PromptTurn("user", question)], Sampling(temperature=0.0), 200)
+            pieces, done = list[str](), False
+            while not done:
+                for update in client.poll(1.0):
+                    pieces += [update.text] if isinstance(update, TextDelta) else []
+                    done = done or isinstance(update, Finished)
+            answers[question] = "".join(pieces)
+    finally:
+        client.close()
+    return answers

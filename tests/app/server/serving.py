@@ -18,6 +18,13 @@ from floe_chat.app.server.desk import Desk
 from floe_chat.app.server.guard import LOOPBACK, Guard
 from floe_chat.engine.events import Sampling
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router", "a layer", "attention")]
+
+
+def user(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
 
 
 @dataclass(frozen=True)

@@ -5,51 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 from typing import Any
 
 import httpx2
 import pytest
-from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import TextDelta
-from floe_chat.app.client.loading import wait_until_loaded
-from floe_chat.app.client.prompt import PromptTurn
 from floe_chat.app.server import openapi
-from floe_chat.app.server.desk import End, News, Order
 from floe_chat.app.server.requests import ChatRequest, CompletionRequest
-from floe_chat.engine.events import Finished, Sampling
-from floe_chat.models.catalog import asset
-from openai import BadRequestError, NotFoundError, RateLimitError
-from openai.types.chat import ChatCompletionMessageParam
+from openai import BadRequestError, NotFoundError
 
-from .serving import Served
-
-QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router", "a layer", "attention")]
-
-
-def user(text: str) -> list[ChatCompletionMessageParam]:
-    return [{"role": "user", "content": text}]
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, str]:
-    """What the chat itself answers."""
-    client = ChatClient(asset("demo", "packed"))
-    client.start()
-    answers = dict[str, str]()
-    try:
-        wait_until_loaded(client)
-        for question in QUESTIONS:
-            client.submit([PromptTurn("user", question)], Sampling(temperature=0.0), 200)
-            pieces, done = list[str](), False
-            while not done:
-                for update in client.poll(1.0):
-                    pieces += [update.text] if isinstance(update, TextDelta) else []
-                    done = done or isinstance(update, Finished)
-            answers[question] = "".join(pieces)
-    finally:
-        client.close()
-    return answers
+from .serving import QUESTIONS, Served, user
 
 
 def test_answers_are_those_of_the_chat(demo: Served, expected: dict[str, str]) -> None:
@@ -240,57 +204,6 @@ def test_other_paths_and_methods(demo: Served) -> None:
         assert reply.status_code in (404, 405) and reply.json()["error"]["type"]
 
 
-def test_a_closed_connection_frees_the_line(slow: Served) -> None:
-    body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
-    with httpx2.stream("POST", f"{slow.url}/chat/completions", json=body, timeout=60) as reply:
-        lines = reply.iter_lines()  # whose end would close the connection
-        assert next(lines)
-        assert slow.metric("floe_running") == 1
-    slow.until("floe_running", 0)
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{slow.url}/chat/completions", json={**body, "stream": False}, timeout=1)
-    slow.until("floe_running", 0)
-
-
-def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
-    body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
-    url = f"{slow.url}/chat/completions"
-    with httpx2.Client(timeout=60) as client:
-        streams = [client.stream("POST", url, json=body)]
-        lines = streams[0].__enter__().iter_lines()
-        assert next(lines)
-        waiting = [slow.desk.take([order()], lambda _, __: None)[0] for _ in range(2)]
-        with pytest.raises(RateLimitError) as caught:
-            slow.client().chat.completions.create(model=slow.model, messages=user("hi"))
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert slow.metric("floe_refused_total") == 1
-        streams[0].__exit__(None, None, None)
-        for ticket in waiting:
-            ticket.leave()
-    slow.until("floe_waiting", 0)
-    slow.until("floe_running", 0)
-
-
-def order(client: str = "", longest: int = 3) -> Order:
-    return Order([PromptTurn("user", "hi")], Sampling(temperature=5.0, seed=1), longest, client=client)
-
-
-async def test_each_client_has_its_turn(demo: Served) -> None:
-    ended, loop, done = list[str](), asyncio.get_running_loop(), asyncio.Event()
-    names = ["first", "many 1", "many 2", "many 3", "one"]
-
-    def tell(number: int, news: News) -> None:
-        if isinstance(news, End):
-            ended.append(names[number])
-            if len(ended) == len(names):
-                loop.call_soon_threadsafe(done.set)
-
-    demo.desk.take([order(name.split()[0], 60) for name in names], tell)
-    await asyncio.wait_for(done.wait(), 60)
-    assert ended.index("one") < ended.index("many 2")
-    assert [name for name in ended if name.startswith("many")] == names[1:4]
-
-
 def test_the_description_knows_its_own_examples() -> None:
     document = openapi.document()
     text = json.dumps(document)
@@ -302,13 +215,6 @@ def test_the_description_knows_its_own_examples() -> None:
     assert {"messages", "max_completion_tokens", "floe", "stop"} <= fields.keys()
 
 
-def test_the_figures_add_up(demo: Served) -> None:
-    before = [demo.metric(f"floe_{name}_tokens_total") for name in ("prompt", "new")]
-    used = demo.post({"messages": user("Why?"), "max_tokens": 6}).json()["usage"]
-    after = [demo.metric(f"floe_{name}_tokens_total") for name in ("prompt", "new")]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [used["prompt_tokens"], used["completion_tokens"]]
-
-
 def test_pairs_of_stops(demo: Served, expected: dict[str, str]) -> None:
     """Wherever a stop begins, nothing of it is sent."""
     whole = expected[QUESTIONS[2]]
@@ -316,97 +222,3 @@ def test_pairs_of_stops(demo: Served, expected: dict[str, str]) -> None:
         stop = whole[at : at + size]
         reply = demo.post({"messages": user(QUESTIONS[2]), "stop": stop}).json()
         assert reply["choices"][0]["message"]["content"] == whole.partition(stop)[0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_probabilities_of_tokens(demo: Served, expected: dict[str, str], stream: bool) -> None:
-    given: Any = {"model": "demo", "messages": user(QUESTIONS[0]), "logprobs": True, "top_logprobs": 3}
-    reply: Any = demo.client().chat.completions.create(**given, stream=stream)
-    if stream:
-        tokens = [token for piece in reply if (found := piece.choices[0].logprobs) for token in found.content]
-    else:
-        tokens = reply.choices[0].logprobs.content
-    assert b"".join(bytes(token.bytes) for token in tokens).decode() == expected[QUESTIONS[0]]
-    for token in tokens:
-        assert len(token.top_logprobs) == 3 and token.logprob <= 0
-        assert token.top_logprobs[0].token == token.token  # the likeliest is drawn
-        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
-        assert sum(math.exp(other.logprob) for other in token.top_logprobs) <= 1 + 1e-6
-
-
-def test_probabilities_of_a_texts_tokens(demo: Served) -> None:
-    reply = demo.post({"prompt": "The router", "max_tokens": 6, "logprobs": 2}, "/completions").json()
-    found = reply["choices"][0]["logprobs"]
-    assert "".join(found["tokens"]) == reply["choices"][0]["text"]
-    assert [len(others) for others in found["top_logprobs"]] == [2] * len(found["tokens"])
-
-
-def test_a_bias_forces_and_forbids(demo: Served, expected: dict[str, str]) -> None:
-    given: Any = {"model": "demo", "messages": user(QUESTIONS[0]), "max_tokens": 4}
-    forced = demo.client().chat.completions.create(**given, logit_bias={"300": 100}, logprobs=True)
-    logprobs = forced.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert len({token.token for token in logprobs.content}) == 1
-    assert max(token.logprob for token in logprobs.content) < -0.01  # of what the model thinks of it, without the bias
-    assert demo.post({"messages": user("Hi"), "logit_bias": {"99999": 1}}).json()["error"]["param"] == "logit_bias"
-
-
-def test_penalties_of_tokens_that_the_answer_has(demo: Served) -> None:
-    def repeated(**penalty: float) -> int:
-        body = {"messages": user("?"), "max_tokens": 60, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
-        tokens = [token["token"] for token in demo.post(body).json()["choices"][0]["logprobs"]["content"]]
-        return max(tokens.count(token) for token in tokens)
-
-    assert repeated() > repeated(frequency_penalty=2) > 1
-    assert repeated() >= repeated(presence_penalty=2)
-
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "kind": {"enum": ["expert", "neuron"]},
-        "counts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
-    },
-    "required": ["name", "kind", "counts"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("temperature", [0, 1.5])
-def test_an_answer_of_a_form(demo: Served, temperature: float, stream: bool) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    for seed in range(5):
-        reply: Any = demo.client().chat.completions.create(
-            model="demo",
-            messages=user("Name a thing."),
-            response_format=form,
-            temperature=temperature,
-            seed=seed,
-            stream=stream,
-        )
-        if stream:
-            choices = [piece.choices[0] for piece in reply]
-            text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
-        else:
-            text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
-        found = json.loads(text)
-        assert reason == "stop" and list(found) == ["name", "kind", "counts"]
-        assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
-        assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
-
-
-def test_an_answer_is_any_object(demo: Served) -> None:
-    body = {"messages": user("?"), "response_format": {"type": "json_object"}, "max_tokens": 40}
-    choice = demo.post(body).json()["choices"][0]
-    text = choice["message"]["content"]
-    assert text.startswith("{") and (choice["finish_reason"] == "length" or isinstance(json.loads(text), dict))
-    assert demo.post({"messages": user("?"), "max_tokens": 4}).json()["choices"][0]["message"]["content"][0] != "{"
-
-
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"$ref": "http://page.example/x"}, {"pattern": "("}])
-def test_a_schema_that_cannot_be_followed(demo: Served, schema: dict[str, Any]) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    reply = demo.post({"messages": user("?"), "response_format": form, "max_tokens": 4})
-    assert reply.status_code == 400 and "schema" in reply.json()["error"]["message"]
