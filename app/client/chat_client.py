@@ -33,8 +33,8 @@ from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .interface import Cost, Likely, PromptTurn, Spelled, Submitted, TextDelta, ThoughtDelta, Update
-from .prompt import fit, whole
+from .interface import NO_TOOLS, Cost, Likely, PromptTurn, Spelled, Submitted, ThoughtDelta, Tools, Update
+from .prompt import fit, updates_of, whole
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 
@@ -66,6 +66,7 @@ class ChatClient:
         self._last_request = 0
         self._running: int | None = None
         self._prepared: Generate | None = None
+        self._calls = False  # whether calls of tools come apart from the text
         self._left: int | None = None  # tokens that the answer may still have; None: the engine counts them
         self._heard: Callable[[], None] = lambda: None
 
@@ -169,10 +170,7 @@ class ChatClient:
             self._left = max(0, self._left - (len(ids) - pushed.thought))
             if self._left == 0 and not last:
                 self._session.send(Cancel(request))
-        thought = "".join(part.text for part in pushed.parts if part.kind == "thinking")
-        answer = "".join(part.text for part in pushed.parts if part.kind != "thinking")
-        found: list[Update] = [ThoughtDelta(request, thought, pushed.thought)] if thought or pushed.thought else []
-        return [*found, TextDelta(request, answer)] if answer else found
+        return updates_of(request, pushed, calls=self._calls)
 
     def submit(
         self,
@@ -208,7 +206,7 @@ class ChatClient:
         """
         chat, most = self._free_format(), self.most_new(max_new_tokens)
         fitted = fit(chat, self._window, messages, most, answer, thought, think=self.think, begin=True)
-        self._left = None if most == max_new_tokens else max_new_tokens
+        self._left, self._calls = None if most == max_new_tokens else max_new_tokens, False
         return self._take(chat, fitted, sampling, most, conversation)
 
     def submit_whole(
@@ -218,22 +216,21 @@ class ChatClient:
         max_new_tokens: int,
         extras: Extras | None = None,
         schema: str = "",
+        tools: Tools = NO_TOOLS,
         *,
         think: bool = True,
     ) -> Submitted:
         """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too. With a
-        `schema` the answer is JSON by it, without thinking.
+        `schema` the answer is JSON by it, after its thinking. Calls of `tools` come as `CallDelta`.
 
         Raises:
-            FloeError: as `prepare`; they do not fit the window.
+            FloeError: as `prepare`; they do not fit the window; a schema cannot be followed.
         """
         chat = self._free_format()
-        if schema:
-            chat.constrain(schema, self._vocabulary)
-        fitted = whole(chat, self._window, given, think=think and not schema)
-        self._left = None
+        fitted = whole(chat, self._window, given, tools, schema, self._vocabulary, think=think)
+        self._left, self._calls = None, bool(tools.listed)
         submitted = self._take(chat, fitted, sampling, max_new_tokens, 0, extras)
-        if schema:
+        if fitted.constrained:
             self._session.constrain(submitted.request, chat.allowed)
         self.begin()
         return submitted
@@ -280,6 +277,11 @@ class ChatClient:
         it), or "always"; "never" while it is not ready.
         """
         return self._format.thinking if isinstance(self._format, ChatProcess) else "never"
+
+    @property
+    def tools(self) -> str:
+        """Whether tools are written as the model's template does ("own"), or as for all models ("general")."""
+        return self._format.tools if isinstance(self._format, ChatProcess) else "general"
 
     def most_new(self, max_new_tokens: int) -> int:
         """How many tokens an answer of `max_new_tokens` may have with the thinking before it, which does not count."""

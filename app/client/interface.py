@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...engine.events import Event, Rule, Sampling
 
@@ -17,14 +17,45 @@ UNKNOWN_WINDOW = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool: `arguments` are a JSON object, `number` is by what it is answered."""
+
+    number: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTurn:
-    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written, `thought` what an answer's model
-    thought before.
+    """One turn: `role` is "system", "user", "assistant" or "tool"; `text` is what was written, `thought` what an
+    answer's model thought before, `calls` what it called. `answers`: the number of the call that returned this.
     """
 
     role: str
     text: str
     thought: str = ""
+    calls: tuple[Call, ...] = ()
+    answers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Functions that an answer may call.
+
+    Attributes:
+        listed: {"type": "function", "function": {"name", "description", "parameters"}}. choice: "auto", "required", or
+            "named": the function `named`. parallel: whether there may be several calls. strict: names of functions
+            whose arguments have to follow their schema.
+    """
+
+    listed: tuple[Mapping[str, Any], ...] = ()
+    choice: Literal["auto", "required", "named"] = "auto"
+    named: str = ""
+    parallel: bool = True
+    strict: tuple[str, ...] = ()
+
+
+NO_TOOLS = Tools()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +75,22 @@ class ThoughtDelta:
     request: int
     text: str
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of a call of a tool in the answer to `request`: `arguments` go on, until there are no `more`.
+
+    Attributes:
+        text: as the model wrote it, with the marks around it. trouble: why the call is broken.
+    """
+
+    request: int
+    name: str
+    arguments: str
+    text: str
+    more: bool = False
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +141,7 @@ class Likely:
     likeliest: tuple[Spelled, ...]
 
 
-Update = Event | TextDelta | ThoughtDelta | Likely
+Update = Event | TextDelta | ThoughtDelta | CallDelta | Likely
 
 
 class Client(Protocol):

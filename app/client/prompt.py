@@ -1,17 +1,27 @@
-"""Makes a prompt from messages: as many of the latest as fit the model's window."""
+"""Makes a prompt of messages, as many of the latest as fit the model's window, and updates of the answer's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any
 
 from ...models.errors import UsageError
-from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
-from .interface import PromptTurn
+from ...models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, WrongSchema, most_text
+from .interface import CallDelta, PromptTurn, TextDelta, ThoughtDelta, Tools, Update
 
 
 class TooLongPromptError(UsageError):
     """What is given does not fit the model's window."""
+
+
+class FieldError(UsageError):
+    """A field of a request is wrong; `field` is its name in OpenAI's protocol."""
+
+    def __init__(self, field: str, title: str, cause: str = "", hint: str = "") -> None:
+        super().__init__(title, cause, hint)
+        self.field = field
 
 
 def fit(
@@ -46,26 +56,59 @@ def fit(
     return replace(fitted, dropped=fitted.dropped + left_out)
 
 
-def whole(chat: ChatProcess, window: int, given: Sequence[PromptTurn] | str, *, think: bool = True) -> Fitted:
-    """The prompt of all these messages, or of a text to continue: nothing is left out.
+def whole(
+    chat: ChatProcess,
+    window: int,
+    given: Sequence[PromptTurn] | str,
+    tools: Tools,
+    schema: str,
+    vocabulary: int,
+    *,
+    think: bool = True,
+) -> Fitted:
+    """The prompt of all these messages, or of a text to continue: nothing is left out. Others: see `ChatProcess.whole`.
 
     Raises:
-        TooLongPromptError: it does not fit the window with one token more. Otherwise as `fit`.
+        TooLongPromptError: it does not fit the window with one token more. FieldError: a schema cannot be followed.
+            FloeError: as `fit`.
     """
-    if isinstance(given, str):
-        limit = window - 1
-        fitted = TooLong(None, system=False) if len(given) > most_text(limit, chat.longest) else None
-        fitted = fitted or chat.continued(given, limit)
+    limit = window - 1
+    most = most_text(limit, chat.longest)
+    length = len(given) if isinstance(given, str) else sum(len(turn.text) for turn in given)
+    if length > most:
+        fitted = TooLong(None, system=False)
+    elif isinstance(given, str):
+        fitted = chat.continued(given, limit)
     else:
-        fitted = fit(chat, window, given, 1, think=think, begin=True)
-    if isinstance(fitted, Fitted) and not fitted.dropped:
+        fitted = chat.whole([_message(turn) for turn in given], limit, asdict(tools), schema, vocabulary, think=think)
+    if isinstance(fitted, Fitted):
         return fitted
-    counted = f"It takes {fitted.tokens:,} tokens. " if isinstance(fitted, TooLong) and fitted.tokens else ""
+    if isinstance(fitted, WrongSchema):
+        field = "response_format.json_schema.schema" if fitted.tool < 0 else f"tools[{fitted.tool}].function.parameters"
+        raise FieldError(field, "The schema cannot be followed", f"{fitted.why.rstrip('.')}.", "Simplify it.")
+    counted = f"It takes {fitted.tokens:,} tokens. " if fitted.tokens else ""
     raise TooLongPromptError(
         "The prompt is too long for the model's context window",
         f"{counted}The window holds {window:,} tokens, for prompt and answer.",
         "Send fewer messages, or shorter ones.",
     )
+
+
+def updates_of(request: int, pushed: Pushed, *, calls: bool) -> list[Update]:
+    """The updates about new parts of an answer. `calls`: those of tools come apart from the text."""
+    thought = "".join(part.text for part in pushed.parts if part.kind == "thinking")
+    found: list[Update] = [ThoughtDelta(request, thought, pushed.thought)] if thought or pushed.thought else []
+    for called, parts in groupby(pushed.parts, lambda part: calls and part.kind == "call"):
+        if called:
+            found += (CallDelta(request, p.name, p.arguments, p.text, p.more, p.trouble) for p in parts)
+        elif answer := "".join(part.text for part in parts if part.kind != "thinking"):
+            found.append(TextDelta(request, answer))
+    return found
+
+
+def _message(turn: PromptTurn) -> dict[str, Any]:
+    calls = [{"id": call.number, "name": call.name, "arguments": call.arguments} for call in turn.calls]
+    return {"role": turn.role, "content": turn.text, "thought": turn.thought, "calls": calls, "answers": turn.answers}
 
 
 def _too_long(found: TooLong, limit: int, window: int) -> TooLongPromptError:

@@ -126,7 +126,15 @@ def piece_of(event: str | bytes) -> Piece:
     if not isinstance(said, dict):
         raise NotAnAnswerError("It sends a choice without an answer.")
     thought = _text(said.get("reasoning_content")) or _text(said.get("reasoning"))
-    return Piece(_text(said.get("content")), thought, _text(choice.get("finish_reason")), usage)
+    text = _text(said.get("content")) + _calls(said.get("tool_calls"))
+    return Piece(text, thought, _text(choice.get("finish_reason")), usage)
+
+
+def _calls(calls: object) -> str:
+    """Calls of tools, which this program did not offer, as text: a name on a line of its own, and the arguments."""
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    found = ((_text(each.get("name")), _text(each.get("arguments"))) for each in functions if isinstance(each, dict))
+    return "".join((f"\n{name} " if name else "") + arguments for name, arguments in found)
 
 
 def _text(value: object) -> str:

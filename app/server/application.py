@@ -23,11 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
 from . import metrics, openapi
-from .desk import Desk, End, Likely, News, Order, Text, Thought
+from .desk import Desk, End, Likely, News, Order, Thought
 from .guard import Guard
 from .refusals import RefusedError
 from .replies import Choice, Reply
 from .requests import ChatRequest, CompletionRequest, Drawing, quality_of, read
+from .spoken import Called, Text
 
 MOST_BYTES = 32 << 20  # of a body
 _PAUSE_S = 30.0  # that a client may make inside its body, or before it takes more of an answer
@@ -126,11 +127,11 @@ class _Serving:
         return JSONResponse({"status": "ok"})
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_described(self._desk.loaded)]})
+        return JSONResponse({"object": "list", "data": [_described(self._desk.loaded, self._desk.tools)]})
 
     async def model(self, request: Request) -> Response:
         self._need(request.path_params["name"])
-        return JSONResponse(_described(self._desk.loaded))
+        return JSONResponse(_described(self._desk.loaded, self._desk.tools))
 
     async def metrics(self, _: Request) -> Response:
         return Response(metrics.text(self._desk), media_type=metrics.TYPE)
@@ -151,8 +152,9 @@ class _Serving:
         self._need(asked.model)
         sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
         think, client, extras = floe is None or floe.think, asked.user or peer, asked.extras(loaded.vocabulary)
+        quality, form = quality_of(floe), (asked.schema, asked.tooling)
         orders = [
-            Order(given, drawn, asked.longest, asked.stops, quality_of(floe), think, client, extras, asked.schema)
+            Order(given, drawn, asked.longest, asked.stops, quality, think, client, extras, *form)
             for given in prompts
             for drawn in (_apart(sampling, number) for number in range(asked.n or 1))
         ]
@@ -171,7 +173,7 @@ class _Serving:
             raise RefusedError(404, message, "model", "model_not_found")
 
 
-def _described(loaded: Loaded) -> dict[str, Any]:
+def _described(loaded: Loaded, tools: str) -> dict[str, Any]:
     return {
         "id": loaded.model,
         "object": "model",
@@ -186,6 +188,7 @@ def _described(loaded: Loaded) -> dict[str, Any]:
             "preset": loaded.preset,
             "device": loaded.device,
             "backend": loaded.backend,
+            "tools": tools,
         },
     }
 
@@ -260,8 +263,8 @@ class _Waiting:
     def _take(self, number: int, news: News) -> None:
         choice = self._choices[number]
         match news:
-            case Text(text):
-                choice.add(text)
+            case Text() | Called():
+                choice.add(news)
             case Thought(text):
                 choice.thought += text
             case Likely():
@@ -307,9 +310,11 @@ class _Waiting:
                 case Thought(text):
                     if reply.chat:
                         yield _event(reply.more(number, text, "thought"))
+                case Called() if news.number or news.arguments:
+                    yield _event(reply.calls(number, news))
                 case End():
                     yield _event(reply.last(number, news))
-                case RefusedError() | Likely():
+                case RefusedError() | Likely() | Called():
                     pass
             if not self._left:
                 if usage:

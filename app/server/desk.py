@@ -13,10 +13,10 @@ from itertools import count
 from ...engine.events import Extras, Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from ...models.errors import FloeError
 from ..client.chat_client import ChatClient
-from ..client.interface import Likely, PromptTurn, TextDelta, ThoughtDelta
+from ..client.interface import NO_TOOLS, CallDelta, Likely, PromptTurn, TextDelta, ThoughtDelta, Tools
 from ..client.loading import error_of
 from .refusals import RefusedError, refusal
-from .stops import Stops
+from .spoken import Called, Spoken, Text
 
 _LOOK_S = 0.5  # between two looks at whether the server ends, while nothing happens
 _log = logging.getLogger("floe_chat.app")
@@ -29,7 +29,7 @@ class Order:
     Attributes:
         given: messages, or a text to continue. longest: tokens of the answer, thinking among them; None: what fits.
         quality: a preset's name, or a rule; None: the server's own. client: whom it is for: each has a turn. extras:
-            see `Extras`. schema: of the JSON that the answer has to be, "" for any text.
+            see `Extras`. schema: of the JSON that the answer has to be, "" for any text. tools: that it may call.
     """
 
     given: Sequence[PromptTurn] | str
@@ -41,13 +41,7 @@ class Order:
     client: str = ""
     extras: Extras | None = None
     schema: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """More of the answer."""
-
-    text: str
+    tools: Tools = NO_TOOLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class End:
     """The answer is complete.
 
     Attributes:
-        reason: "stop" or "length". thought: tokens of thinking. preset: by which it was computed.
+        reason: "stop", "length" or "tool_calls". thought: tokens of thinking. preset: by which it was computed.
     """
 
     reason: str
@@ -71,7 +65,7 @@ class End:
     preset: str
 
 
-News = Text | Thought | Likely | End | RefusedError
+News = Text | Thought | Called | Likely | End | RefusedError
 
 
 @dataclass(slots=True)
@@ -121,6 +115,11 @@ class Desk:
     def waiting(self) -> int:
         """Orders in the line."""
         return sum(map(len, self._lines.values()))
+
+    @property
+    def tools(self) -> str:
+        """See `ChatClient.tools`."""
+        return self._client.tools
 
     @property
     def busy(self) -> bool:
@@ -224,10 +223,11 @@ class Desk:
         Raises:
             RefusedError: the engine failed. FloeError: the prompt does not fit, or cannot be made.
         """
-        order, stops, thought = ticket.order, Stops(ticket.order.stops), 0
+        order, thought = ticket.order, 0
+        spoken = Spoken(order.stops, order.tools)
         self._client.poll()  # what is left of the answer before
         preset = self._set_quality(order.quality or self.loaded.preset)
-        how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema
+        how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema, order.tools
         request = self._client.submit_whole(order.given, *how, think=order.think).request
         with self._lock:
             if ticket.left or self._closed:
@@ -238,19 +238,19 @@ class Desk:
                     case ThoughtDelta(request=of, text=text, tokens=tokens) if of == request:
                         thought += tokens
                         ticket.tell(Thought(text)) if text else None
-                    case Likely() if update.request == request and not stops.met:
+                    case Likely() if update.request == request and not spoken.over:
                         ticket.tell(update)
-                    case TextDelta(request=of, text=text) if of == request:
-                        if certain := stops.feed(text):
-                            ticket.tell(Text(certain))
-                        if stops.met:
+                    case TextDelta() | CallDelta() if update.request == request:
+                        for news in spoken.take(update):
+                            ticket.tell(news)
+                        if spoken.over:
                             self._client.cancel()
                     case Finished(request=of, reason=reason, stats=stats) if of == request:
-                        if rest := stops.rest():
-                            ticket.tell(Text(rest))
-                        if reason == "cancelled" and not stops.met:
+                        for news in spoken.end():
+                            ticket.tell(news)
+                        if reason == "cancelled" and not spoken.over:
                             raise RefusedError(503, "The answer was stopped: the server is ending.")
-                        return End("stop" if stops.met else _REASONS.get(reason, reason), stats, thought, preset)
+                        return End(spoken.reason(reason), stats, thought, preset)
                     case Failed(request=of) if of is None or of == request:
                         raise refusal(error_of(update))
                     case _:
@@ -280,9 +280,6 @@ class Desk:
                         raise RefusedError(400, text, field_name, "invalid_value")
                     case _:
                         pass
-
-
-_REASONS = {"context": "length"}
 
 
 def _numbered(tell: Callable[[int, News], None], number: int) -> Callable[[News], None]:

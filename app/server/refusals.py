@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from ...models.errors import FloeError, TryAgainError, UsageError
-from ..client.prompt import TooLongPromptError
+from ..client.prompt import FieldError, TooLongPromptError
 
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
@@ -53,5 +53,8 @@ class RefusedError(Exception):
 def refusal(error: FloeError) -> RefusedError:
     """What a client is told of an error of ours: those of use are the request's fault, all others are not."""
     code = "context_length_exceeded" if isinstance(error, TooLongPromptError) else None
+    field = None
+    if isinstance(error, FieldError):
+        field, code = error.field, "invalid_value"
     status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, TryAgainError) else 500
-    return RefusedError(status, " ".join(filter(None, (f"{error.title}.", error.cause, error.hint))), None, code)
+    return RefusedError(status, " ".join(filter(None, (f"{error.title}.", error.cause, error.hint))), field, code)

@@ -11,6 +11,18 @@ from typing import Any, Literal
 from ..client.interface import Likely, Spelled
 from ..progress import rounded
 from .desk import End
+from .spoken import Called, Text
+
+
+@dataclass(slots=True)
+class Calling:
+    """A call as far as it has come. `written`: as the model wrote it."""
+
+    number: str
+    name: str
+    arguments: str = ""
+    written: str = ""
+    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -18,21 +30,50 @@ class Choice:
     """One answer as far as it has come.
 
     Attributes:
-        likely: its tokens, if they were asked for; added: of the text added last; coming: of text to come.
+        said: its texts and calls, in order. likely: its text's tokens, if they were asked for; added: of the text added
+            last; coming: of text to come.
     """
 
-    text: str = ""
+    said: list[str | Calling] = field(default_factory=list)
     thought: str = ""
     end: End | None = None
     likely: list[Likely] = field(default_factory=list)
     added: list[Likely] = field(default_factory=list)
     coming: list[Likely] = field(default_factory=list)
 
-    def add(self, text: str) -> None:
-        """More text, of the tokens that were told before it."""
-        self.text += text
+    def add(self, news: Text | Called) -> None:
+        """More text, of the tokens that were told before it, or more of a call."""
         self.added, self.coming = self.coming, []
-        self.likely += self.added
+        if isinstance(news, Text):
+            self.likely += self.added
+            self.said.append(news.text)
+        elif news.number:
+            self.said.append(Calling(news.number, news.name))
+        else:
+            call = self.said[-1]
+            assert isinstance(call, Calling), "it has begun"
+            call.arguments, call.written = call.arguments + news.arguments, call.written + news.written
+            call.broken = news.broken
+
+    @property
+    def calls(self) -> list[Calling]:
+        """The calls; those that are broken are text, unless the answer was cut there."""
+        return [each for each in self.said if isinstance(each, Calling) and not self._text_of(each)]
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(each if isinstance(each, str) else self._text_of(each) for each in self.said)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended."""
+        reason = self.end and self.end.reason
+        return "stop" if reason == "tool_calls" and not self.calls else reason
+
+    def _text_of(self, call: Calling) -> str:
+        cut = self.end is not None and self.end.reason == "length" and call is self.said[-1]
+        return call.written if call.broken and not cut else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +104,13 @@ class Reply:
 
     def _written(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = self._logprobs(choice.likely)
-        common = {"index": index, "finish_reason": choice.end and choice.end.reason, "logprobs": logprobs}
+        common = {"index": index, "finish_reason": choice.reason, "logprobs": logprobs}
         if not self.chat:
             return {**common, "text": choice.text, **self._figures(choice.end)}
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = (choice.text or None) if choice.calls else choice.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        if choice.calls:
+            message["tool_calls"] = [_call(call.number, call.name, call.arguments) for call in choice.calls]
         if choice.thought:
             message["reasoning_content"] = choice.thought
         return {**common, "message": message, **self._figures(choice.end)}
@@ -83,6 +127,12 @@ class Reply:
         written: dict[str, Any] = {"delta": {name: text}} if self.chat else {"text": text}
         choice = {"index": index, **written, "finish_reason": None, "logprobs": self._logprobs(likely)}
         return self._frame([choice], piece=True)
+
+    def calls(self, index: int, news: Called) -> dict[str, Any]:
+        """A piece of a call: its name, or more of its arguments."""
+        more: dict[str, Any] = {"function": {"arguments": news.arguments}}
+        call = _call(news.number, news.name, "") if news.number else more
+        return self._piece(index, {"tool_calls": [{"index": news.index, **call}]})
 
     def _logprobs(self, likely: Sequence[Likely]) -> dict[str, Any] | None:
         if not likely:
@@ -126,6 +176,10 @@ class Reply:
             "rows": None if stats.rows is None else asdict(stats.rows),
         }
         return {"floe": rounded(figures)}
+
+
+def _call(number: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(token: Spelled) -> str:

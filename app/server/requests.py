@@ -12,8 +12,9 @@ from msgspec import Meta, Struct
 
 from ...engine.events import Extras, Rule, Sampling
 from ...engine.ranges import MAX_TOKENS, SAMPLING
-from ..client.interface import PromptTurn
+from ..client.interface import NO_TOOLS, PromptTurn, Tools
 from .refusals import RefusedError
+from .tools import MOST_TOOLS, Tool, ToolCall, ToolChoice, calls_of, tools_of
 
 MOST_CHOICES = 16
 MOST_LIKELY = 20
@@ -40,19 +41,33 @@ class TextPart(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """A turn. `reasoning_content`: what the model thought before its answer."""
+    """A turn. `reasoning_content`: what the model thought before its answer. `tool_call_id`: the call that returned
+    this.
+    """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: None = None
 
-    @property
-    def turn(self) -> PromptTurn:
-        """As the chat template gets it."""
+    def turn(self, field: str) -> PromptTurn:
+        """As the chat template gets it. `field`: its name in the request.
+
+        Raises:
+            RefusedError: calls, or what a call returned, where there can be none.
+        """
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return PromptTurn(role, text, self.reasoning_content or "")
+        if self.tool_calls and role != "assistant":
+            raise RefusedError(400, "Only an assistant calls tools.", f"{field}.tool_calls", "invalid_value")
+        if role == "tool" and not self.tool_call_id:
+            message = "A tool's message names the call that it answers."
+            raise RefusedError(400, message, f"{field}.tool_call_id", "invalid_value")
+        calls = calls_of(self.tool_calls or (), f"{field}.tool_calls")
+        return PromptTurn(role, text, self.reasoning_content or "", calls, (role == "tool" and self.tool_call_id) or "")
 
 
 class StreamOptions(Struct, frozen=True):
@@ -125,6 +140,11 @@ class Drawing(Struct, frozen=True, kw_only=True):
         return ""
 
     @property
+    def tooling(self) -> Tools:
+        """What the answer may call."""
+        return NO_TOOLS
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end the answer, and are no part of it."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -162,6 +182,13 @@ class ChatRequest(Drawing, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tooling(self) -> Tools:
+        return tools_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     @property
     def likeliest(self) -> int | None:
@@ -188,8 +215,21 @@ class ChatRequest(Drawing, frozen=True, kw_only=True):
 
     @property
     def turns(self) -> list[PromptTurn]:
-        """The messages."""
-        return [message.turn for message in self.messages]
+        """The messages.
+
+        Raises:
+            RefusedError: one of them has what its role cannot have, or answers a call that nobody made.
+        """
+        turns, called = list[PromptTurn](), set[str]()
+        for number, message in enumerate(self.messages):
+            turns.append(turn := message.turn(f"messages[{number}]"))
+            if turn.answers and turn.answers not in called:
+                field = f"messages[{number}].tool_call_id"
+                raise RefusedError(
+                    400, f"No earlier message has the call {turn.answers[:100]!r}.", field, "invalid_value"
+                )
+            called |= {call.number for call in turn.calls}
+        return turns
 
 
 class CompletionRequest(Drawing, frozen=True, kw_only=True):
@@ -212,10 +252,8 @@ Asked = TypeVar("Asked", bound=Drawing)
 
 _Neutral = Callable[[Any], bool]
 _UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
-    "tools": (lambda value: not value, "This server does not call tools yet."),
-    "tool_choice": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
-    "functions": (lambda value: not value, "This server does not call tools yet."),
-    "function_call": (lambda value: value in ("none", "auto"), "This server does not call tools yet."),
+    "functions": (lambda value: not value, "Use tools."),
+    "function_call": (lambda value: value in ("none", "auto"), "Use tool_choice."),
     "modalities": (lambda value: value == ["text"], "These models read and write text."),
     "audio": (lambda _: False, "These models read and write text."),
     "prediction": (lambda _: False, "Answers cannot be predicted."),

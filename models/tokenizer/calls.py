@@ -18,6 +18,7 @@ class CallForm:
     Attributes:
         open, close: the marks around them; without `close` they end with the answer.
         marks: others between them. may_be: matches what can become calls. read: raises ValueError where it is none.
+        head: finds the beginning of a call up to its arguments, where those are a JSON object; its groups are the name.
     """
 
     open: str
@@ -25,6 +26,7 @@ class CallForm:
     marks: tuple[str, ...]
     may_be: re.Pattern[str]
     read: Callable[[str], list[Named]]
+    head: re.Pattern[str]
 
 
 def arguments_of(text: str) -> str:
@@ -99,6 +101,11 @@ def _in_bars(body: str) -> list[Named]:
 
 
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_HEAD = r'\{\s*"name"\s*:\s*"([^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_LIST_HEAD = re.compile(_HEAD + r"|(?<![\w.-])([\w.-]{1,256})(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
+_BARS_HEAD = re.compile(
+    rf"{_BEGIN}(?:[^<\s]*{_SEP}\s*([^\s<{{]{{1,256}})\s*```(?:json)?\s*(?=\{{)|([^\s<{{]{{1,256}})\s*{_SEP}\s*(?=\{{))"
+)
 _LISTED = re.compile(r"\s*(\[.*|[\w.-]*(\[.*)?)", re.DOTALL)
 
 FORMS = (
@@ -108,10 +115,13 @@ FORMS = (
         ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         re.compile(r"\s*([{<].*|[\w.-]*\s*(<.*)?)", re.DOTALL),
         _in_tags,
+        re.compile(_HEAD),
     ),
-    CallForm("[TOOL_CALLS]", "", ("[ARGS]", "[CALL_ID]"), _LISTED, _in_list),
-    CallForm("<|tool_call|>", "", (), _LISTED, _in_list),
+    CallForm("[TOOL_CALLS]", "", ("[ARGS]", "[CALL_ID]"), _LISTED, _in_list, _LIST_HEAD),
+    CallForm("<|tool_call|>", "", (), _LISTED, _in_list, _LIST_HEAD),
     CallForm(
-        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_BEGIN, _SEP, _END), re.compile(".*", re.DOTALL), _in_bars
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_BEGIN, _SEP, _END), re.compile(".*", re.DOTALL)),
+        _in_bars,
+        _BARS_HEAD,
     ),
 )

@@ -33,10 +33,13 @@ _log = logging.getLogger("floe_chat.models")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A prompt's token ids, and how many of the oldest messages it leaves out."""
+    """A prompt's token ids, and how many of the oldest messages it leaves out. `constrained`: the answer has a form,
+    and `allowed` says which tokens may come.
+    """
 
     ids: list[int]
     dropped: int
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,14 @@ class TooLong:
     system: bool
 
 
+@dataclass(frozen=True, slots=True)
+class WrongSchema:
+    """A tool's schema that cannot be followed, by the tool's number; -1: the answer's own."""
+
+    tool: int
+    why: str
+
+
 class ChatProcess:
     """The tokenizer and chat template of one folder.
 
@@ -63,7 +74,7 @@ class ChatProcess:
 
     Attributes:
         largest: the largest token id, and its text. stop_ids: tokens that end an answer. longest: characters of the
-            longest token. thinking: see `chat_format.Thinking`.
+            longest token. thinking: see `chat_format.Thinking`. tools: see `ToolTalk.way`.
 
     Raises:
         PackError: the folder's tokenizer or template cannot be used.
@@ -83,6 +94,7 @@ class ChatProcess:
         self.largest: tuple[int, str] = (opened["largest"][0], opened["largest"][1])
         self.stop_ids: tuple[int, ...] = tuple(sorted({*opened["stop_ids"], *looked["ends"]}))
         self.thinking: str = looked["thinking"]
+        self.tools: str = looked["tools"]
         self.longest: int = opened["longest"]
         if opened["reason"]:
             _log.info("transformers reads the tokenizer at %s: %s", folder, opened["reason"])
@@ -116,6 +128,36 @@ class ChatProcess:
         how = {"limit": limit, "answer": answer, "thought": thought, "think": think, "begin": begin}
         return _fitted(self._ask(length, do="fit", messages=list(messages), **how))
 
+    def whole(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int,
+        tools: Mapping[str, Any],
+        schema: str,
+        vocabulary: int,
+        *,
+        think: bool = True,
+    ) -> Fitted | TooLong | WrongSchema:
+        """All of these messages, see `ChatFormat.whole`; `push` decodes their answer from now on.
+
+        Args:
+            tools: "listed" as for the template; "choice": "auto", "required", or "named" with the function's name under
+                "named"; "parallel": whether an answer may have several calls; "strict": names of functions whose
+                arguments have to follow their schema.
+            schema: of the JSON that the answer has to be; "" for any text. vocabulary: how many tokens the model has.
+            think: False asks for no thinking.
+
+        Raises:
+            UsageError: the template refuses these turns, or the form cannot be followed. PackError: it fails, or takes
+                too long.
+        """
+        length = (
+            sum(len(str(value)) for message in messages for value in message.values()) + len(schema) + len(str(tools))
+        )
+        how = {"tools": tools, "schema": schema, "vocabulary": vocabulary, "ends": list(self.stop_ids), "think": think}
+        reply = self._ask(length, do="whole", messages=list(messages), limit=limit, **how)
+        return WrongSchema(*reply["wrong_schema"]) if "wrong_schema" in reply else _fitted(reply)
+
     def continued(self, text: str, limit: int) -> Fitted | TooLong:
         """A text that the model continues, without turns: its control tokens are the model's. `push` decodes what
         follows. Raises PackError as `fit`.
@@ -138,16 +180,8 @@ class ChatProcess:
         """What each of these tokens writes, see `Tokens.spelled`. Raises PackError."""
         return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
 
-    def constrain(self, schema: str, vocabulary: int) -> None:
-        """Give the next answer a form: JSON by this schema. `allowed` then says which of so many tokens may come.
-
-        Raises:
-            UsageError: the schema cannot be followed, or the model thinks first. PackError.
-        """
-        self._ask(len(schema), do="constrain", schema=schema, vocabulary=vocabulary, ends=list(self.stop_ids))
-
     def allowed(self, drawn: int | None) -> bytes:
-        """See `Constraint.allowed`."""
+        """Which tokens the answer may have next, see `Constraint.allowed`."""
         return bytes.fromhex(self._ask(0, do="allow", drawn=drawn)["mask"])
 
     def close(self) -> None:
@@ -169,7 +203,7 @@ class ChatProcess:
             _log.info("the chat template at %s was not tried out: %s", self._folder, error)
             if self._child is None:
                 self._open()
-            return {"ends": (), "thinking": "never"}
+            return {"ends": (), "thinking": "never", "tools": "general"}
 
     def _ask(self, characters: int, **request: Any) -> dict[str, Any]:
         with self._lock:
@@ -192,7 +226,7 @@ class ChatProcess:
 def _fitted(reply: Mapping[str, Any]) -> Fitted | TooLong:
     if "too_long" in reply:
         return TooLong(reply["tokens"], reply["system"])
-    return Fitted(reply["ids"], reply["dropped"])
+    return Fitted(reply["ids"], reply["dropped"], reply.get("constrained", False))
 
 
 def most_text(limit: int, longest: int) -> int:

@@ -50,16 +50,17 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         tokens: Mapping[str, str],
         most: int | None = None,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a prompt that asks for the next answer.
 
         Args:
             tokens: special tokens by their names. most: characters that the text may have; None for any number.
-            options: values of the template's own variables.
+            options: values of the template's own variables. tools: functions, as OpenAI's protocol declares them.
 
         Raises:
             TooMuchError: the template writes more. Exception: of any kind, since a template is a program.
@@ -67,7 +68,7 @@ class ChatTemplate:
         given = [dict(message) for message in messages]
         pieces: list[str] = []
         left = most
-        usual = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": True}
+        usual = {"messages": given, "tools": tools or None, "documents": None, "add_generation_prompt": True}
         for piece in self._template.generate(**{**tokens, **(options or {}), **usual}):
             pieces.append(piece)
             if left is not None and most is not None and (left := left - len(piece)) < 0:

@@ -13,17 +13,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from ..errors import FloeError, UsageError
+from ..errors import FloeError
 from ..visible import visible
+from .calls import FORMS
 from .chat_format import ChatFormat, TooLongError
 from .chat_process import receive, send
+from .holding import Held, Holding, wrong_schema
 from .parts import Parser, Part, TagParser
 from .tokens import Detokenizer, Tokens, contained
-
-if TYPE_CHECKING:
-    from .constraint import Constraint
 
 MEMORY = 1 << 30  # bytes; the largest published tokenizers take half of that
 _PRIMING = 8  # tokens before an answer's rest; more than any character takes bytes
@@ -36,7 +35,7 @@ class Worker:
         self._replies = replies
         self._format: ChatFormat | None = None
         self._decoder: Detokenizer | None = None
-        self._constraint: Constraint | None = None
+        self._held: Held | None = None
         self._parser: Parser = TagParser(None)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Worker:
 
     def do_look(self, folder: str) -> dict[str, Any]:
         opened = self._opened(folder)
-        return {"ends": opened.ends(), "thinking": opened.thinking()}
+        return {"ends": opened.ends(), "thinking": opened.thinking(), "tools": opened.tool_talk.way}
 
     def do_fit(
         self,
@@ -104,19 +103,29 @@ class Worker:
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 
-    def do_constrain(self, folder: str, schema: str, vocabulary: int, ends: list[int]) -> dict[str, Any]:
-        from .constraint import Constraint  # which few answers need
-
+    def do_whole(
+        self, folder: str, messages: list[dict[str, Any]], limit: int, think: bool, tools: dict[str, Any], **form: Any
+    ) -> dict[str, Any]:
         opened = self._opened(folder)
-        if opened.convention.channels or opened.thinking() in ("less", "always"):
-            raise UsageError("This model thinks before it answers", "Its answers cannot be given a form.", "")
-        self._step("tokenizer")
-        self._constraint = Constraint(Path(folder), schema, vocabulary, ends)
-        return {}
+        if (wrong := wrong_schema(tools["listed"], form["schema"])) is not None:
+            return {"wrong_schema": wrong}
+        holding = Holding(opened, tools, form["schema"])
+        think = holding.think(wanted=think)
+        try:
+            prompt = opened.whole(messages, limit, tools["listed"], think=think)
+        except TooLongError as error:
+            return {"too_long": True, "tokens": error.tokens, "system": error.system}
+        self._decoder = opened.decoder()
+        calls = opened.tool_talk.style.form or FORMS[0] if tools["listed"] else None
+        self._parser = opened.convention.parser(opened=prompt.opened, calls=calls)
+        if holding.needed:
+            self._step("tokenizer")
+            self._held = holding.begin(prompt, form["vocabulary"], form["ends"], think=think)
+        return {"ids": prompt.ids, "dropped": 0, "constrained": holding.needed}
 
     def do_allow(self, folder: str, drawn: int | None) -> dict[str, Any]:
-        assert self._constraint is not None, "there is no constraint"
-        return {"mask": self._constraint.allowed(drawn).hex()}
+        assert self._held is not None, "the answer is free"
+        return {"mask": self._held.allowed(drawn).hex()}
 
     def do_spell(self, folder: str, ids: list[int]) -> dict[str, Any]:
         tokens = self._opened(folder).tokens

@@ -61,9 +61,18 @@ class Convention:
         """Whether a prompt ends inside the thinking."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags[0])
 
-    def parser(self, *, opened: bool) -> Parser:
-        """For an answer to a prompt that has `opened` its thinking, or not."""
-        return ChannelParser() if self.channels else TagParser(self.tags, self.forms, opened=opened)
+    def closed(self, prompt: str) -> bool:
+        """Whether a prompt ends after the thinking."""
+        return self.tags is not None and prompt.rstrip().endswith(self.tags[1])
+
+    def parser(self, *, opened: bool, calls: CallForm | None = None) -> Parser:
+        """For an answer to a prompt that has `opened` its thinking, or not. `calls`: tools may be called, also in this
+        form, and calls come in pieces.
+        """
+        if self.channels:
+            return ChannelParser(live=calls is not None)
+        forms = self.forms if calls is None or calls in self.forms else (*self.forms, calls)
+        return TagParser(self.tags, forms, opened=opened, live=calls is not None)
 
     def begun(self, thought: str, answer: str, *, opened: bool) -> list[str]:
         """The beginning of an answer as the model would have written it: after its thinking, if there is an answer."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .calls import CallForm, arguments_of
+from .live_calls import LiveCalls, Piece, wrong_with
 
 Kind = Literal["thinking", "answer", "call"]
 
@@ -37,7 +38,8 @@ class Part:
     Attributes:
         text: as the model wrote it, a call with the marks around it.
         name, arguments: of a call; the arguments are a JSON object.
-        trouble: why an answer's text that begins as a call is none.
+        trouble: why an answer's text that begins as a call is none, or a call in pieces is broken.
+        more: whether more of the call follows. Where calls come in pieces, each has a part of the arguments.
     """
 
     kind: Kind
@@ -45,6 +47,7 @@ class Part:
     name: str = ""
     arguments: str = ""
     trouble: str = ""
+    more: bool = False
 
 
 class Parser(Protocol):
@@ -65,14 +68,23 @@ class Parser(Protocol):
 
 
 class TagParser:
-    """The convention of tags. `tags` around thinking, or None; `opened`: the prompt ends inside of them."""
+    """The convention of tags. `tags` around thinking, or None; `opened`: the prompt ends inside of them. `live`: calls
+    come in pieces.
+    """
 
-    def __init__(self, tags: tuple[str, str] | None, forms: Sequence[CallForm] = (), *, opened: bool = False) -> None:
+    def __init__(
+        self,
+        tags: tuple[str, str] | None,
+        forms: Sequence[CallForm] = (),
+        *,
+        opened: bool = False,
+        live: bool = False,
+    ) -> None:
         self._open, self._close = tags or ("", "")
         self._state = "thinking" if opened else "begins" if tags else "answer"
         self._text = ""
         self._blank = True  # whether there was no thinking yet
-        self._answer = _AnswerText(forms)
+        self._answer = _AnswerText(forms, live=live)
 
     @property
     def thinking(self) -> bool:
@@ -120,9 +132,10 @@ class TagParser:
 class _AnswerText:
     """An answer's own text, and the calls in it. In a code block a call is text."""
 
-    def __init__(self, forms: Sequence[CallForm]) -> None:
-        self._forms = {form.open: form for form in forms}
+    def __init__(self, forms: Sequence[CallForm], *, live: bool) -> None:
+        self._forms, self._live = {form.open: form for form in forms}, live
         self._form: CallForm | None = None
+        self._calls: LiveCalls | None = None  # of the open form
         self._text = ""  # not certain yet; of a call, all that follows its first mark
         self._line = ""  # the line so far
         self._fence = ""
@@ -132,7 +145,10 @@ class _AnswerText:
         parts: list[Part] = []
         while self._text and (more := self._in_call() if self._form else self._in_text()) is not None:
             parts += more
-        return parts
+        if self._form is None or self._calls is None:
+            return parts
+        held = _may_begin(self._text, (self._form.close,))
+        return parts + _pieces(self._calls.feed(self._text[: len(self._text) - held]))
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -149,6 +165,7 @@ class _AnswerText:
             self._text = self._text[len(text) :]
             return self._plain(text) or None
         at, self._form = found
+        self._calls = LiveCalls(self._form) if self._live else None
         text, self._text = self._text[:at], self._text[at + len(self._form.open) :]
         return self._plain(text)
 
@@ -168,19 +185,28 @@ class _AnswerText:
     def _in_call(self) -> list[Part] | None:
         form = self._form
         assert form is not None, "there is a call"
-        body, closed, rest = self._text.partition(form.close) if form.close else (self._text, "", "")
-        if closed:
-            parts = self._read(body, closed)
+        at = self._text.find(form.close) if form.close else -1
+        if self._calls is not None:
+            at = self._calls.end(self._text, at)
+        if at >= 0:
+            body, rest = self._text[:at], self._text[at + len(form.close) :]
+            parts = self._read(body, form.close)
             self._text = rest
             return parts
-        if form.may_be.fullmatch(body) is None:
-            return self._read(body, "", "It does not begin as a call.")
+        if not (self._calls and self._calls.begun) and form.may_be.fullmatch(self._text) is None:
+            return self._read(self._text, "", "It does not begin as a call.")
         return None
 
     def _read(self, body: str, closed: str, trouble: str = "") -> list[Part]:
         """The calls in `body`; without any it is text, and what follows it is looked through again."""
         form, self._form = self._form, None
+        calls, self._calls = self._calls, None
         assert form is not None, "there is a call"
+        pieces = calls.feed(body) if calls is not None and not trouble else []
+        if calls is not None and calls.begun:
+            ended, after = calls.finish(body, closed)
+            self._text = ""
+            return [*_pieces([*pieces, *ended]), *self._plain(after)]
         if not trouble and form.close and not closed:
             trouble = "The answer ends inside of it."
         if not trouble:
@@ -202,13 +228,18 @@ class _AnswerText:
         return [Part("answer", text, trouble=trouble)] if text else []
 
 
-class ChannelParser:
-    """The convention of channels: the prompt ends in an open header."""
+def _pieces(pieces: Iterable[Piece]) -> list[Part]:
+    return [Part("call", raw, name, arguments, trouble, more) for raw, name, arguments, more, trouble in pieces]
 
-    def __init__(self) -> None:
+
+class ChannelParser:
+    """The convention of channels: the prompt ends in an open header. `live`: calls come in pieces."""
+
+    def __init__(self, *, live: bool = False) -> None:
+        self._live = live
         self._header = ""
         self._kind: Kind | None = None  # None: in a header
-        self._body = ""  # of a call
+        self._body, self._name = "", ""  # of a call
         self._said: dict[Kind, bool] = {}  # whether there was text of that kind; True: its message goes on
 
     @property
@@ -225,6 +256,7 @@ class ChannelParser:
                 parts += self._missing() if len(self._header) > _LONGEST_HEADER else []
             elif self._kind == "call":
                 self._body += piece
+                parts += [Part("call", piece, self._name, piece, more=True)] if self._live and piece else []
             else:
                 parts += self._words(self._kind, piece)
         return parts
@@ -236,10 +268,10 @@ class ChannelParser:
     def _marked(self, mark: Mark) -> list[Part]:
         if mark == MESSAGE and self._kind is None:
             channel = _CHANNEL_NAME.search(self._header)
-            if _RECIPIENT.search(self._header):
-                self._kind, self._body = "call", ""
-            else:
-                self._kind = "thinking" if channel is not None and channel[1] == "analysis" else "answer"
+            if (recipient := _RECIPIENT.search(self._header)) is not None:
+                self._kind, self._body, self._name = "call", "", recipient[1].removeprefix("functions.")
+                return [Part("call", self._head(), self._name, more=True)] if self._live else []
+            self._kind = "thinking" if channel is not None and channel[1] == "analysis" else "answer"
             return []
         if mark in (CHANNEL, CONSTRAIN) and self._kind is None:
             self._header += mark
@@ -249,17 +281,21 @@ class ChannelParser:
     def _end(self) -> list[Part]:
         """The message has ended, and a header begins."""
         kind, self._kind = self._kind, None
-        header, self._header = self._header, ""
+        raw, self._header = self._head() + self._body, ""
         self._said = dict.fromkeys(self._said, False)
         if kind != "call":
             return []
-        recipient = _RECIPIENT.search(header)
-        assert recipient is not None, "a call has a recipient"
-        raw = f"{header[header.find(CHANNEL) :] if CHANNEL in header else header}{MESSAGE}{self._body}"
+        if self._live:
+            return [Part("call", "", self._name, trouble=wrong_with(self._body))]
         try:
-            return [Part("call", raw, recipient[1].removeprefix("functions."), arguments_of(self._body))]
+            return [Part("call", raw, self._name, arguments_of(self._body))]
         except (ValueError, RecursionError) as error:
             return [Part("answer", raw, trouble=str(error).partition("\n")[0])]
+
+    def _head(self) -> str:
+        """The header of a call."""
+        header = self._header
+        return f"{header[header.find(CHANNEL) :] if CHANNEL in header else header}{MESSAGE}"
 
     def _missing(self) -> list[Part]:
         """What looked like a header is an answer."""

@@ -92,8 +92,8 @@ class Tokens:
         self.longest = max(map(len, vocabulary))
 
     @property
-    def added(self) -> Collection[str]:
-        """The texts of the added tokens, special ones among them."""
+    def added(self) -> Mapping[str, int]:
+        """The ids of the added tokens by their texts, special ones among them."""
         return self._added
 
     def id_of(self, token: str) -> int | None:

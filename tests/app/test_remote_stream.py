@@ -57,6 +57,17 @@ async def test_every_part_is_bounded(stream: bytes, monkeypatch: pytest.MonkeyPa
         await read(stream, 3)
 
 
+def test_calls_that_nobody_asked_for_are_shown() -> None:
+    def said(**delta: Any) -> str:
+        return piece_of(json.dumps({"choices": [{"delta": delta}]})).text
+
+    calls = [{"index": 0, "id": "1", "function": {"name": "find", "arguments": ""}}]
+    more = [{"index": 0, "function": {"arguments": '{"at":'}}]
+    assert said(content=None, tool_calls=calls) + said(tool_calls=more) == '\nfind {"at":'
+    for odd in ([], None, [3], [{"function": 3}], {"a": 1}):
+        assert said(content="Well.", tool_calls=odd) == "Well."
+
+
 VALUES = (None, True, -1, 3, 1e400, "", "x", "\ud800", [], [[]], {}, {"content": 3}, [{"delta": 3}], 1 << 70)
 
 

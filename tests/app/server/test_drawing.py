@@ -102,4 +102,6 @@ def test_an_answer_is_any_object(demo: Served) -> None:
 def test_a_schema_that_cannot_be_followed(demo: Served, schema: dict[str, Any]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     reply = demo.post({"messages": user("?"), "response_format": form, "max_tokens": 4})
-    assert reply.status_code == 400 and "schema" in reply.json()["error"]["message"]
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "response_format.json_schema.schema"
+    assert "schema" in error["message"] and "%json" not in error["message"]

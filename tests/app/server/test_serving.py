@@ -122,7 +122,8 @@ def test_quality_is_per_request(demo: Served) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"top_logprobs": 2}, "top_logprobs"),

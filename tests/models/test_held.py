@@ -1,0 +1,198 @@
+"""Answers that are held to a form: calls as each family writes them, JSON, and thinking before either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models.tokenizer.chat_format import ChatFormat
+from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, WrongSchema
+from tokenizers import Tokenizer
+
+from .chat_families import write_family
+from .test_tool_talk import ARGUMENTS, PLAIN, TALK
+from .tool_families import TEMPLATES, write_tools
+
+WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
+FREE = ("qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen3_moe instruct")  # whose calls need no thinking
+
+
+class Told:
+    """One answer, token by token, as the engine draws it."""
+
+    def __init__(self, folder: Path, *, think: bool = False, schema: str = "", **tools: Any) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.chat = ChatProcess(folder)
+        wanted = {"listed": PLAIN, "choice": "required", "named": "", "parallel": True, "strict": [], **tools}
+        self.size = self.tokenizer.get_vocab_size()
+        found = self.chat.whole(TALK[:1], 9000, wanted, schema, self.size, think=think)
+        assert isinstance(found, Fitted) and found.constrained
+        self.last: int | None = None
+        self.parts: list[Any] = []
+        self.open = self.chat.allowed(None)
+
+    def may(self, token: int) -> bool:
+        return bool(self.open[token >> 3] >> (token & 7) & 1)
+
+    @property
+    def may_end(self) -> bool:
+        return any(map(self.may, self.chat.stop_ids))
+
+    def takes(self, text: str) -> bool:
+        """Whether all of a text may come, which it then has."""
+        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+            if not self.may(token):
+                return False
+            self.open = self.chat.allowed(token)
+            self.parts += self.chat.push([token]).parts
+        return True
+
+    def calls(self) -> list[tuple[str, Any]]:
+        self.parts += self.chat.push([], last=True).parts
+        found = list[list[str]]()
+        more = False
+        for part in self.parts:
+            if part.kind == "call":
+                found = found if more else [*found, [part.name, ""]]
+                found[-1][1] += part.arguments
+                more = part.more
+        assert not more
+        return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+def style_of(folder: Path) -> Any:
+    return ChatFormat(folder).tool_talk.style
+
+
+def written(folder: Path, calls: Sequence[tuple[str, str]]) -> str:
+    return style_of(folder).write(calls).removesuffix("<|call|>")
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "qwen2_moe"])
+def test_a_call_comes_as_the_family_writes_it(name: str, tmp_path: Path) -> None:
+    write_tools(tmp_path, name) if name in TEMPLATES else write_family(tmp_path, name)
+    told = Told(tmp_path)
+    before = "Hm.</think>" if name == "deepseek_r1" else ""
+    assert not told.may_end and told.takes(before) and not told.may_end
+    assert told.takes(written(tmp_path, [("find", WRITTEN)])) and told.may_end
+    assert told.calls() == [("find", ARGUMENTS)]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_nothing_else_may_come(name: str, tmp_path: Path) -> None:
+    write_tools(tmp_path, name)
+    call = written(tmp_path, [("find", WRITTEN)])
+    for wrong in ("Well.", call.replace("find", "fund"), call.replace("3", '"x'), call.replace("3", "x")):
+        assert not Told(tmp_path).takes(wrong)
+    named = Told(tmp_path, choice="named", named="seek")
+    assert not named.takes(call) and Told(tmp_path, choice="named", named="seek").takes(call.replace("find", "seek"))
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_several_calls_may_come_unless_one_is_wanted(name: str, tmp_path: Path) -> None:
+    write_tools(tmp_path, name)
+    two = written(tmp_path, [("find", WRITTEN), ("seek", WRITTEN)])
+    told = Told(tmp_path)
+    assert told.takes(two) and told.may_end and told.calls() == [("find", ARGUMENTS), ("seek", ARGUMENTS)]
+    assert not Told(tmp_path, parallel=False).takes(two)
+    assert not Told(tmp_path, choice="named", named="find").takes(written(tmp_path, [("find", WRITTEN)] * 2))
+
+
+@pytest.mark.parametrize("begun", ["<think>\nI call.\n</think>\n\n", "\n<think>I</think>\n", "", "\n\n"])
+def test_a_model_may_think_before_its_call(begun: str, tmp_path: Path) -> None:
+    write_tools(tmp_path, "qwen3_moe")
+    told, call = Told(tmp_path, think=True), written(tmp_path, [("find", WRITTEN)])
+    thinks, closed, after = begun.partition("</think>")
+    assert told.takes(thinks) and not told.may_end
+    assert told.takes(closed + after + call) and told.may_end and told.calls() == [("find", ARGUMENTS)]
+    told = Told(tmp_path, think=True)
+    assert told.takes(begun) and not told.takes("Well.")
+    assert not Told(tmp_path, think=False).takes("<think>")
+
+
+def test_thinking_that_the_prompt_begins_ends_first(tmp_path: Path) -> None:
+    write_tools(tmp_path, "deepseek_r1")
+    told = Told(tmp_path, think=True)
+    assert told.takes("I call <｜tool▁calls▁begin｜> soon.") and not told.may_end and told.takes("</think>\n")
+    assert not told.takes("I do.")
+
+
+def test_messages_with_channels(tmp_path: Path) -> None:
+    write_tools(tmp_path, "gpt_oss")
+    think = "<|channel|>analysis<|message|>They lost it.<|end|><|start|>assistant"
+    told = Told(tmp_path, think=True)
+    assert told.takes(think + written(tmp_path, [("seek", WRITTEN)])) and told.may_end
+    assert told.calls() == [("seek", ARGUMENTS)]
+    assert not Told(tmp_path, think=True).takes("<|channel|>final")
+
+
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("qwen3_moe", "<think>\nx\n</think>\n\n"),
+        ("deepseek_r1", "x</think>"),
+        ("qwen2_moe", ""),
+        ("gpt_oss", "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ],
+)
+def test_json_comes_after_the_thinking(name: str, begun: str, tmp_path: Path) -> None:
+    write_family(tmp_path, name)
+    schema = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
+    told = Told(tmp_path, think=True, schema=schema, listed=[], choice="auto")
+    assert told.takes(begun) and not told.may_end
+    assert told.takes('{"n": 3}') and told.may_end
+    wrong = Told(tmp_path, think=True, schema=schema, listed=[], choice="auto")
+    assert wrong.takes(begun) and not wrong.takes("3")
+
+
+def test_a_call_or_json(tmp_path: Path) -> None:
+    write_tools(tmp_path, "qwen3_moe")
+    schema = '{"type": "object"}'
+    assert Told(tmp_path, schema=schema, choice="auto").takes(written(tmp_path, [("find", WRITTEN)]))
+    told = Told(tmp_path, schema=schema, choice="auto")
+    assert told.takes("{}") and told.may_end
+    assert not Told(tmp_path, schema=schema, choice="auto").takes("Well.")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen2_moe"])
+def test_strict_functions_hold_calls_alone(name: str, tmp_path: Path) -> None:
+    write_tools(tmp_path, name) if name in TEMPLATES else write_family(tmp_path, name)
+    good = written(tmp_path, [("find", WRITTEN)])
+    told = Told(tmp_path, choice="auto", strict=["find"])
+    assert told.may_end and told.takes(f"Well. {good}") and told.may_end
+    if name != "mixtral":  # whose calls go on to the end
+        assert told.takes(f" So {good} there.")
+    assert not Told(tmp_path, choice="auto", strict=["find"]).takes(good.replace("3", "x"))
+    assert not Told(tmp_path, choice="auto", strict=["find"]).takes(good.replace("find", "fund"))
+
+
+@pytest.mark.parametrize("value", [{"enum": ["a", "b"]}, {"type": "string"}, {"type": ["string", "null"]}, {}])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe instruct"])
+def test_values_without_quotes(name: str, value: dict[str, Any], tmp_path: Path) -> None:
+    write_tools(tmp_path, name)
+    parameters = {"type": "object", "properties": {"at": value, "b": {"type": "boolean"}}, "required": ["at"]}
+    listed = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    text = "a" if value.get("type") == "string" or "enum" in value else '"a"'
+    wanted = (
+        style_of(tmp_path).write([("f", '{"at": "a"}')]).replace("\na\n", f"\n{text}\n").replace(">a<", f">{text}<")
+    )
+    told = Told(tmp_path, listed=listed)
+    assert told.takes(wanted) and told.calls() == [("f", {"at": "a"})]
+    missing = style_of(tmp_path).write([("f", '{"b": true}')])
+    assert not Told(tmp_path, listed=listed).takes(missing)
+
+
+@pytest.mark.parametrize("wrong", [{"type": "objekt"}, {"properties": {"a": {"pattern": "("}}}])
+def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
+    write_tools(tmp_path, "qwen3_moe")
+    chat = ChatProcess(tmp_path)
+    bad = {**PLAIN[0], "function": {**PLAIN[0]["function"], "name": "bad", "parameters": wrong}}
+    tools = {"listed": [*PLAIN, bad], "choice": "auto", "named": "", "parallel": True, "strict": []}
+    found = chat.whole(TALK[:1], 9000, tools, "", 400)
+    assert isinstance(found, WrongSchema) and found.tool == 2 and found.why
+    found = chat.whole(TALK[:1], 9000, {**tools, "listed": []}, json.dumps(wrong), 400)
+    assert isinstance(found, WrongSchema) and found.tool == -1
+    chat.close()
