@@ -83,7 +83,7 @@ async def refusal(response: httpx2.Response, address: Address, key: Key, model: 
         cause = f"It redirects to {where or 'another address'}; floe-chat does not follow, to keep key and chat here."
         return UsageError(f"{host} does not answer itself", cause, "If you trust that address, connect to it.")
     if status in (401, 403):
-        hint = f"Give --key-file FILE, or set {KEY_VARIABLE}."
+        hint = f"Save the server with its key, give --key-file FILE, or set {KEY_VARIABLE}."
         title = f"{host} refuses the key" if key.value else f"{host} wants a key"
         return AccessError(title, says, "Check the key and its rights." if key.value else hint)
     if status == 404:
