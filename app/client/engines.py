@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.events import Failed, Loaded, Rule, Sampling, Stats
+from ...engine.events import Failed, Finished, Loaded, Rule, Sampling, Stats
 from ..settings.servers import SavedServer
 from .chat_client import ChatClient
 from .interface import Choice, Client, Cost, PromptTurn, Submitted, Update
@@ -19,30 +19,37 @@ from .interface import Choice, Client, Cost, PromptTurn, Submitted, Update
 
 @dataclass(slots=True)
 class _Engine:
-    """`said`: whether it is loaded, as it said itself, and its first figures; empty while it loads."""
+    """`answer`: whether it is loaded, as it said itself; None while it loads. `stats`: its last figures."""
 
     client: Client
-    said: list[Update] = field(default_factory=list[Update])
+    answer: Loaded | Failed | None = None
+    stats: Stats | None = None
 
     def poll(self, timeout: float) -> list[Update]:
         updates = self.client.poll(timeout)
         for update in updates:
             match update:
                 case Loaded() | Failed(request=None):
-                    self.said = [update]
-                case Stats() if len(self.said) == 1:
-                    self.said.append(update)
+                    self.answer = update
+                case Stats():
+                    self.stats = update
+                case Finished():
+                    self.stats = update.stats
                 case _:
                     pass
         return updates
 
     @property
     def loaded(self) -> bool:
-        return bool(self.said) and isinstance(self.said[0], Loaded)
+        return isinstance(self.answer, Loaded)
 
     @property
     def failed(self) -> bool:
-        return bool(self.said) and not self.loaded
+        return isinstance(self.answer, Failed)
+
+    @property
+    def said(self) -> list[Update]:
+        return [update for update in (self.answer, self.stats) if update is not None]
 
 
 class Engines:
@@ -68,7 +75,7 @@ class Engines:
         """
         left = self._next
         if chosen == self._now.client.chosen and not self._now.failed:
-            self._next, self._again = None, [*self._now.said]
+            self._next, self._again = None, self._now.said
         elif isinstance(chosen, SavedServer):
             self._next = self._start(self._remote(chosen))
         elif self._local is None:

@@ -79,6 +79,9 @@ class AddServerScreen(ModalScreen["SavedServer | None"]):
         from ..client.remote_address import Address, Key, need_key
 
         given = {name: field.value.strip() for name, field in self._fields.items()}
+        for name, label, example, _hidden in _ROWS[:2]:
+            if not given[name]:
+                raise UsageError(f"The {label.lower()} is missing", "", f"Type one, such as {example}")
         address = Address.parse(given["url"])
         if given["name"] in (one.name for one in servers()):
             hint = "Give another name, or delete that one first."
