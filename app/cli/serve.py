@@ -101,7 +101,8 @@ def _listening(host: str, port: int) -> socket.socket:
 def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
     from ..client.chat_client import ChatClient
     from ..client.loading import wait_until_loaded
-    from ..server.application import Server, application
+    from ..server.application import application
+    from ..server.connections import Server
     from ..server.desk import Desk
     from ..server.guard import LOOPBACK, Guard
 
