@@ -34,7 +34,8 @@ from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
 from .interface import Choice, Cost, Likely, PromptTurn, Spelled, Submitted, TextDelta, ThoughtDelta, Update
-from .prompt import fit, foreign_token, whole
+from .loading import foreign_token
+from .prompt import fit, whole
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 

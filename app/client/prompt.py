@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ...models.errors import FloeError, UsageError, damaged
+from ...models.errors import UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
 from .interface import PromptTurn
 
@@ -96,14 +95,3 @@ def offered_turns(messages: Sequence[PromptTurn], most: int) -> tuple[Sequence[P
             break
         first = earlier
     return TooLong(None, system=False) if first == len(turns) > 0 else ((*system, *turns[first:]), first)
-
-
-def foreign_token(found: ChatProcess | FloeError | None, vocabulary: int, pack: Path) -> FloeError | None:
-    """Why the tokenizer of `pack` does not belong to its model of `vocabulary` tokens, or cannot be used at all; None
-    if the model has all of its tokens.
-    """
-    if not isinstance(found, ChatProcess) or found.largest[0] < vocabulary:
-        return found if isinstance(found, FloeError) else None
-    number, text = found.largest
-    cause = f"Its tokenizer has a token {number:,} ({text[:40]!r}); the model has {vocabulary:,} tokens."
-    return damaged(pack, cause)
