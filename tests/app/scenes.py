@@ -240,6 +240,7 @@ async def _server(stage: Stage) -> None:
     await stage.see("Installed", "A server that answers")
     await stage.press(*["down"] * 5, "enter")
     await stage.see("Address", "Enter saves")
+    await write(stage.pilot, "home")
     await stage.press("tab")
     await write(stage.pilot, "192.168.1.20:8000")
     await stage.press("tab", "tab")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn
-from floe_chat.engine.events import Failed
+from floe_chat.engine.events import Failed, Finished, Sampling
 
 from .model_server import ModelServer, Reply, models, refusing, said, serving
 from .scripted import screen_text, status, until
