@@ -32,12 +32,13 @@ from .chat import model_choice
 from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
 from .client.bridge import Heard
+from .client.engines import Engines
 from .client.interface import Client
 from .history import ChatSetup, History, history_file
 from .screens.chat.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .settings.check import Problem
-from .settings.file import SettingsRead, change, read, settings_file, with_installed_model, with_known_theme
+from .settings.file import SettingsRead, change, read, settings_file, told, with_installed_model, with_known_theme
+from .settings.servers import SavedServer
 from .settings.settings import Settings
 from .setup.setups import Setups, first_run
 from .terminal.terminal import EXIT_SIGNAL, Terminal
@@ -48,7 +49,6 @@ from .widgets.common.themes import THEMES
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either would
 # wait a whole switch interval for the other.
 _SWITCH_INTERVAL = 0.0005
-_TOLD = 2  # problems of the settings file that are named at the start
 _SETUP_PERIOD = 1.0  # seconds between two looks at a running setup
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C quits
 _PLAIN_EMOJI = PlainEmoji()
@@ -149,7 +149,7 @@ class FloeChatApp(App[int]):
         if self._file is not None and not self._named and first_run(self._file):
             self._show_wizard(self._welcomed)
         if problems := self._settings.problems:  # in one toast: several would cover the text field
-            title, said = _told(self._file, problems)
+            title, said = told(self._file, problems)
             self.notify(said, title=title, severity="warning", timeout=15, markup=False)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -188,7 +188,7 @@ class FloeChatApp(App[int]):
 
     def on_model_not_loaded(self, event: ModelNotLoaded) -> None:
         """A chosen model that cannot be loaded must not be the next start's model."""
-        if self._untried is not None and self._untried[0] == event.pack:
+        if self._untried is not None and self._untried[0] == event.chosen:
             self._start_with(self._untried[1])
             self._untried = None
 
@@ -280,9 +280,10 @@ class FloeChatApp(App[int]):
     def _open_models(self) -> None:
         from .screens.models import ModelsScreen
 
-        self.push_screen(
-            ModelsScreen(self.setups, current=self._chat.controller.model.name, settings=self._file), self._switch
-        )
+        model = self._chat.controller.model
+        chosen = model.client.chosen
+        current = chosen if isinstance(chosen, SavedServer) else model.name
+        self.push_screen(ModelsScreen(self.setups, current=current, settings=self._file), self._switch)
 
     def _show_wizard(self, then: Callable[[str | None], Awaitable[None]]) -> None:
         from .screens.wizard.wizard import WizardScreen
@@ -304,20 +305,21 @@ class FloeChatApp(App[int]):
         self._chat.dashboard.say_beside(said)
         self._next_look = self.set_timer(_SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
 
-    async def _switch(self, name: str | None) -> None:
-        """Switch to the model `name`, which the user chose, now and for the next start."""
+    async def _switch(self, chosen: str | SavedServer | None) -> None:
+        """Switch to the model or server that the user chose, to a model also for the next start."""
         self._watch_setup()
-        if name is None:
+        if chosen is None:
             return
         try:
-            self._chat.controller.model.client.need_local()
-            pack = find(name)
+            found = find(chosen) if isinstance(chosen, str) else chosen
+            before = self._settings.settings.model
+            self._chat.controller.model.switch(found)
         except FloeError as error:
             self._tell(error, "error")
             return
-        self._untried = (pack, self._settings.settings.model)
-        self._start_with(name)
-        self._chat.controller.model.switch(pack)
+        if isinstance(found, Path):
+            self._untried = (found, before)
+            self._start_with(str(chosen))
 
     def _start_with(self, model: str) -> None:
         """Save which model the next start uses."""
@@ -334,15 +336,6 @@ def _palette(chat: ChatScreen) -> Iterable[SystemCommand]:
     model = chat.controller.model
     for preset in model.presets:
         yield SystemCommand(f"Preset: {preset}", uses, partial(model.choose_preset, preset))
-
-
-def _told(file: Path | None, problems: Sequence[Problem]) -> tuple[str, str]:
-    """How many problems the settings file has, and the first of them."""
-    title = "A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used"
-    told = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
-    if len(problems) > _TOLD:
-        told.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
-    return title, "\n".join([f"{file}:", *told, "The file was not changed."])
 
 
 def _setup_of_new(client: Client, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:
@@ -365,7 +358,8 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
     Raises:
         UsageError: a saved chat is to be opened, and the settings turn saving off.
     """
-    client, chat, saving = beginning.client, beginning.chat, beginning.settings.save_history
+    chat, saving = beginning.chat, beginning.settings.save_history
+    client = Engines(beginning.client, beginning.local)
     need_saving(beginning)
     history = History(history_file() if saving else None)
     app = FloeChatApp(

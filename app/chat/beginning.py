@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 from click.core import ParameterSource
@@ -34,11 +34,13 @@ class Beginning:
     Attributes:
         system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's
             model, or should have: no `--model` was given. remark: why it has another one, or what of the chat a server
-            gets, or "". thinking: what to do with the model's, see `settings.THINKING`.
+            gets, or "". thinking: what to do with the model's, see `settings.THINKING`. local: makes an engine for
+            models of this machine, where `client` is a server.
     """
 
     settings: Settings
     client: Client
+    local: Callable[[Path], ChatClient]
     preset: str | None
     sampling: Sampling
     max_tokens: int
@@ -89,15 +91,27 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
                 options["preset"] = _own_preset(saved, catalog.find(model, saved=True)) or options["preset"]
         except FloeError as error:
             remark = model_choice.missing(model, error, options["model"])
-    pack = catalog.find(options.pop("model"))
-    preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
+    pack, preset = catalog.find(options.pop("model")), options.pop("preset")
     thinking = options.pop("thinking", found.settings.thinking)
-    kept = options.pop("kv_memory", None)
-    parked = 0 if kept == "0" else memory_size(kept)
+    local = _engine(options, found.settings, think=thinking != "off")
     sampling, max_tokens, system = sampling_from(options, pack)
-    advanced, think = found.settings.advanced, thinking != "off"
-    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked)
-    return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark, thinking)
+    started = found.settings, local(pack, preset), local, preset
+    return Beginning(*started, sampling, max_tokens, system, saved, own_model, remark, thinking)
+
+
+class _Local(Protocol):
+    def __call__(self, pack: Path, preset: str | None = None, /) -> ChatClient: ...
+
+
+def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Local:
+    """What makes an engine for models of this machine, by the options about that, which are taken out."""
+    device, vram, kept = (options.pop(name, None) for name in ("device", "vram", "kv_memory"))
+    parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
+
+    def make(pack: Path, preset: str | None = None, /) -> ChatClient:
+        return ChatClient(pack, preset, device or "auto", most, settings.advanced, think=think, parked=parked)
+
+    return make
 
 
 def _connected(
@@ -118,9 +132,10 @@ def _connected(
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
     kept = server(address) if is_name(address) else SavedServer("", address)
     model = options.pop("model") if "model" in given else kept.model or None
-    for name in ("model", "preset", "device", "vram"):
+    for name in ("model", "preset"):
         options.pop(name, None)
     thinking = options.pop("thinking", settings.thinking)
+    local = _engine(options, settings, think=thinking != "off")
     sampling, max_tokens, system = sampling_from(options, None)
     key = Key(kept.key) if kept.key and key_file is None else read_key(key_file)
     at = Address.parse(kept.url)
@@ -129,7 +144,8 @@ def _connected(
     if saved is not None and not saved.setup.model.startswith(f"{at.base}/"):
         remarks.append(model_choice.sent_away(saved.setup.model, client.remote))
     remark = " ".join(remarks)
-    return Beginning(settings, client, None, sampling, max_tokens, system, saved, remark=remark, thinking=thinking)
+    started = settings, client, local, None
+    return Beginning(*started, sampling, max_tokens, system, saved, remark=remark, thinking=thinking)
 
 
 def _own_preset(chat: Conversation, pack: Path) -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from textual.message import Message
 
 from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
 from ..client.bridge import EngineBridge, News
-from ..client.interface import Client, TextDelta, ThoughtDelta
+from ..client.interface import Choice, Client, TextDelta, ThoughtDelta
 from ..history import History, Ready
 from ..settings.settings import Persona
 from .acting import Acting
@@ -28,11 +27,11 @@ Do = Callable[..., Awaitable[None] | None]
 
 
 class ModelNotLoaded(Message):
-    """The model in `pack` could not be loaded; the chat continues without it."""
+    """What was `chosen` could not be loaded; the chat continues without it."""
 
-    def __init__(self, pack: Path) -> None:
+    def __init__(self, chosen: Choice) -> None:
         super().__init__()
-        self.pack = pack
+        self.chosen = chosen
 
 
 class Controller:
@@ -98,7 +97,8 @@ class Controller:
             case Loading(step, fraction):
                 self.model.show_loading(step, fraction)
             case Loaded():
-                self.model.take(news)
+                if remark := self.model.take(news):
+                    await self.view.messages.note(remark)
                 self.thinking.tell()
                 await self._become_ready("ready")
             case PrefillProgress():
@@ -136,9 +136,9 @@ class Controller:
         if answering:
             await self._become_ready("ready")
         elif self.model.phase is Phase.LOADING:
-            self.view.pump.post_message(ModelNotLoaded(self.model.client.pack))
+            self.view.pump.post_message(ModelNotLoaded(self.model.client.chosen))
             await self.questions.take_back_queued()
-            if self.model.fall_back():
+            if self.model.fall_back() and self.model.name:
                 await self.view.messages.note(f"{self.model.name} answers again")
 
     async def _begin(self, interrupted: int) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from ...engine.events import Loaded, Rule
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
-from ..client.interface import Client
+from ..client.interface import Choice, Client
 from ..history import ChatSetup
+from ..settings.servers import SavedServer
 from ..text.units import share
 from . import model_choice
 from .dialogue import Dialogue
@@ -33,7 +34,7 @@ class ChatModel:
     """The model behind one chat.
 
     Attributes:
-        name: "" before one is loaded. pack: its folder, None before. window: tokens of context, 0 before.
+        name: "" before one is loaded. window: tokens of context, 0 before, and where a server does not say.
         presets: best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one requested last.
         by_hand: the last quality set by hand.
     """
@@ -42,11 +43,11 @@ class ChatModel:
         self._client = client
         self._dialogue = dialogue
         self._view = view
-        self._next_pack: Path | None = None
-        self._picked: Path | None = None  # by the person, for the chat on the screen
+        self._next: Choice | None = None
+        self._picked: Choice | None = None  # by the person, for the chat on the screen
+        self._before: Choice | None = None  # what answers again if the next one cannot
         self.phase = Phase.LOADING
         self.name = self.preset = self.wanted = ""
-        self.pack: Path | None = None
         self.window = 0
         self.presets: tuple[str, ...] = ()
         self.by_hand: Rule | None = None
@@ -63,6 +64,7 @@ class ChatModel:
 
     def begin(self) -> None:
         """Show that the first model loads."""
+        self._view.gauges.show_remote(self._client.remote)
         self._view.gauges.say("loading", "$warning")
         self._welcome()
 
@@ -102,7 +104,8 @@ class ChatModel:
             from ...engine import quality_presets as quality
             from ...models.pack.manifest import Manifest
 
-            preset = quality.get(name, Manifest.read(self._client.pack)).name  # which says why it has none
+            assert isinstance(self._client.chosen, Path)
+            preset = quality.get(name, Manifest.read(self._client.chosen)).name  # which says why it has none
         self.choose_preset(preset)
 
     def set_quality(self, rule: Rule) -> None:
@@ -138,13 +141,19 @@ class ChatModel:
             self.phase = Phase.STOPPING
             self._view.gauges.say("stopping", "$warning")
 
-    def switch(self, pack: Path) -> None:
-        """Let another model answer this chat from now on; a running answer is stopped first."""
-        if pack == self._expected and self.phase is not Phase.BROKEN:
-            self._belong_to(pack)
+    def switch(self, chosen: Choice) -> None:
+        """Let another model answer this chat from now on; a running answer is stopped first.
+
+        Raises:
+            UsageError: that is no address of a server.
+        """
+        if chosen != self._expected or self.phase is Phase.BROKEN:
+            self._picked = chosen
+            self._change_to(chosen)
+        elif self._next is not None or self.phase is Phase.LOADING:
+            self._picked = chosen
         else:
-            self._picked = pack
-            self._change_to(pack)
+            self._belong_to(self._client.reference)
 
     def change_to_its_own(self) -> str:
         """Switch to this chat's own model. Returns a remark if that is impossible, else ""."""
@@ -152,7 +161,7 @@ class ChatModel:
         model, expected = self._dialogue.setup.model, self._expected_reference
         if not model or model == expected:
             return ""
-        if self._client.remote:
+        if self._next is None and self._client.remote:
             return model_choice.sent_away(model, self._client.remote)
         try:
             pack = catalog.find(model, saved=True)
@@ -164,49 +173,52 @@ class ChatModel:
 
     def fall_back(self) -> bool:
         """The model could not be loaded: the previous one answers again. False if there was none."""
-        before = self.pack
-        if before is None or before == self._client.pack:
+        before = self._before
+        if before is None or before == self._client.chosen:
             self.phase = Phase.BROKEN
             self._view.gauges.say("no model", "$error")
             return False
         self._picked = None
-        if not self._dialogue.ids:
-            self._belong_to(before)
         self._open(before)
+        if not self._dialogue.ids:
+            self._belong_to(self._client.reference)
         return True
 
-    def _change_to(self, pack: Path) -> None:
-        """Load `pack` now, or when the running answer has stopped."""
+    def _change_to(self, chosen: Choice) -> None:
+        """Load it now, or when the running answer has stopped."""
         if self.phase in (Phase.ANSWERING, Phase.STOPPING):
-            self._next_pack = None if pack == self._client.pack else pack
+            self._next = None if chosen == self._client.chosen else chosen
             self.stop()
         else:
-            self._open(pack)
+            self._open(chosen)
 
     @property
-    def _expected(self) -> Path:
-        """The pack that will answer the next question: a switch may have to wait for the running answer to end."""
-        return self._next_pack or self._client.pack
+    def _expected(self) -> Choice:
+        """What will answer the next question: a switch may have to wait for the running answer to end."""
+        return self._next or self._client.chosen
 
     @property
     def _expected_reference(self) -> str:
-        return catalog.reference(self._next_pack) if self._next_pack else self._client.reference
+        return model_choice.reference(self._next) if self._next else self._client.reference
 
-    def _open(self, pack: Path) -> None:
-        self._next_pack = self.by_hand = None
+    def _open(self, chosen: Choice) -> None:
+        if self._before is None and self.phase is Phase.LOADING:
+            self._before = self._client.chosen
+        self._client.open(chosen)
+        self._next = self.by_hand = None
         self.presets = ()
         self.phase = Phase.LOADING
-        self._view.gauges.say("loading", "$warning")
-        self._view.gauges.show_context(None)
-        self._client.open(pack)
+        gauges = self._view.gauges
+        gauges.show_remote(self._client.remote)
+        gauges.say("connecting" if self._client.remote else "loading", "$warning")
+        gauges.show_context(None)
         self._welcome()
 
     def _welcome(self) -> None:
         self._view.messages.welcome(demo=self._client.reference == catalog.DEMO, sent=self._client.privacy)
 
-    def _belong_to(self, pack: Path) -> None:
-        """Save `pack` as the model of the chat on the screen."""
-        model = catalog.reference(pack)
+    def _belong_to(self, model: str) -> None:
+        """Save `model` as that of the chat on the screen."""
         if self._dialogue.setup.model != model:
             self._dialogue.set_up(replace(self._dialogue.setup, model=model))
 
@@ -216,19 +228,23 @@ class ChatModel:
         """One step of loading began."""
         self._view.gauges.say(f"loading {share(fraction)}, {step}", "$warning")
 
-    def take(self, loaded: Loaded) -> None:
-        """The model answers from now on."""
+    def take(self, loaded: Loaded) -> str:
+        """The model answers from now on. Returns a remark if questions go another way than before, else ""."""
         self.presets, self.preset = loaded.presets, loaded.preset
         self.wanted = loaded.preset
-        self.name, self.window, self.pack = loaded.model, loaded.context_window, Path(loaded.folder)
-        if self.pack == self._picked:
-            self._belong_to(self.pack)
-        elif loaded.remote and not self._dialogue.ids:  # only now its name is known
-            self._dialogue.set_up(replace(self._dialogue.setup, model=self._client.reference))
+        self.name, self.window = loaded.model, loaded.context_window
+        answers = self._client.chosen if loaded.remote else Path(loaded.folder)
+        was_remote, self._before = isinstance(self._before, SavedServer), answers
+        picked = answers == self._picked
+        if picked or (loaded.remote and not self._dialogue.ids):  # only now a server's model is known by name
+            self._belong_to(model_choice.reference(answers) if isinstance(answers, Path) else self._client.reference)
         self._picked = None
         self._view.gauges.show_loaded(loaded)
         self._view.field.measure_again()
         self.ask_for_its_quality()
+        if not picked or not self._dialogue.ids or not (loaded.remote or was_remote):
+            return ""
+        return f"{self.name} answers from now on. {self._client.privacy or 'Nothing you write leaves this machine.'}"
 
     def take_preset_in_force(self, preset: str) -> None:
         """The engine changed the quality."""
@@ -240,8 +256,8 @@ class ChatModel:
 
     def become_ready(self, words: str) -> None:
         """The engine can answer (again): a model that was requested meanwhile is loaded first."""
-        if self._next_pack is not None:
-            self._open(self._next_pack)
+        if self._next is not None:
+            self._open(self._next)
             return
         self.phase = Phase.READY
         self._view.gauges.say(words, "$success")

@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
+from ..client.interface import Choice
 from ..settings.file import change, read
 
 if TYPE_CHECKING:
     from ..history import Conversation
 
 _FIRST_ID = 1 << 40  # ids start here; smaller values are the numbers that `floe-chat history list` shows
+
+
+def reference(chosen: Choice) -> str:
+    """The name under which a chat saves that `chosen` answers it; a server's model may get another one there."""
+    return catalog.reference(chosen) if isinstance(chosen, Path) else f"{chosen.url}/models/{chosen.model}"
 
 
 def start_with(file: Path, model: str) -> None:

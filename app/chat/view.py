@@ -126,6 +126,9 @@ class Gauges(Protocol):
         """The key of an action as people write it."""
         ...
 
+    def show_remote(self, host: str) -> None:
+        """Show that everything is sent to `host` from now on, or nothing ("")."""
+
     def show_loaded(self, loaded: Loaded) -> None:
         """Show the model that answers."""
 

@@ -15,6 +15,10 @@ from ..client.remote_address import KEY_VARIABLE, read_key
 from ..text.plain_text import printable
 from .options import DRAWING, MODEL, given_by
 
+# Of connections: silence until the client is asked whether it is there, how often, and how long it may not confirm what
+# was sent (seconds, seconds, times, milliseconds); each where the system knows it.
+_VANISHED = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000))
+
 
 @click.command(short_help="Answer other programs by OpenAI's protocol.")
 @given_by(*MODEL)
@@ -65,7 +69,7 @@ def serve(
     from ..chat.beginning import begin
 
     options |= {"max_tokens": 1, "system": None, "connect": None, "key_file": None}  # each request says its own
-    ctx.exit(_serve(begin(ctx, options), _listening(host, port), key, queue, origins))
+    ctx.exit(_serve(begin(ctx, options), listen_at(host, port), key, queue, origins))
 
 
 def _key(file: Path | None) -> str | None:
@@ -82,14 +86,22 @@ def _key(file: Path | None) -> str | None:
     return key or None
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Raises FloeError: the address cannot be had."""
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket whose connections end some time after their client has vanished without a word.
+
+    Raises:
+        FloeError: the address cannot be had.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listening = socket.socket(family, kind, protocol)  # asyncio sends at once only where the protocol is named
         if os.name == "posix":  # elsewhere it would let two servers share a port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _VANISHED:
+            if (option := getattr(socket, name, None)) is not None:
+                listening.setsockopt(socket.IPPROTO_TCP, option, value)
         listening.bind(address)
         listening.listen(128)
     except OSError as error:
@@ -101,7 +113,8 @@ def _listening(host: str, port: int) -> socket.socket:
 def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
     from ..client.chat_client import ChatClient
     from ..client.loading import wait_until_loaded
-    from ..server.application import Server, application
+    from ..server.application import application
+    from ..server.connections import Server
     from ..server.desk import Desk
     from ..server.guard import LOOPBACK, Guard
 

@@ -31,9 +31,10 @@ from ...engine.events import (
 )
 from ...engine.session import Session
 from ...models import catalog
-from ...models.errors import FloeError, TryAgainError, damaged
+from ...models.errors import FloeError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .interface import NO_TOOLS, Cost, Likely, PromptTurn, Spelled, Submitted, ThoughtDelta, Tools, Update
+from .interface import NO_TOOLS, Choice, Cost, Likely, PromptTurn, Spelled, Submitted, ThoughtDelta, Tools, Update
+from .loading import foreign_token
 from .prompt import fit, updates_of, whole
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
@@ -76,6 +77,11 @@ class ChatClient:
         return self._pack
 
     @property
+    def chosen(self) -> Choice:
+        """See `pack`."""
+        return self._pack
+
+    @property
     def reference(self) -> str:
         """The name by which `catalog.find` finds the pack again."""
         return catalog.reference(self.pack)
@@ -95,18 +101,28 @@ class ChatClient:
         self._heard = heard
         self._session.listen(heard)
 
-    def need_local(self) -> None:
-        """Nothing: it is local."""
-
-    def open(self, pack: Path) -> None:
-        """Switch to the model in `pack`, on the same device; `poll` reports as after `start`.
+    def open(self, chosen: Choice) -> None:
+        """Switch to the model in this folder, on the same device; `poll` reports as after `start`.
 
         A running answer ends first: cancel it, or wait for it.
+
+        Raises:
+            UsageError: it is a server.
         """
-        self._close_format()
-        self._pack, self._load = pack, replace(self._load, pack=str(pack), preset=None)
-        self._held, self._window = None, 0
+        if not isinstance(chosen, Path):
+            raise UsageError(f"{chosen.url} is no model of this machine", "", "Give --connect to use a server.")
+        self._forget()
+        self._pack, self._load = chosen, replace(self._load, pack=str(chosen), preset=None)
         self._begin_loading()
+
+    def unload(self) -> None:
+        """Give back the model's memory; `open` loads one again. No answer may be running."""
+        self._forget()
+        self._session.send(Unload())
+
+    def _forget(self) -> None:
+        self._close_format()
+        self._held, self._window = None, 0
 
     def _begin_loading(self) -> None:
         arguments = (self._pack, self._format_ready)
@@ -348,22 +364,12 @@ class ChatClient:
         if not self._format_ready.is_set():
             self._held = event
             return []
-        error = self._format if isinstance(self._format, FloeError) else self._foreign_token(event)
+        error = foreign_token(self._format, event.vocabulary, self._pack)
         if error is not None:
             self._session.send(Unload())
             return [Failed(error.title, error.cause, error.hint, None, error.exit_code)]
         self._window, self._vocabulary = event.context_window, event.vocabulary
         return [event]
-
-    def _foreign_token(self, event: Loaded) -> FloeError | None:
-        """Why the tokenizer does not belong to this model; None if the model has all of its tokens."""
-        if not isinstance(self._format, ChatProcess) or self._format.largest[0] < event.vocabulary:
-            return None
-        number, text = self._format.largest
-        return damaged(
-            self._pack,
-            f"Its tokenizer has a token {number:,} ({text[:40]!r}); the model has {event.vocabulary:,} tokens.",
-        )
 
     def _read_format(self, pack: Path, ready: threading.Event) -> None:
         found: ChatProcess | FloeError

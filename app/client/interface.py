@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...engine.events import Event, Rule, Sampling
+from ..settings.servers import SavedServer
 
 if TYPE_CHECKING:
     from ...engine.quality_presets import Preset
 
 UNKNOWN_WINDOW = 1 << 17
 """Tokens that are read of a chat where a server does not say how many it takes."""
+
+
+Choice = Path | SavedServer
+"""What can answer: the model in a folder, or a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +150,22 @@ Update = Event | TextDelta | ThoughtDelta | CallDelta | Likely
 
 
 class Client(Protocol):
-    """An engine, here (`ChatClient`) or on a server (`RemoteClient`).
+    """An engine, here (`ChatClient`) or on a server (`RemoteClient`), or one after the other (`Engines`).
 
     Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`.
-
-    Attributes:
-        think: False asks the model for answers without thinking.
     """
 
-    think: bool
+    @property
+    def think(self) -> bool:
+        """False asks the model for answers without thinking."""
+        ...
+
+    @think.setter
+    def think(self, wanted: bool) -> None: ...
 
     @property
-    def pack(self) -> Path:
-        """What answers: the folder of a pack, or what stands for a server's model."""
+    def chosen(self) -> Choice:
+        """What answers, or will once it is loaded."""
         ...
 
     @property
@@ -188,11 +196,12 @@ class Client(Protocol):
     def listen(self, heard: Callable[[], None]) -> None:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
 
-    def need_local(self) -> None:
-        """Raises UsageError: it is connected to a server, and cannot load a model of this machine."""
+    def open(self, chosen: Choice) -> None:
+        """Let `chosen` answer from now on; `poll` reports as after `start`.
 
-    def open(self, pack: Path) -> None:
-        """Switch to the model in `pack`. Raises UsageError: as `need_local`."""
+        Raises:
+            UsageError: this engine has no such models, or that is no address of a server.
+        """
 
     def poll(self, timeout: float = 0.0) -> list[Update]:
         """What happened since the last call, in order; waits at most `timeout` seconds for the first."""

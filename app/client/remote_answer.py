@@ -14,7 +14,7 @@ from ...models.errors import FloeError
 from ...models.hub import hub_errors
 from .interface import TextDelta, ThoughtDelta, Update
 from .remote_address import Address, Key
-from .remote_http import PASSING, body_of, need_plain, new_client, no_answer, not_spoken, refusal
+from .remote_http import PASSING, body_of, is_too_long, need_plain, new_client, no_answer, not_spoken, refusal, too_long
 from .remote_meter import Meter
 from .remote_models import MOST_LIST, Offered, choose, offered
 from .remote_request import refused, without
@@ -165,6 +165,8 @@ class _Answer:
     def _take(self, piece: Piece) -> None:
         if piece.error:
             cause = f"It says: {hub_errors.plain(self._key.hidden_in(piece.error))}"
+            if is_too_long(piece.error):
+                raise _broken(too_long(self._address, cause), self)
             raise _broken(FloeError(f"{self._address.host} gave up the answer", cause, "Ask again."), self)
         before = self._meter.usage.new or 0
         self._meter.take(piece.usage)

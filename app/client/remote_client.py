@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.events import Failed, Finished, Loaded, Loading, Notice, Rule, Sampling
 from ...engine.mailbox import Mailbox
 from ...models.errors import FloeError, TryAgainError, UsageError
-from .interface import Cost, PromptTurn, Submitted, Update
+from ..settings.servers import SavedServer
+from .interface import Choice, Cost, PromptTurn, Submitted, Update
 from .remote_address import Address, Key
 from .remote_meter import Meter
 from .remote_models import Offered, as_name
@@ -81,9 +81,9 @@ class RemoteClient:
         self._thread = threading.Thread(target=self._run, name="floe-remote", daemon=True)
 
     @property
-    def pack(self) -> Path:
-        """Stands for the server's model; there is no such folder."""
-        return Path(self.reference)
+    def chosen(self) -> Choice:
+        """The server, and the model that was asked for."""
+        return SavedServer(self.remote, self._address.base, self._wanted or "", self._key.value)
 
     @property
     def reference(self) -> str:
@@ -117,12 +117,8 @@ class RemoteClient:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
         self._news.heard = heard
 
-    def open(self, pack: Path) -> None:
-        """Raises UsageError: a program that is connected stays so."""
-        self.need_local()
-
-    def need_local(self) -> None:
-        """Raises UsageError: always."""
+    def open(self, chosen: Choice) -> None:
+        """Raises UsageError: always; another server is another client's."""
         hint = "Start floe-chat without --connect to use a model of this machine."
         raise UsageError(f"floe-chat is connected to {self.remote}", "", hint)
 
@@ -288,7 +284,7 @@ class RemoteClient:
         maker = self._model.maker
         return Loaded(
             model=self._model.name,
-            folder=str(self.pack),
+            folder=self.reference,
             source=self._address.base,
             context_window=self._window,
             vocabulary=0,

@@ -28,7 +28,11 @@ from ...models.private_file import loads
 from .remote_address import KEY_VARIABLE, Address, Key
 
 _CONNECT_S = 10.0
-_TOO_LONG = re.compile(r"context (length|size|window)|maximum context|too (long|many tokens)", re.IGNORECASE)
+_TOO_LONG = re.compile(  # as vLLM, SGLang, llama-server (also older ones), Ollama, LM Studio and TGI say it
+    r"context (length|size|window|shift)|maximum context|KV size|(is|are|prompt|input) too (long|big|large)"
+    r"|too many tokens|tokens.{0,60} must be <=",
+    re.IGNORECASE,
+)
 PASSING = (httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError, OSError)
 """What a request without an answer raises."""
 
@@ -83,7 +87,7 @@ async def refusal(response: httpx2.Response, address: Address, key: Key, model: 
         cause = f"It redirects to {where or 'another address'}; floe-chat does not follow, to keep key and chat here."
         return UsageError(f"{host} does not answer itself", cause, "If you trust that address, connect to it.")
     if status in (401, 403):
-        hint = f"Give --key-file FILE, or set {KEY_VARIABLE}."
+        hint = f"Save the server with its key, give --key-file FILE, or set {KEY_VARIABLE}."
         title = f"{host} refuses the key" if key.value else f"{host} wants a key"
         return AccessError(title, says, "Check the key and its rights." if key.value else hint)
     if status == 404:
@@ -94,12 +98,22 @@ async def refusal(response: httpx2.Response, address: Address, key: Key, model: 
         wait = hub_errors.wait_asked(response)
         hint = f"Try again in {hub_errors.in_words(wait)}." if wait else "Try again in a while."
         return TryAgainError(f"{host} has too many requests", says, hint)
+    if status == 413 or is_too_long(said):
+        return too_long(address, says)
     if hub_errors.is_passing(response):
         return TryAgainError(f"{host} has a problem", says, "Try again later; its own log may say more.")
-    if _TOO_LONG.search(said):
-        hint = "Start a new chat, shorten the question, or ask for a shorter answer (--max-tokens)."
-        return UsageError(f"The chat is too long for {host}", says, hint)
     return UsageError(f"{host} refuses the request", says, "Another model, or other sampling values, may work.")
+
+
+def is_too_long(said: str) -> bool:
+    """Whether a server's own words are that a chat does not fit its context."""
+    return _TOO_LONG.search(said) is not None
+
+
+def too_long(address: Address, says: str) -> UsageError:
+    """The error for a chat that does not fit the server's context, of which it may not have said how long it is."""
+    hint = "Start a new chat, shorten the question, or ask for a shorter answer (--max-tokens)."
+    return UsageError(f"The chat is too long for {address.host}", says, hint)
 
 
 def said_in(body: bytes, key: Key) -> str:
@@ -122,8 +136,10 @@ def no_answer(error: Exception, address: Address) -> FloeError:
     """The error for a request that got no answer, or only a part of one."""
     host, causes = address.host, list(hub_errors.chain(error))
     if any(isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY" in str(cause) for cause in causes):
+        why = next((cause.verify_message for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), "")
+        cause = f"Its certificate is not valid here{f': {hub_errors.plain(why)}' if why else ''}".rstrip(".") + "."
         hint = "For a certificate of your own, set SSL_CERT_FILE to it. Nothing was sent."
-        return FloeError(f"{host} cannot prove that it is {address.name}", "Its certificate is not valid here.", hint)
+        return FloeError(f"{host} cannot prove that it is {address.name}", cause, hint)
     if any(isinstance(cause, socket.gaierror) for cause in causes):
         return TryAgainError(f"There is no host {address.name}", "Its name cannot be resolved.", "Check the address.")
     if isinstance(error, httpx2.ProxyError):

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from ...engine.events import Failed, Finished, Loaded, Notice, Rule
 from ...models import catalog
@@ -22,7 +21,8 @@ from ..arguments import need_text
 from ..chat import model_choice
 from ..chat.beginning import Beginning
 from ..chat.dialogue import Dialogue
-from ..client.interface import UNKNOWN_WINDOW, Client, Submitted, TextDelta, ThoughtDelta
+from ..client.engines import Engines
+from ..client.interface import UNKNOWN_WINDOW, Choice, Client, Submitted, TextDelta, ThoughtDelta
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
 from ..history.exporting import thought_for
@@ -94,14 +94,14 @@ class PlainChat:
                 self.failed = True
                 remark(str(error))
 
-    def use(self, pack: Path) -> None:
-        """Switch to the model in `pack`. Raises FloeError: it cannot be loaded, and the previous model stays."""
-        before = self.client.pack
-        self.client.open(pack)
+    def use(self, chosen: Choice) -> None:
+        """Switch to that model or server. Raises FloeError: it cannot be loaded, and the previous model stays."""
+        before = self.client.chosen
+        self.client.open(chosen)
         try:
             self._load()
         except FloeError:
-            if before != pack:
+            if before != chosen:
                 self.client.open(before)
                 self._load()
             raise
@@ -264,7 +264,8 @@ def run_plain(beginning: Beginning, history: History) -> int:
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text are reported line by line
-    client, personas, thinking = beginning.client, beginning.settings.personas, beginning.thinking
+    client, thinking = Engines(beginning.client, beginning.local), beginning.thinking
+    personas = beginning.settings.personas
     chat = PlainChat(client, history, beginning.setup, beginning.max_tokens, personas=personas, thinking=thinking)
     try:
         chat.run(beginning.chat, own_model=beginning.own_model)

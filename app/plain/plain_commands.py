@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ...engine.events import Rule
@@ -16,10 +15,11 @@ from ..chat.answer_settings import changed, listed, with_persona
 from ..chat.dialogue import Dialogue
 from ..chat.export_file import write_chat
 from ..chat.model_choice import start_with
-from ..client.interface import Client
+from ..client.interface import Choice, Client
 from ..client.thinking import THINKING_CHOSEN, limit_of_off, need_mode
 from ..history import AnswerStats, Attachment, ChatSetup, Conversation, History, Message, footer, read_attachment
 from ..settings.file import settings_file
+from ..settings.servers import servers
 from ..settings.settings import Persona
 from ..text_files import meant
 from .plain_lines import remark, say
@@ -58,8 +58,8 @@ class Chat(Protocol):
     def show(self) -> None:
         """Print the chat from its beginning."""
 
-    def use(self, pack: Path) -> None:
-        """Let another model answer."""
+    def use(self, chosen: Choice) -> None:
+        """Let another model or a server answer."""
 
     def set_quality(self, quality: Rule | str) -> None:
         """Answer with a preset, or with shares set by hand."""
@@ -200,17 +200,20 @@ class PlainCommands:
     # What answers, and how
 
     def _models(self, name: str) -> None:
+        chosen = self._chat.client.chosen
         if name:
-            self._chat.client.need_local()
-            self._chat.use(catalog.find(name))
+            saved = next((one for one in servers() if one.name == name), None)
+            self._chat.use(saved or catalog.find(name))
             answers = self._chat.client.reference
-            start_with(settings_file(), answers)
+            if saved is None:
+                start_with(settings_file(), answers)
             if self._chat.dialogue.ids:
                 self._chat.dialogue.set_up(replace(self._chat.dialogue.setup, model=answers))
             return
         for one in catalog.installed():
-            mark = " (answers now)" if one.folder == self._chat.client.pack else ""
-            remark(f"{one.name}: {one.trouble or size(one.bytes)}{mark}")
+            remark(f"{one.name}: {one.trouble or size(one.bytes)}{' (answers now)' if one.folder == chosen else ''}")
+        for one in servers():
+            remark(f"{one.name}: remote, {one.url}{' (answers now)' if one == chosen else ''}")
 
     def _preset(self, name: str) -> None:
         chat = self._chat

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,17 +13,14 @@ from textual.containers import Vertical
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
-from ...models import catalog
 from ...models.catalog_entry import CatalogEntry
-from ...models.errors import AccessError, FloeError
+from ...models.errors import FloeError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
 from ...models.supported import CALLED
 from ..background import in_background
-from ..settings.servers import servers
-from ..setup.flow import Setup
-from ..setup.leftovers import clear
-from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
+from ..settings.servers import SavedServer
+from ..setup.setups import Setups, Surveyor, survey
 from ..setup.wish import Wish, wish
 from ..text.plain_text import printable
 from ..widgets.common.hints import Hints
@@ -33,15 +29,11 @@ from ..widgets.setup.bar import Bar
 from ..widgets.setup.models import KnownModels, Model, ModelList
 from ..widgets.setup.step import Trouble
 from .models_remove import LINKED, RemoveScreen
+from .models_server import AddServerScreen
+from .models_words import again, delete, going, keys, may_be_tried_again, places, refusal
 from .wizard.wizard import WizardScreen
 
 _PERIOD = 0.25
-_ENTER = {
-    "installed": "Enter chats with it",
-    "unfinished": "Enter continues",
-    "left": "Enter says why",
-    "available": "Enter sets it up",
-}
 
 _KEYS: list[BindingType] = [
     Binding("escape", "leave", "Back to the chat; a setup continues", show=False),
@@ -53,11 +45,12 @@ _KEYS: list[BindingType] = [
 ]
 
 
-class ModelsScreen(Screen["str | None"]):
-    """Its result is the name of the model to chat with from now on, or None.
+class ModelsScreen(Screen["str | SavedServer | None"]):
+    """Its result is the name of the model, or the server, to chat with from now on, or None.
 
     Args:
-        setups: the program's; a setup continues when this page is left. current: the model that answers the chat.
+        setups: the program's; a setup continues when this page is left. current: the model that answers the chat, or
+            the server.
         entries, surveyor, settings: for the wizard.
     """
 
@@ -69,7 +62,7 @@ class ModelsScreen(Screen["str | None"]):
         self,
         setups: Setups,
         *,
-        current: str | None = None,
+        current: SavedServer | str | None = None,
         entries: Sequence[CatalogEntry] = PUBLISHED,
         surveyor: Surveyor = survey,
         settings: Path | None = None,
@@ -89,6 +82,7 @@ class ModelsScreen(Screen["str | None"]):
         self._keys = Hints()
         self._seen: tuple[object, ...] = (None, None, None)
         self._explained: str | None = None
+        self._to: str | None = None  # highlight this one
 
     def compose(self) -> ComposeResult:
         yield Static(" · ".join(filter(None, ("Models", self.app.sub_title))), id="title", markup=False)
@@ -113,10 +107,11 @@ class ModelsScreen(Screen["str | None"]):
         in_background(self, lambda: models.look(self._entries), self._show)
 
     def _show(self, found: KnownModels) -> None:
-        self._list.show(found, self._current)
+        self._list.show(found, self._current, self._to)
+        self._to = None
         free = "" if found.free is None else f", {size(found.free)} free"
         disk = found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"
-        self._disk.update(printable("\n".join(filter(None, (disk, _saved_servers())))))
+        self._disk.update(printable(disk))
 
     @property
     def highlighted(self) -> Model | None:
@@ -131,6 +126,8 @@ class ModelsScreen(Screen["str | None"]):
             self._explained = name
             self._trouble.show(None)
         other = f"{CALLED} models work: from the hub, or a checkpoint folder on this machine."
+        if self._list.on_server_line:
+            other = "Any server that speaks OpenAI's protocol. What you ask is then sent to it."
         self._details.update(printable(model.details) if model else other)
         self._show_keys()
 
@@ -138,7 +135,7 @@ class ModelsScreen(Screen["str | None"]):
         if self._other.display:
             self._keys.show(["Enter looks it up", "Esc back to the list"])
             return
-        self._keys.show([*keys(self.highlighted, self._setups), "Esc back"])
+        self._keys.show([*keys(self.highlighted, self._setups, on_server_line=self._list.on_server_line), "Esc back"])
 
     # What runs
 
@@ -166,10 +163,14 @@ class ModelsScreen(Screen["str | None"]):
     def _act(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         model = self._list.models[event.option_index]
-        if model is None:
+        if event.option.id == models.SERVER:
+            self.app.push_screen(AddServerScreen(), self._added)
+        elif model is None:
             self._other.display = True
             self._other.focus()
             self._show_keys()
+        elif model.server is not None:
+            self.dismiss(model.server)
         elif model.kind == "available":
             self._open_wizard(model.name)
         elif model.kind == "left":
@@ -182,13 +183,19 @@ class ModelsScreen(Screen["str | None"]):
                 self.dismiss(model.name)
         elif model.wish is not None:
             setup = self._setups.setup
-            if setup is not None and setup.wish.folder == model.wish.folder and not _may_be_tried_again(setup):
+            if setup is not None and setup.wish.folder == model.wish.folder and not may_be_tried_again(setup):
                 self._open_wizard(None)  # shows the setup that runs, or why it failed
                 return
             try:
                 self._setups.start(model.wish)
             except FloeError as error:
                 self._trouble.show(error)
+
+    def _added(self, server: SavedServer | None) -> None:
+        """A server was saved: Enter chats with it."""
+        if server is not None:
+            self._to = server.name
+            self.refresh_list()
 
     @on(Input.Submitted)
     def _look_up(self, event: Input.Submitted) -> None:
@@ -282,14 +289,9 @@ class ModelsScreen(Screen["str | None"]):
         model = self.highlighted
         if model is None or model.kind == "available":
             return
-        if (refusal := _refusal(model, self._current)) is not None:
-            self._trouble.show(refusal)
+        if (refused := refusal(model, self._current)) is not None:
+            self._trouble.show(refused)
             return
-        unfinished = model.wish
-        folders = [unfinished.place, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
-        if model.left is not None:
-            folders = list(model.left.paths)
-        again = "To use it again, it has to be set up again."
 
         def answered(yes: bool | str | None) -> None:
             if yes:
@@ -297,89 +299,10 @@ class ModelsScreen(Screen["str | None"]):
 
         folder = model.folder
         linked = folder.readlink() if folder is not None and folder.is_symlink() and folder.exists() else None
-        page = RemoveScreen(model.name, folders, model.bytes, again=again, linked=linked)
-        self.app.push_screen(page, answered)
+        name = model.name if model.server else f"{model.name}, {size(model.bytes)}"
+        self.app.push_screen(RemoveScreen(name, places(model), again=again(model), linked=linked), answered)
 
     def _deleted(self, error: FloeError | None) -> None:
         self.refresh_list()
         if error is not None:
             self._trouble.show(error)
-
-
-def going(setups: Setups) -> list[str]:
-    """Describes the running setup or check."""
-    now, lines = None if setups.setup is None else setups.setup.progress(), list[str]()
-    if now is not None:
-        more = ": choose it and press Enter to chat with it" if now.state == "done" else ""
-        more = f" · {now.step}" if now.state in ("looking", "working", "checking") else more
-        lines.append(f"{setups.words()}{more}")
-    if setups.check is not None:
-        lines.append(told(setups.check))
-    return lines
-
-
-def keys(model: Model | None, setups: Setups) -> list[str]:
-    """The key hints while `model` is highlighted."""
-    hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
-    if model is not None and model.kind == "installed":
-        hints += ["V checks it"]
-    if model is not None and model.kind != "available" and model.name != catalog.DEMO:
-        hints += ["X deletes it"]
-    if setups.busy:
-        paused = setups.setup is not None and setups.setup.progress().state == "paused"
-        hints += ["Space continues" if paused else "Space pauses", "S stops"]
-    return hints
-
-
-def _refusal(model: Model, current: str | None) -> FloeError | None:
-    """Why a model is not deleted while `current` answers the chat."""
-    if model.name == catalog.DEMO:
-        return FloeError("The demo model cannot be deleted", "It is part of floe-chat.")
-    if model.name == current:
-        return FloeError(f"{model.name} answers this chat", "", "Choose another model first (Enter), then delete it.")
-    return None
-
-
-def delete(model: Model, setups: Setups, *, linked: bool = False) -> FloeError | None:
-    """Delete it, or return why that is impossible. linked: see `remove`."""
-    try:
-        if model.wish is not None:
-            setups.give_up(model.wish)
-        elif model.left is not None:
-            clear(model.left)
-        else:
-            if setups.check is not None and setups.check.name == model.name:
-                setups.stop_check()
-            remove(model.name, linked=linked)
-    except FloeError as error:
-        return error
-    return None
-
-
-def told(check: PackCheck) -> str:
-    """A check's progress, or its result."""
-    if check.state == "checking":
-        return f"{check.name}: {check.step}"
-    if check.error is not None:
-        return f"{check.name} could not be checked: {check.error.title}. {check.error.cause}"
-    if not check.damaged:
-        return f"{check.name}: all files are intact."
-    first = check.damaged[0]
-    more = f", and {len(check.damaged) - 1} more" if len(check.damaged) > 1 else ""
-    return (
-        f"{check.name} is damaged: {first.file} ({first.cause}){more}. "
-        f"Repair it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
-    )
-
-
-def _may_be_tried_again(setup: Setup) -> bool:
-    """Whether it failed for a temporary reason."""
-    return setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
-
-
-def _saved_servers() -> str:
-    """A line that names the saved servers, "" if there are none."""
-    with suppress(FloeError):
-        if names := ", ".join(one.name for one in servers()):
-            return f"Servers: {names}. To chat there: floe-chat --connect NAME"
-    return ""

@@ -1,4 +1,4 @@
-"""Asks before a model is deleted."""
+"""Asks before a model or a server is deleted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from ...models.quantities import size
 from ..text.plain_text import printable
 from ..widgets.common.hints import Page, hints
 
@@ -28,29 +27,24 @@ class RemoveScreen(ModalScreen["bool | str"]):
         Binding("n,escape,enter", "dismiss(False)", "do not delete it", show=False),
     ]
 
-    def __init__(self, name: str, folders: list[Path], size: int, *, again: str, linked: Path | None = None) -> None:
-        """`folders`: to be deleted. `again`: a sentence on how to get the model back. `linked`: what the one folder, a
-        link, leads to.
+    def __init__(self, name: str, where: list[str], *, again: str, linked: Path | None = None) -> None:
+        """`where`: what is deleted, a line each. `again`: a sentence on how to get it back. `linked`: what the one
+        folder, a link, leads to.
         """
         super().__init__()
-        self._model, self._folders, self._bytes, self._again = name, folders, size, again
+        self._name_of_it, self._where, self._again = name, where, again
         self._linked = linked
 
     def compose(self) -> ComposeResult:
-        where = "\n".join(printable(str(folder)) for folder in self._folders)
+        where = printable("\n".join(self._where))
         with Page(id="asked") as page:
             page.border_title = "Delete"
             all_of_it = ["Y deletes the link", "D the pack too"] if self._linked else ["Y deletes"]
             page.border_subtitle = hints(*all_of_it, "N or Esc cancels")
-            told = f"This will be deleted, with everything in it. {self._again}"
+            told = self._again
             if self._linked:
                 told = f"This is a link to {printable(str(self._linked))}, which stays there unless you press D."
-            yield Static(
-                Content.assemble(
-                    (f"{printable(self._model)}, {size(self._bytes)}", "bold"),
-                    f"\n{where}\n\n{told}",
-                )
-            )
+            yield Static(Content.assemble((printable(self._name_of_it), "bold"), f"\n{where}\n\n{told}"))
 
     def action_linked(self) -> None:
         """Delete the link and the pack."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
 from . import metrics, openapi
+from .connections import PAUSE_S, Stream, body, disconnected
 from .desk import Desk, End, Likely, News, Order, Thought
 from .guard import Guard
 from .refusals import RefusedError
@@ -30,18 +28,16 @@ from .replies import Choice, Reply
 from .requests import ChatRequest, CompletionRequest, Drawing, quality_of, read
 from .spoken import Called, Text
 
-MOST_BYTES = 32 << 20  # of a body
-_PAUSE_S = 30.0  # that a client may make inside its body, or before it takes more of an answer
-_log = logging.getLogger("floe_chat")
 _GONE = 499  # what nobody reads any more; a number that others use for it
 
-_CLOSE = {"Connection": "close"}
-_NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
-
-def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[str] = ()) -> Starlette:
-    """The application before a desk. sampling: where a request says nothing. origins: pages that browsers let ask."""
-    serving = _Serving(desk, sampling)
+def application(
+    desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[str] = (), pause: float = PAUSE_S
+) -> Starlette:
+    """The application before a desk. sampling: where a request says nothing. origins: pages that browsers let ask.
+    pause: see `PAUSE_S`.
+    """
+    serving = _Serving(desk, sampling, pause)
     cors = [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])]
     return Starlette(
         routes=[
@@ -56,33 +52,6 @@ def application(desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[
         middleware=[*(cors if origins else []), Middleware(_Guarded, guard=guard)],
         exception_handlers={RefusedError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
-
-
-class Server(uvicorn.Server):
-    """Ends the desk before it waits for connections: every answer is told that it ends."""
-
-    def __init__(self, app: Starlette, desk: Desk) -> None:
-        for handler in _log.handlers:
-            logging.getLogger("uvicorn").addHandler(handler)
-        logging.getLogger("uvicorn").propagate = False
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                lifespan="off",
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=3,
-                limit_concurrency=1000,
-            )
-        )
-        self._desk = desk
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._desk.close)
-        await super().shutdown(sockets)
 
 
 class _Guarded:
@@ -120,8 +89,8 @@ async def _gone(_: Request, __: Exception) -> Response:
 
 
 class _Serving:
-    def __init__(self, desk: Desk, sampling: Sampling) -> None:
-        self._desk, self._sampling = desk, sampling
+    def __init__(self, desk: Desk, sampling: Sampling, pause: float) -> None:
+        self._desk, self._sampling, self._pause = desk, sampling, pause
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -140,11 +109,11 @@ class _Serving:
         return JSONResponse(openapi.document())
 
     async def chat(self, request: Request) -> Response:
-        asked = read(await _body(request), ChatRequest)
+        asked = read(await body(request, self._pause), ChatRequest)
         return await self._answer(request, asked, [asked.turns], chat=True)
 
     async def completions(self, request: Request) -> Response:
-        asked = read(await _body(request), CompletionRequest)
+        asked = read(await body(request, self._pause), CompletionRequest)
         return await self._answer(request, asked, asked.prompts, chat=False)
 
     async def _answer(self, request: Request, asked: Drawing, prompts: Sequence[Any], *, chat: bool) -> Response:
@@ -164,7 +133,7 @@ class _Serving:
             return await waiting.whole(request, reply)
         first = await waiting.first(request)  # what cannot be answered is no stream yet
         usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-        return _Stream(waiting.pieces(reply, first, usage=usage), waiting.leave)
+        return Stream(waiting.pieces(reply, first, usage=usage), waiting.leave, self._pause)
 
     def _need(self, name: str) -> None:
         own = self._desk.loaded.model
@@ -198,24 +167,6 @@ def _apart(sampling: Sampling, number: int) -> Sampling:
     return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + number) % (1 << 63))
 
 
-async def _body(request: Request) -> bytes:
-    """Raises RefusedError: it is too long, or stops coming."""
-    parts, size = list[bytes](), 0
-    stream = request.stream()
-    try:
-        while True:
-            async with asyncio.timeout(_PAUSE_S):
-                part = await anext(stream, None)
-            if part is None:
-                return b"".join(parts)
-            size += len(part)
-            if size > MOST_BYTES:
-                raise RefusedError(413, f"The body has more than {MOST_BYTES >> 20} MiB.", headers=_CLOSE)
-            parts.append(part)
-    except TimeoutError:
-        raise RefusedError(408, "The body did not come.", headers=_CLOSE) from None
-
-
 class _Waiting:
     """The answers to one request, as they come from the desk.
 
@@ -242,7 +193,7 @@ class _Waiting:
 
     async def whole(self, request: Request, reply: Reply) -> Response:
         """All of the answers at once. Raises RefusedError: one failed."""
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request))
         collected = asyncio.ensure_future(self._collect())
         try:
             await asyncio.wait((gone, collected), return_when=asyncio.FIRST_COMPLETED)
@@ -276,7 +227,7 @@ class _Waiting:
 
     async def first(self, request: Request) -> tuple[int, News]:
         """The first news. Raises RefusedError: there is no answer. ClientDisconnect."""
-        gone, first = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(self._news.get())
+        gone, first = asyncio.ensure_future(disconnected(request)), asyncio.ensure_future(self._news.get())
         try:
             await asyncio.wait((gone, first), return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
@@ -322,45 +273,6 @@ class _Waiting:
                 break
             number, news = await self._news.get()
         yield b"data: [DONE]\n\n"
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client is gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Stream(Response):
-    """Server-sent events. Whoever stops reading, or goes, frees the line."""
-
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
-        super().__init__(media_type="text/event-stream", headers=_NO_STORE)
-        del self.headers["content-length"]
-        self._events, self._leave = events, leave
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(Request(scope, receive)))
-        sent = asyncio.ensure_future(self._send(send))
-        try:
-            await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
-            if sent.done():
-                sent.result()
-        except (OSError, TimeoutError):
-            pass  # the client is gone, or reads no more
-        finally:
-            self._leave()
-            gone.cancel()
-            sent.cancel()
-
-    async def _send(self, send: Send) -> None:
-        async def sending(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(_PAUSE_S):
-                await send(message)
-
-        await sending({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            await sending({"type": "http.response.body", "body": event, "more_body": True})
-        await sending({"type": "http.response.body", "body": b""})
 
 
 def _event(fields: dict[str, Any]) -> bytes:

@@ -286,7 +286,7 @@ def read(body: bytes, kind: type[Asked]) -> Asked:
     except (msgspec.ValidationError, RecursionError) as error:
         text = str(error)
         found = _PATH.search(text)
-        field = found["path"] if found else _missing(text)
+        field = ".".join(filter(None, (found and found["path"], _missing(text)))) or None
         raise RefusedError(400, f"{field or 'The body'}: {_PATH.sub('', text)}.", field, "invalid_value") from None
 
 

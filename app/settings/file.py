@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .settings import KEYS, Range, SettingKey, Settings, refused
 _LOCK_SECONDS = 5.0
 _WIDTH = 88  # columns of a comment in a new file
 _LARGEST = 1 << 20  # bytes of a settings file
+_TOLD = 2  # problems of a settings file that are named at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +284,12 @@ def _uncommented(text: str, path: _Path, value: Any) -> str | None:
             lines[at] = f"{path[-1]} = {_item(value).as_string()}"
             return "\n".join(lines)
     return None
+
+
+def told(file: Path | None, problems: Sequence[Problem]) -> tuple[str, str]:
+    """How many problems the settings file has, and the first of them."""
+    title = "A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used"
+    lines = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
+    if len(problems) > _TOLD:
+        lines.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
+    return title, "\n".join([f"{file}:", *lines, "The file was not changed."])

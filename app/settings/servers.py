@@ -23,9 +23,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class SavedServer:
-    """A server. `model`: its id there, "" for the only one. `key`: "" if none is saved."""
+    """A server; two names may be of one. `model`: its id there, "" for the only one. `key`: "" if none is saved."""
 
-    name: str
+    name: str = field(compare=False)
     url: str
     model: str = ""
     key: str = field(default="", repr=False)
@@ -77,8 +77,8 @@ def keep(added: SavedServer) -> None:
 
 def forget(name: str) -> None:
     """Delete a saved server and its key. Raises UsageError: there is none. FloeError: it cannot be written."""
-    gone = server(name)
-    _write([one for one in servers() if one != gone])
+    gone = server(name).name
+    _write([one for one in servers() if one.name != gone])
 
 
 def _write(kept: list[SavedServer]) -> None:

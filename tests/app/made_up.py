@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from floe_chat.app.history import AnswerStats, ChatSetup, Conversation, Message, Tree
+from floe_chat.app.settings.servers import SavedServer
 from floe_chat.app.setup.flow import Setup as RunningSetup
 from floe_chat.app.setup.flow import SetupProgress
 from floe_chat.app.setup.setups import Survey
@@ -41,6 +42,7 @@ HARDWARE = Hardware(
     sources={},
 )
 _RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
+LAB = SavedServer("lab", "http://10.0.0.7:8000/v1")
 WISH = Wish("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b-instruct", home=MODELS)
 # Fixed, so that a model more in the list changes no scene.
 _LISTED = (
@@ -110,6 +112,7 @@ FOUND = KnownModels(
         Model("installed", "olmoe", 4_310_000_000, "3/4/4 bits", f"Packed {_BITS}. Folder: {MODELS / 'olmoe'}"),
         Model("installed", "broken", 812_000, "", "manifest.json ends too early.", "broken is incomplete"),
         Model("unfinished", WISH.name, 12_300_000_000, "so far", f"{WISH.model} {_BITS}. Saved in {WISH.folder}"),
+        Model("server", LAB.name, 0, LAB.url, "Your questions are sent there. Its only model answers.", server=LAB),
         Model(
             "available",
             "mixtral-8x22b-instruct",

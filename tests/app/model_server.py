@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -51,13 +52,15 @@ class ModelServer:
         asked: the requests. left: set when a client closed its connection in a hanging answer.
     """
 
-    def __init__(self, models: Reply, *answers: Reply) -> None:
+    def __init__(self, models: Reply, *answers: Reply, tls: ssl.SSLContext | None = None) -> None:
         self.models, self.answers = models, list(answers)
         self.asked: list[Asked] = []
         self.left, self.ended = threading.Event(), threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:

@@ -235,6 +235,27 @@ async def _remove(stage: Stage) -> None:
     await stage.see("Y deletes")
 
 
+async def _server(stage: Stage) -> None:
+    stage.app.push_screen(_models_screen(stage))
+    await stage.see("Installed", "A server that answers")
+    await stage.press(*["down"] * 5, "enter")
+    await stage.see("Address", "Enter saves")
+    await write(stage.pilot, "home")
+    await stage.press("tab")
+    await write(stage.pilot, "192.168.1.20:8000")
+    await stage.press("tab", "tab")
+    await write(stage.pilot, "secret")
+    await stage.press("enter")
+    await stage.see("is not the address of a server")
+
+
+async def _remove_server(stage: Stage) -> None:
+    stage.app.push_screen(_models_screen(stage))
+    await stage.see("Installed", "lab")
+    await stage.press(*["down"] * 4, "x")
+    await stage.see("Y deletes", "10.0.0.7")
+
+
 def _models_screen(stage: Stage) -> ModelsScreen:
     return ModelsScreen(stage.setups, current=catalog.DEMO, surveyor=survey)
 
@@ -311,6 +332,8 @@ SCENES: dict[str, Scene] = {
     "history-search": _search,
     "models": _models,
     "models-remove": _remove,
+    "models-server": _server,
+    "models-remove-server": _remove_server,
     "wizard-resume": _resume,
     "wizard-machine": _machine,
     "wizard-choice": _choice,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import Client, Cost, PromptTurn, Submitted, Update
+from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -159,9 +159,10 @@ class ScriptedClient(ChatClient):
     def start(self) -> None:
         self.started = True
 
-    def open(self, pack: Path) -> None:
-        self._pack = pack
-        self.opened.append(pack)
+    def open(self, chosen: Choice) -> None:
+        assert isinstance(chosen, Path)
+        self._pack = chosen
+        self.opened.append(chosen)
 
     def listen(self, heard: Callable[[], None]) -> None:
         self._heard = heard

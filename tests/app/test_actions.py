@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from floe_chat.app.actions import ACTIONS, COMMANDS, NAMED, OWN, Place
@@ -48,7 +49,7 @@ async def test_help_lists_the_keys_of_the_page_that_is_open(
     page: type[WizardScreen | ModelsScreen], own: str, setups: Setups
 ) -> None:
     async with ready(ScriptedClient()) as pilot:
-        opened: Screen[str | None] = page(setups, surveyor=survey)
+        opened: Screen[Any] = page(setups, surveyor=survey)
         await pilot.app.push_screen(opened)
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))

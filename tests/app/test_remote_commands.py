@@ -12,7 +12,7 @@ from floe_chat.app.client.remote_address import KEY_VARIABLE, Address, Key, read
 from floe_chat.app.client.remote_client import RemoteClient
 from floe_chat.app.client.remote_http import proxy_for
 from floe_chat.app.history import history_file, open_history
-from floe_chat.app.settings.servers import servers_file
+from floe_chat.app.settings.servers import SavedServer, keep, servers_file
 from floe_chat.models.errors import UsageError
 
 from ..helpers import run_cli
@@ -198,14 +198,20 @@ finally:
 
 
 def test_line_by_line() -> None:
-    lines = b"What is an expert?\n/preset\n/models demo\n/stats\n/quit\n"
+    lines = (
+        b"What is an expert?\n/preset\n/stats\n/models demo\n/preset\n/models lab\n/models gone\n/models\nhi\n/quit\n"
+    )
+    keep(SavedServer("gone", f"http://127.0.0.1:{unused_port()}/v1"))
     with serving(recorded("vllm")) as server:
+        keep(SavedServer("lab", f"{server.url}/v1"))
         ran = run_cli("--plain", "--connect", server.url, stdin=lines)
     host = server.url.removeprefix("http://")
     assert f"Qwen/Qwen3-30B-A3B: {ANSWER}" in ran.out
     assert f"answers, remote at {host}. Your questions, the chat before them" in ran.err
-    assert f"{host} decides about quality." in ran.err and f"floe-chat is connected to {host}" in ran.err
-    assert "11 tokens" in ran.err and ran.code == 1  # a line could not be carried out
+    assert f"{host} decides about quality." in ran.err and "11 tokens" in ran.err
+    assert "demo answers at preset" in ran.err and "Presets, best quality first: " in ran.err
+    assert "cannot be reached" in ran.err and f"lab: remote, {server.url}/v1 (answers now)" in ran.err
+    assert len(server.questions) == 2 and ran.code == 1  # a line could not be carried out
 
 
 def test_a_saved_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from floe_chat.app.client.remote_address import Address, Key
 from floe_chat.app.client.remote_client import Patience, RemoteClient
 from floe_chat.app.history import History, history_file
 from floe_chat.app.screens.wizard.wizard import WizardScreen
-from floe_chat.app.settings.servers import SavedServer, keep
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.chat.blocks import Welcome
 from textual.pilot import Pilot
@@ -98,18 +97,6 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
             await ask(pilot, "/quality")
             await until(pilot, lambda: f"{host} decides about quality" in screen_text(pilot))
-
-
-async def test_the_models_page_names_saved_servers() -> None:
-    keep(SavedServer("lab", "http://127.0.0.1:1/v1", key="sk-saved"))
-    with serving(recorded("vllm")) as server:
-        async with connected(server) as pilot:
-            await ask(pilot, "/models")
-            await until(pilot, lambda: "Servers: lab. To chat there: floe-chat --connect NAME" in screen_text(pilot))
-            assert "sk-saved" not in screen_text(pilot)
-            await pilot.press("enter")  # a local model, which this program cannot go back to
-            await until(pilot, lambda: "floe-chat is connected to" in screen_text(pilot))
-            assert status(pilot).state == "ready"
 
 
 async def test_stop_closes_the_connection_and_keeps_the_text() -> None:

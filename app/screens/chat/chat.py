@@ -72,7 +72,7 @@ class ChatScreen(Ground, Screen[None]):
         dialogue = Dialogue(history, setup)
         self._transcript = Transcript(dialogue.messages)
         self._writing = Writing(client.count, lambda: self.controller.answering.question_room())
-        self.dashboard = Dashboard(self, client.remote)
+        self.dashboard = Dashboard(self)
         self._copying = Copying(self._transcript, self.dashboard.status)
         view = View(self._transcript, self._writing, self.dashboard, self)
         self.controller = Controller(client, self._bridge, history, dialogue, view, max_new_tokens, personas)

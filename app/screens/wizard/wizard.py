@@ -18,6 +18,7 @@ from ....models import catalog
 from ....models.catalog_entry import CatalogEntry
 from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
+from ....models.quantities import size
 from ...background import in_background
 from ...setup import elsewhere
 from ...setup.setups import Setups, Survey, Surveyor, survey
@@ -348,9 +349,11 @@ class WizardScreen(WizardAccess):
             if yes:
                 in_background(self, lambda: _given_up(self._setups, wanted), deleted)
 
-        again = "To use the model, it has to be downloaded and packed again."
-        page = RemoveScreen(wanted.name, [wanted.place, wanted.fetched], wanted.taken, again=again)
-        self.app.push_screen(page, answered)
+        again = (
+            "This will be deleted, with everything in it. To use the model, it has to be downloaded and packed again."
+        )
+        where = [str(wanted.place), str(wanted.fetched)]
+        self.app.push_screen(RemoveScreen(f"{wanted.name}, {size(wanted.taken)}", where, again=again), answered)
 
     def _leave(self, result: str | None) -> None:
         if self._progress("done", "failed"):

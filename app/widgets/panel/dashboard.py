@@ -29,19 +29,16 @@ class Dashboard:
         figures: the latest ones. context_used: the tokens of the window that are shown next time.
     """
 
-    def __init__(self, screen: Screen[Any], remote: str = "") -> None:
-        """`remote`: the host that everything is sent to, "" for none."""
+    def __init__(self, screen: Screen[Any]) -> None:
         self._screen = screen
         self._unpainted = False
         self._next_paint: Timer | None = None
         self._layout = _LAYOUTS[0]
-        self.figures = PanelFigures(remote=remote)
+        self.figures = PanelFigures()
         self.context_used: int | None = None
         self.panel = PerformancePanel()
-        self.panel.set_class(bool(remote), "-remote")
         self.strip = PanelStrip()
         self.status = StatusLine()
-        self.status.set_reactive(StatusLine.remote, remote)
 
     # The panel
 
@@ -91,6 +88,17 @@ class Dashboard:
         self.status.remark(text)
 
     # Figures
+
+    def show_remote(self, host: str) -> None:
+        """Show that everything is sent to `host` from now on, or nothing (""), and no figures of another engine."""
+        self._screen.app.sub_title = f"remote {host}" if host else ""  # on pages that hide the chat
+        if host == self.figures.remote:
+            return
+        self.figures.turn_to(host)
+        self.panel.set_class(bool(host), "-remote")
+        self.status.remote, self.status.preset, self.status.context_window = host, "", None
+        self._unpainted = True
+        self._paint()
 
     def show_loaded(self, loaded: Loaded) -> None:
         """Show the model that answers."""

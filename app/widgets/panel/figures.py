@@ -47,6 +47,12 @@ class PanelFigures:
         """Where rows came from; None if all rows are in the computing device's memory, or nothing is known yet."""
         return self.stats.rows if self.stats else None
 
+    def turn_to(self, remote: str) -> None:
+        """Another engine answers: its figures are to come."""
+        self.remote, self.loaded, self.stats, self._aside = remote, None, None, None
+        self.running, self.context_used = False, None
+        self.speeds.clear()
+
     def resume(self) -> None:
         """Show what came while paused."""
         self.paused = False

@@ -14,6 +14,7 @@ from textual.widgets.option_list import Option
 from ....models import catalog
 from ....models.errors import FloeError
 from ....models.quantities import size
+from ...settings.servers import SavedServer, servers
 from ...setup.leftovers import Leftover, leftovers
 from ...setup.links import shown
 from ...setup.wish import Wish, unfinished
@@ -28,9 +29,15 @@ HEADINGS = {
     "installed": "Installed · bits per weight: up / gate and down / attention",
     "unfinished": "Unfinished setups",
     "left": "Left over by setups that nothing continues",
+    "server": "Servers · your questions are sent there",
     "available": "Available, the smallest first",
 }
-_OTHER = "Another model: type a hub id, an address, a folder or a GGUF file …"
+OTHER, SERVER = "other", "server"
+"""The ids of the lines that lead to what is not listed yet."""
+_LINES = {
+    OTHER: "Another model: type a hub id, an address, a folder or a GGUF file …",
+    SERVER: "A server that answers instead of this machine: type its address …",
+}
 _NAME, _SIZE = 32, 8
 _STUCK = "This setup cannot be continued"
 
@@ -41,10 +48,11 @@ class Model:
 
     Attributes:
         bytes: on the disk, or of its download. about: in a few words. details: in sentences. trouble: why it cannot be
-            used, or "". wish: the unfinished setup. left: what a setup left that cannot be continued.
+            used, or "". wish: the unfinished setup. left: what a setup left that cannot be continued. server: where it
+            answers, if not here.
     """
 
-    kind: Literal["installed", "unfinished", "left", "available"]
+    kind: Literal["installed", "unfinished", "left", "server", "available"]
     name: str
     bytes: int
     about: str
@@ -53,13 +61,14 @@ class Model:
     folder: Path | None = None
     wish: Wish | None = None
     left: Leftover | None = None
+    server: SavedServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModels:
     """All models, in list order; bytes free on the models folder's disk, None if unknown.
 
-    trouble: why nothing could be found, or "".
+    trouble: why nothing could be found, or no server, or "".
     """
 
     models: tuple[Model, ...]
@@ -87,12 +96,14 @@ def look(entries: Sequence[CatalogEntry]) -> KnownModels:
     models += [_unfinished(wish) for wish in wishes]
     models += [Model("left", one.name, one.bytes, "", one.cause, _STUCK, left=one) for one in left]
     here = {one.name for one in models}
+    saved, trouble = _servers()
+    models += saved
     models += [_available(entry) for entry in entries if entry.name not in here and entry.folder is None]
     try:
         free = room(catalog.models_folder())
     except OSError:
         free = None
-    return KnownModels(tuple(models), free, catalog.models_folder())
+    return KnownModels(tuple(models), free, catalog.models_folder(), trouble)
 
 
 def line(model: Model, *, here: bool) -> Content:
@@ -100,6 +111,8 @@ def line(model: Model, *, here: bool) -> Content:
     name = printable(model.name)
     mark = ("● ", "$primary") if here else "  "
     about = ("cannot be used", "$text-error") if model.trouble else (printable(model.about), MUTED)
+    if model.server is not None:
+        return Content.assemble(mark, (f"{name:<{_NAME}}", "bold"), f"{'remote':>{_SIZE}}  ", about)
     return Content.assemble(mark, (f"{name:<{_NAME}}", "bold"), f"{size(model.bytes):>{_SIZE}}  ", about)
 
 
@@ -124,6 +137,21 @@ def _unfinished(wish: Wish) -> Model:
     return Model("unfinished", wish.name, wish.taken, "so far", details, wish=wish)
 
 
+def _servers() -> tuple[list[Model], str]:
+    """The saved servers, and why they cannot be read, or ""."""
+    try:
+        saved = servers()
+    except FloeError as error:
+        return [], f"{error.title}. {error.cause} {error.hint}"
+    return [Model("server", one.name, 0, one.url, _sent(one), server=one) for one in saved], ""
+
+
+def _sent(server: SavedServer) -> str:
+    model = f"Its model {server.model} answers." if server.model else "Its only model answers."
+    key = "A key is saved." if server.key else "No key is saved."
+    return f"Your questions, the chat before them and attached files are sent to {server.url}. {model} {key}"
+
+
 def _available(entry: CatalogEntry) -> Model:
     about = plan_words.about(entry)
     fetched = entry.ready.bytes if entry.ready else entry.checkpoint_bytes
@@ -132,9 +160,9 @@ def _available(entry: CatalogEntry) -> Model:
 
 
 class ModelList(OptionList):
-    """The models under their headings, and a line for another one.
+    """The models under their headings, and lines for another model and for a server.
 
-    `models`: the model of each row; None is a heading, or that line.
+    `models`: the model of each row; None is a heading, or one of those lines.
     """
 
     def __init__(self) -> None:
@@ -147,20 +175,35 @@ class ModelList(OptionList):
         at = self.highlighted
         return self.models[at] if at is not None and at < len(self.models) else None
 
-    def show(self, found: KnownModels, current: str | None) -> None:
-        """Show what was found; the highlight stays on its model. `current` is marked."""
-        before = self.model
+    @property
+    def on_server_line(self) -> bool:
+        """Whether the line that leads to a server is highlighted."""
+        at = self.highlighted
+        return at is not None and self.get_option_at_index(at).id == SERVER
+
+    def show(self, found: KnownModels, current: SavedServer | str | None, to: str | None = None) -> None:
+        """Show what was found; the highlight stays on its model, or goes `to` the one of this name. `current`, a
+        model's name or a server, is marked.
+        """
+        to = to or (self.model.name if self.model else None)
         self.models = []
         self.clear_options()
-        kind = ""
-        for model in found.models:
-            if model.kind != kind:
-                kind = model.kind
-                self.models.append(None)
-                self.add_option(Option(Content.styled(HEADINGS[kind], "bold $primary"), disabled=True))
-            self.models.append(model)
-            self.add_option(Option(line(model, here=model.name == current)))
-        self.models.append(None)
-        self.add_option(Option(Content.styled(f"  {_OTHER}", "italic")))
-        same = (at for at, one in enumerate(self.models) if one and before and one.name == before.name)
+        for kind, heading in HEADINGS.items():
+            listed = [model for model in found.models if model.kind == kind]
+            if listed or kind == SERVER:
+                self._add(Option(Content.styled(heading, "bold $primary"), disabled=True))
+            for model in listed:
+                self._add(Option(line(model, here=(model.server or model.name) == current)), model)
+            if kind == SERVER:
+                self._add(_leading(SERVER))
+        self._add(_leading(OTHER))
+        same = (at for at, one in enumerate(self.models) if one and one.name == to)
         self.highlighted = next(same, 1)
+
+    def _add(self, row: Option, model: Model | None = None) -> None:
+        self.models.append(model)
+        self.add_option(row)
+
+
+def _leading(to: str) -> Option:
+    return Option(Content.styled(f"  {_LINES[to]}", "italic"), id=to)

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx2
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.loading import wait_until_loaded
-from floe_chat.app.server.application import Server, application
+from floe_chat.app.server.application import application
+from floe_chat.app.server.connections import PAUSE_S, Server
 from floe_chat.app.server.desk import Desk
 from floe_chat.app.server.guard import LOOPBACK, Guard
 from floe_chat.engine.events import Sampling
@@ -33,6 +34,7 @@ class Served:
 
     root: str
     desk: Desk
+    server: Server
     key: str | None = None
 
     @property
@@ -61,6 +63,14 @@ class Served:
         lines = httpx2.get(f"{self.root}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split(" ")[0].partition("{")[0] == name)
 
+    def until_connections(self, number: int) -> None:
+        """Wait until so many are open."""
+        for _ in range(600):
+            if len(self.server.server_state.connections) == number:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{len(self.server.server_state.connections)} connections are open")
+
     def until(self, name: str, value: float) -> None:
         """Wait for it."""
         for _ in range(600):
@@ -71,22 +81,28 @@ class Served:
 
 
 @contextmanager
-def serving(pack: Path, queue: int = 64, key: str | None = None, origins: tuple[str, ...] = ()) -> Generator[Served]:
-    """The model in `pack`, drawing the likeliest token unless a request says otherwise."""
+def serving(
+    pack: Path, queue: int = 64, key: str | None = None, origins: tuple[str, ...] = (), *, pause: float = PAUSE_S
+) -> Generator[Served]:
+    """The model in `pack`, drawing the likeliest token unless a request says otherwise. With a `pause` of its own, the
+    system holds little of what nobody takes.
+    """
     client = ChatClient(pack)
     client.start()
     desk = Desk(client, wait_until_loaded(client), queue)
     guard = Guard(key, LOOPBACK if key is None else None, origins)
-    app = application(desk, Sampling(temperature=0.0, min_p=0.0), guard, origins)
+    app = application(desk, Sampling(temperature=0.0, min_p=0.0), guard, origins, pause)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    if pause != PAUSE_S:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
     listening.bind(("127.0.0.1", 0))
-    server = Server(app, desk)
+    server = Server(app, desk, pause)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, key)
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, server, key)
     finally:
         server.should_exit = True
         thread.join(20)

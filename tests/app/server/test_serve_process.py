@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from floe_chat.app.cli.serve import listen_at
 
 PROGRAM = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,3 +98,14 @@ def test_a_port_that_is_taken(tiny_pack: Path) -> None:
         with start("--model", str(tiny_pack), "--port", str(port)) as process:
             _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and f"127.0.0.1:{port}" in err and "--port" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a connection does not inherit this")
+def test_connections_notice_a_client_that_vanished() -> None:
+    """A machine without power says nothing: the system asks it."""
+    with listen_at("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        made, _ = listening.accept()
+        with made:
+            assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+            assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

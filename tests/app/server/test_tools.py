@@ -43,7 +43,7 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": tools(name="get weather")}, "tools[0].function.name"),
     ({"tools": tools(name="x" * 65)}, "tools[0].function.name"),
     ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
