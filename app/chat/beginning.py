@@ -123,8 +123,8 @@ def _connected(
     saved: Conversation | None,
 ) -> Beginning:
     """As `begin`, with the server at `address`."""
-    from ..client.remote_address import Address, Key, read_key
-    from ..client.remote_client import RemoteClient
+    from ..client.remote.address import Address, Key, read_key
+    from ..client.remote.client import RemoteClient
     from ..settings.servers import SavedServer, is_name, server
 
     here = [f"--{name}" for name in ("preset", "device", "vram") if name in given]

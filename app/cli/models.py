@@ -153,7 +153,7 @@ def add_server(name: str, url: str, model: str, ask_key: bool) -> None:
 
     Nothing is sent now. A key is asked for, or read from standard input, and saved in a file that only you can read.
     """
-    from ..client.remote_address import Address, Key, need_key
+    from ..client.remote.address import Address, Key, need_key
     from ..settings.servers import SavedServer, keep, servers_file
 
     address = Address.parse(url)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ...models.errors import FloeError, UsageError
-from ..client.remote_address import KEY_VARIABLE, read_key
+from ..client.remote.address import KEY_VARIABLE, read_key
 from ..text.plain_text import printable
 from .options import DRAWING, MODEL, given_by
 

@@ -93,8 +93,8 @@ class Engines:
         self._heard()
 
     def _remote(self, chosen: SavedServer) -> Client:
-        from .remote_address import Address, Key
-        from .remote_client import Patience, RemoteClient
+        from .remote.address import Address, Key
+        from .remote.client import Patience, RemoteClient
 
         # It is asked once: the engine in use goes on if it does not answer.
         patience = Patience(first=None)

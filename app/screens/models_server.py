@@ -76,7 +76,7 @@ class AddServerScreen(ModalScreen["SavedServer | None"]):
             self.dismiss(server)
 
     def _server(self) -> SavedServer:
-        from ..client.remote_address import Address, Key, need_key
+        from ..client.remote.address import Address, Key, need_key
 
         given = {name: field.value.strip() for name, field in self._fields.items()}
         for name, label, example, _hidden in _ROWS[:2]:

@@ -1,5 +1,5 @@
 """What may leave this machine: requests to the user's hub, when a model is requested, and chats with a server that the
-user connects to (`app.client.remote_client`); nothing else.
+user connects to (`app.client.remote.client`); nothing else.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta, Update
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import Patience, RemoteClient
-from floe_chat.app.client.remote_stream import MOST_LINE
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import Patience, RemoteClient
+from floe_chat.app.client.remote.stream import MOST_LINE
 from floe_chat.engine.events import Failed, Finished, Loaded, Notice, Sampling, Stats
 from floe_chat.models.errors import FloeError
 
@@ -276,7 +276,7 @@ def test_a_death_after_the_end_of_the_answer_is_none() -> None:
 
 
 def test_too_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("floe_chat.app.client.remote_answer.MOST_TEXT", 100)
+    monkeypatch.setattr("floe_chat.app.client.remote.answer.MOST_TEXT", 100)
     updates, _server = exchange(Reply(parts=said(*({"content": "x" * 30} for _ in range(9)))))
     assert len(text(updates)) <= 100 and "more text" in failure(updates).cause
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.remote_address import KEY_VARIABLE, Address, Key, read_key
-from floe_chat.app.client.remote_client import RemoteClient
-from floe_chat.app.client.remote_http import proxy_for
+from floe_chat.app.client.remote.address import KEY_VARIABLE, Address, Key, read_key
+from floe_chat.app.client.remote.client import RemoteClient
+from floe_chat.app.client.remote.http import proxy_for
 from floe_chat.app.history import history_file, open_history
 from floe_chat.app.settings.servers import SavedServer, keep, servers_file
 from floe_chat.models.errors import UsageError
@@ -18,7 +18,7 @@ from floe_chat.models.errors import UsageError
 from ..helpers import run_cli
 from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
 
-NEVER_FOR_LOCAL = ("httpx2", "floe_chat.app.client.remote_client", "floe_chat.app.client.remote_http")
+NEVER_FOR_LOCAL = ("httpx2", "floe_chat.app.client.remote.client", "floe_chat.app.client.remote.http")
 
 
 def test_ask() -> None:

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import Patience, RemoteClient
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.app.history import History, history_file
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups

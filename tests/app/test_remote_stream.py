@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from floe_chat.app.client import remote_stream
-from floe_chat.app.client.remote_models import offered
-from floe_chat.app.client.remote_stream import NotAnAnswerError, Piece, SafeText, events, piece_of
+from floe_chat.app.client.remote import stream as remote_stream
+from floe_chat.app.client.remote.models import offered
+from floe_chat.app.client.remote.stream import NotAnAnswerError, Piece, SafeText, events, piece_of
 
 from .model_server import RECORDED
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import Patience, RemoteClient
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 
 from ..helpers import run_cli

@@ -12,8 +12,8 @@ import pytest
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.engines import Engines
 from floe_chat.app.client.interface import Client
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import Patience, RemoteClient
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.app.history import History
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx2
 import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import RemoteClient
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 
 from .test_own_client import heard

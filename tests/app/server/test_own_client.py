@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from floe_chat.app.client.interface import PromptTurn, TextDelta, Update
-from floe_chat.app.client.remote_address import Address, Key
-from floe_chat.app.client.remote_client import RemoteClient
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 from floe_chat.models.catalog import asset
 

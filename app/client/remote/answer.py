@@ -9,16 +9,16 @@ from typing import Any
 
 import httpx2
 
-from ...engine.events import Finished, Notice
-from ...models.errors import FloeError
-from ...models.hub import hub_errors
-from .interface import TextDelta, ThoughtDelta, Update
-from .remote_address import Address, Key
-from .remote_http import PASSING, body_of, is_too_long, need_plain, new_client, no_answer, not_spoken, refusal, too_long
-from .remote_meter import Meter
-from .remote_models import MOST_LIST, Offered, choose, offered
-from .remote_request import refused, without
-from .remote_stream import MOST_LINE, MOST_TEXT, NotAnAnswerError, Piece, SafeText, events, piece_of
+from ....engine.events import Finished, Notice
+from ....models.errors import FloeError
+from ....models.hub import hub_errors
+from ..interface import TextDelta, ThoughtDelta, Update
+from .address import Address, Key
+from .http import PASSING, body_of, is_too_long, need_plain, new_client, no_answer, not_spoken, refusal, too_long
+from .meter import Meter
+from .models import MOST_LIST, Offered, choose, offered
+from .request import refused, without
+from .stream import MOST_LINE, MOST_TEXT, NotAnAnswerError, Piece, SafeText, events, piece_of
 
 _LIST_S = 20.0  # that a list of models may take
 _FIGURES = 0.2  # seconds between two reports of figures

@@ -21,11 +21,11 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx2
 
-from ...models.errors import AccessError, FloeError, TryAgainError, UsageError
-from ...models.hub import hub_errors
-from ...models.hub.hub_request import certificates, is_compressed, short_body
-from ...models.private_file import loads
-from .remote_address import KEY_VARIABLE, Address, Key
+from ....models.errors import AccessError, FloeError, TryAgainError, UsageError
+from ....models.hub import hub_errors
+from ....models.hub.hub_request import certificates, is_compressed, short_body
+from ....models.private_file import loads
+from .address import KEY_VARIABLE, Address, Key
 
 _CONNECT_S = 10.0
 _TOO_LONG = re.compile(  # as vLLM, SGLang, llama-server (also older ones), Ollama, LM Studio and TGI say it

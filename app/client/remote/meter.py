@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ...engine.events import Stats
-from .remote_stream import Usage
+from ....engine.events import Stats
+from .stream import Usage
 
 _LAST = 1.0  # seconds over which the present speed is measured
 

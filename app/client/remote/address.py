@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from ...models import private_file
-from ...models.errors import UsageError
+from ....models import private_file
+from ....models.errors import UsageError
 
 KEY_VARIABLE = "FLOE_CHAT_KEY"
 _LONGEST_KEY = 8192  # bytes

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...models.errors import UsageError
-from ...models.private_file import loads
-from ...models.visible import as_name
-from .remote_address import Address
-from .remote_stream import is_count
+from ....models.errors import UsageError
+from ....models.private_file import loads
+from ....models.visible import as_name
+from .address import Address
+from .stream import is_count
 
 MOST_LIST = 8 << 20  # bytes of a list of models; those of large hosts have some hundred KB
 _SHOWN = 8

@@ -15,17 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...engine.events import Failed, Finished, Loaded, Loading, Notice, Rule, Sampling
-from ...engine.mailbox import Mailbox
-from ...models.errors import FloeError, TryAgainError, UsageError
-from ..settings.servers import SavedServer
-from .interface import Choice, Cost, PromptTurn, Submitted, Update
-from .remote_address import Address, Key
-from .remote_meter import Meter
-from .remote_models import Offered, as_name
+from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule, Sampling
+from ....engine.mailbox import Mailbox
+from ....models.errors import FloeError, TryAgainError, UsageError
+from ...settings.servers import SavedServer
+from ..interface import Choice, Cost, PromptTurn, Submitted, Update
+from .address import Address, Key
+from .meter import Meter
+from .models import Offered, as_name
 
 if TYPE_CHECKING:
-    from .remote_answer import Server
+    from .answer import Server
 
 _LONGEST_S = 30.0  # between two tries to reach a server
 _CHARACTERS = 3.0  # per token, before a server has counted some: fewer than most texts have
@@ -161,7 +161,7 @@ class RemoteClient:
         Raises:
             FloeError: no connection yet, or still busy; thinking is to be continued.
         """
-        from .remote_request import body, without
+        from .request import body, without
 
         if self._model is None:
             raise TryAgainError(f"{self.remote} is not connected yet", "", "Wait until it answers.")
@@ -178,7 +178,7 @@ class RemoteClient:
 
     def _fitting(self, messages: Sequence[PromptTurn], most_new: int) -> tuple[Sequence[PromptTurn], int]:
         """The latest messages that should fit the window, and how many older ones do not. The last one always goes."""
-        from .prompt import offered_turns
+        from ..prompt import offered_turns
 
         if not self._window:
             return messages, 0
@@ -258,8 +258,8 @@ class RemoteClient:
 
     async def _connect(self) -> None:
         """Learn which model answers; tries again while a failure may pass, and reports the first."""
-        from ...models.hub.hub_errors import backoff
-        from .remote_answer import Server
+        from ....models.hub.hub_errors import backoff
+        from .answer import Server
 
         begun, failures = time.perf_counter(), 0
         self._news.put(Loading(f"asking {self.remote} which model it has", 0.0))

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine.events import Sampling
-from .interface import PromptTurn
-from .remote_models import Offered
+from ....engine.events import Sampling
+from ..interface import PromptTurn
+from .models import Offered
 
 _REFUSING = re.compile(
     "not (support|permitted|allowed)|unsupported|unrecogni[sz]ed|unknown|unexpected|extra|invalid", re.IGNORECASE

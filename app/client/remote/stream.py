@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from ...models.private_file import loads
-from ...models.visible import visible
+from ....models.private_file import loads
+from ....models.visible import visible
 
 MOST_LINE = 1 << 20  # bytes of a line: one token's event has some hundred
 MOST_STREAM = 256 << 20  # bytes of an answer with everything around it

@@ -1,0 +1,1 @@
+"""A model that answers on a server, behind the interface of the engine."""
