@@ -216,6 +216,22 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class CardRows:
+    """One of several cards: bytes that its link moved, and busy seconds of it, since the model was loaded; and bytes of
+    its memory by use, see `Rows`.
+    """
+
+    name: str
+    moved: int
+    busy: float
+    pool: int
+    pool_used: int
+    up: int
+    dense: int
+    whole: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Where the rows of active neurons came from in an answer's decode, where device memory holds a part of them only.
 
@@ -237,6 +253,7 @@ class Rows:
         pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else. whole: for
             rows of layers that are all there.
         virtual: whether times are those of a simulated device.
+        cards: of each of several cards; the other figures are of all of them.
     """
 
     ready: float | None
@@ -267,6 +284,7 @@ class Rows:
     left_out: float | None = None
     whole: int = 0
     link_hidden: float | None = None
+    cards: tuple[CardRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

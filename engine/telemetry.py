@@ -15,7 +15,7 @@ from typing import Protocol
 import psutil
 from torch import Tensor
 
-from .events import Rows, Stats
+from .events import CardRows, Rows, Stats
 from .host_copies import to_host
 
 
@@ -97,6 +97,10 @@ class PoolReport(Protocol):
 
     def link_peak(self) -> float:
         """Bytes per second that the link can move."""
+        ...
+
+    def cards(self) -> tuple[CardRows, ...]:
+        """Of each of several cards; empty for one."""
         ...
 
 
@@ -247,6 +251,7 @@ class Telemetry:
             link_busy=_share(busy, max(busy, now - self._prefilled_at)) if decoded else None,
             link_hidden=hidden(moved, busy, total("waited"), total("unused")) if decoded else None,
             virtual=self.clock is not time.perf_counter,
+            cards=memory.cards(),
             **memory.sizes(),
         )
 

@@ -29,9 +29,10 @@ from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_token import CardToken
 from .compiled_token import MOST, TokenPass
+from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
-from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
+from .kv_stores import GrowingStore, KvForm, Layout, Room
 from .layers import (
     DecoderLayer,
     Unsupported,
@@ -56,8 +57,8 @@ class FusedDecoder:
 
     Attributes:
         reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and the parts
-            before and after them; without them torch's operations compute. room: device memory that keys and values may
-            borrow; None if they have their own.
+            before and after them; without them torch's operations compute. rooms: device memory that keys and values
+            may borrow, of each card; None where they have their own.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -76,7 +77,7 @@ class FusedDecoder:
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
-        self.room: Room | None = None
+        self.rooms: list[Room | None] = [None] * max(1, len(self._kv.parts))
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
@@ -94,6 +95,8 @@ class FusedDecoder:
             _log.info("no compiled step: %s", declined)
 
     def _on_card(self) -> str:
+        if self._kv.parts:
+            raise Unsupported("no graph crosses from card to card")
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
         rope = self._rope.tables(0, self._window)
@@ -134,10 +137,7 @@ class FusedDecoder:
 
     def _store(self, bits: int | None = None) -> GrowingStore:
         """bits: of keys and values; None: those of a chat."""
-        layout = self._layout(bits or self._kv.bits)
-        if self.room is not None and self.room.vacant():
-            return BorrowingStore(layout, self.room)
-        return GrowingStore(layout)
+        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms)
 
     def _layout(self, bits: int) -> Layout:
         heads, count = replace(self._layers[0].heads, cache_dtype=self._forms[bits]), len(self._layers)
@@ -175,8 +175,18 @@ class FusedDecoder:
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
-            step = _TorchPass(self._layers, store, rope, start).step
+            step = self._by_torch(store, rope, start)
         return self._through(step, x, store, end)
+
+    def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
+        """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
+        if not isinstance(store, DividedStore):
+            return _TorchPass(self._layers, store, rope, start).step
+
+        def made(layers: range, own: GrowingStore, device: torch.device) -> _TorchPass:
+            return _TorchPass(self._layers[layers.start : layers.stop], own, rope.to(device), start)
+
+        return DividedPass(store, self._kv.parts, made).step
 
     def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
@@ -231,6 +241,7 @@ class FusedDecoder:
 
     def _logits(self, last: Tensor) -> Tensor:
         """(N, H) after the last layer -> (N, V)."""
+        last = last.to(self.device)
         if self.ends is None or len(last) > 1:
             return self._head(norm(last, self._norm, self._eps))
         head = self._head
@@ -283,7 +294,7 @@ class FusedDecoder:
         store = self._store(bits)
         store.reserve(len(ids))
         try:
-            step = _TorchPass(self._layers, store, self._rope.tables(0, len(ids)), 0).step
+            step = self._by_torch(store, self._rope.tables(0, len(ids)), 0)
             return self._through(step, self._embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
@@ -291,7 +302,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = GrowingStore(self._layout(self._kv.bits))
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms))
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -304,7 +315,7 @@ class FusedDecoder:
         x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
-        self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
+        self._step = self._by_torch(store, self._rope.tables(start, start + len(ids)), start)
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
@@ -319,7 +330,7 @@ class FusedDecoder:
         finally:
             self._step = None
         store.length = start + len(ids)
-        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        last = (x[-1:] if added is None else x[-1:] + added[-1:]).to(self.device)
         return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:

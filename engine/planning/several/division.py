@@ -70,10 +70,7 @@ class Divided:
         Raises:
             UsageError: more cards than layers, or a card has too little memory.
         """
-        if len(self.cards) > self.needs.layers:
-            cause = f"It has {self.needs.layers} layers with experts, and each card needs one."
-            raise UsageError(f"A model cannot be divided among {len(self.cards)} cards", cause, "Name fewer cards.")
-        counts = self._in_proportion()
+        counts = self.in_proportion()
         for step in _STEPS:
             while (better := self._moved(counts, step)) != counts:
                 counts = better
@@ -88,16 +85,31 @@ class Divided:
         Raises:
             UsageError: it is none of this model's, or a card has too little memory.
         """
-        if len(counts) != len(self.cards) or min(counts) < 1 or sum(counts) != self.needs.layers:
-            told = ", ".join(map(str, counts))
-            raise UsageError(f"{self.needs.layers} layers cannot be divided into {told}", "", "")
-        parts = self._parts(tuple(counts))
+        parts = self._parts(self.checked(counts))
         if parts is None:
             raise self._too_little(tuple(counts))
         return parts
 
-    def _in_proportion(self) -> tuple[int, ...]:
-        """To the cards' memory; at least one layer for each."""
+    def checked(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """The counts, if they are a division of this model's layers among these cards.
+
+        Raises:
+            UsageError: they are none.
+        """
+        if len(counts) != len(self.cards) or min(counts) < 1 or sum(counts) != self.needs.layers:
+            told = ", ".join(map(str, counts))
+            raise UsageError(f"{self.needs.layers} layers cannot be divided into {told}", "", "")
+        return tuple(counts)
+
+    def in_proportion(self) -> tuple[int, ...]:
+        """Layers of each card, in proportion to the cards' memory; at least one.
+
+        Raises:
+            UsageError: more cards than layers.
+        """
+        if len(self.cards) > self.needs.layers:
+            cause = f"It has {self.needs.layers} layers with experts, and each card needs one."
+            raise UsageError(f"A model cannot be divided among {len(self.cards)} cards", cause, "Name fewer cards.")
         layers, total = self.needs.layers, sum(card.budget for card in self.cards)
         ends = [round(layers * sum(card.budget for card in self.cards[:n]) / total) for n in range(len(self.cards) + 1)]
         for n in range(1, len(ends)):
@@ -117,7 +129,7 @@ class Divided:
 
     def _seconds(self, counts: tuple[int, ...]) -> float:
         total = 0.0
-        for card, layers in enumerate(_ranges(counts)):
+        for card, layers in enumerate(ranges(counts)):
             part = self._part(card, self._key(layers))
             if part is None:
                 total += _LACKING + self._lacking(card, layers)
@@ -127,7 +139,7 @@ class Divided:
 
     def _parts(self, counts: tuple[int, ...]) -> tuple[Part, ...] | None:
         parts: list[Part] = []
-        for card, layers in enumerate(_ranges(counts)):
+        for card, layers in enumerate(ranges(counts)):
             part = self._part(card, self._key(layers))
             if part is None:
                 return None
@@ -177,7 +189,7 @@ class Divided:
         told = [
             f"{self.cards[card].name} has {size(self.cards[card].budget)} to use and lacks {size(lacking)} for "
             f"{_count(len(layers))} with their experts in RAM"
-            for card, layers in enumerate(_ranges(counts))
+            for card, layers in enumerate(ranges(counts))
             if (lacking := self._lacking(card, layers))
         ]
         cause = f"{'; '.join(told)}." if told else ""
@@ -200,7 +212,8 @@ def part_needs(needs: Needs, takes: Footprint, layers: int, *, first: bool) -> N
     )
 
 
-def _ranges(counts: Sequence[int]) -> list[range]:
+def ranges(counts: Sequence[int]) -> list[range]:
+    """Neighbouring ranges of so many layers."""
     ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return [range(first, last) for first, last in itertools.pairwise(ends)]
 
