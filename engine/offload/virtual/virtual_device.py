@@ -93,18 +93,22 @@ class VirtualDevice(Device):
 
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router; in a prompt each token attends to half of the others."""
-        if self._comes is not None:
-            self.clock.wait("gpu", self._arrival(*self._comes, tokens))
-            self._comes = None
+        self.arrive(tokens)
         card, flops = self.card, 2.0 * self._dense_weights * tokens + 2.0 * self._hidden * tokens**2
         # Of a prompt, each kernel is launched by itself.
         work = card.graph_s if tokens == 1 else card.gpu_s
         self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
 
     def follow(self, other: VirtualDevice) -> None:
-        """Go on where another card has got to; the next `dense` waits for its stream."""
+        """Go on where another card has got to; the next work waits for its stream, see `arrive`."""
         self.meet(other)
         self._comes = other.clock.end("gpu"), other.card
+
+    def arrive(self, tokens: int) -> None:
+        """What the GPU gets now waits for the stream of so many tokens, if that comes from another card."""
+        if self._comes is not None:
+            self.clock.wait("gpu", self._arrival(*self._comes, tokens))
+            self._comes = None
 
     def meet(self, other: Device) -> None:
         """See `Device`."""
