@@ -217,8 +217,11 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class CardRows:
-    """One of several cards: bytes that its link moved, and busy seconds of it, since the model was loaded; and bytes of
-    its memory by use, see `Rows`.
+    """One of several cards.
+
+    Attributes:
+        moved, busy: bytes that its link moved in decode, and its busy seconds. pool, pool_used, up, dense, whole: bytes
+            of its memory, see `Rows`. moved_per_token: None before anything was counted.
     """
 
     name: str
@@ -229,6 +232,7 @@ class CardRows:
     up: int
     dense: int
     whole: int
+    moved_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from .bench.table import measuring
 from .printing.plan_page import cards_text, text_of, text_of_all
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ...engine.planning.machine import Described, Machine
     from ...engine.planning.plan import Plan
 
@@ -42,6 +44,7 @@ _LIST = "list"
     help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards. Give it "
     "twice for a machine with two cards that share the work.",
 )
+@click.option("--devices", metavar="NAME,NAME", help="This machine's cards that would share the model: cuda:0,cuda:1.")
 @click.option("--context", type=click.IntRange(1), help="Context to reserve, in tokens.  [default: 4096]")
 @click.option(
     "--kv-bits",
@@ -60,6 +63,7 @@ def plan(
     disk_free: str | None,
     pcie: str | None,
     cards: tuple[str, ...],
+    devices: str | None,
     context: int | None,
     kv_bits: str | None,
     keep_source: bool,
@@ -95,6 +99,7 @@ def plan(
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
     card, others = (cards[0], cards[1:]) if cards else (None, ())
+    among = [] if devices is None else devices.split(",")
     said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2], others)
     wanted: dict[str, Any] = {
         "context": context or CONTEXT,
@@ -103,7 +108,7 @@ def plan(
         "kv_bits": None if kv_bits is None else int(kv_bits),
     }
     if model is None:
-        plans = offers(_machine(said), **wanted)
+        plans = offers(_machine(said, among), **wanted)
         first = recommended(plans)
         fields = {
             "version": version("floe-chat"),
@@ -115,7 +120,7 @@ def plan(
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
-    found = make(_machine(said), entry, **wanted)
+    found = make(_machine(said, among), entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
 
@@ -145,18 +150,41 @@ def here() -> Machine:
     return machine.here(hardware.probe(folder), measured)
 
 
-def _machine(said: Described) -> Machine:
+def _machine(said: Described, among: Sequence[str]) -> Machine:
     """The machine to plan for. With a named card, this machine only adds RAM and disk, so it is not measured."""
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder
 
+    if among:
+        if not said.empty:
+            raise click.UsageError("--devices is about this machine. Leave out what describes another one.")
+        return _with_cards(here(), among)
     if said.empty:
         return here()
     if said.card in (None, machine.NO_CARD):
         return machine.described(said, here())
     base = machine.here(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()))
     return machine.described(said, base)
+
+
+def _with_cards(machine: Machine, names: Sequence[str]) -> Machine:
+    """This machine with the cards of these names.
+
+    Raises:
+        UsageError: there is no such card, or it is named twice.
+    """
+    from ...engine.machine import hardware
+    from ...engine.planning import device_choice, rates
+    from ...engine.planning.machine import here_with
+    from ...models.catalog import models_folder
+
+    places = [device_choice.real_place(name.strip())[0] for name in names]
+    if "cpu" in places or len({*places}) < len(places):
+        raise UsageError("--devices names different cards of this machine", "", "Such as --devices cuda:0,cuda:1.")
+    indices = [int(place.partition(":")[2]) for place in places]
+    made = here_with(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()), indices)
+    return made if len(indices) > 1 else machine
 
 
 def _positive(name: str, rate: float | None) -> float | None:

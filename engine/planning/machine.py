@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,9 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
+    if index is None and len(usable) > 1:
+        named = ",".join(f"cuda:{gpu.index}" for gpu in usable)
+        told["gpus"] = f"It has {len(usable)} GPUs: floe-chat --devices {named} shares a model among them."
     if found.remedy:
         told["remedy"] = found.remedy
     told["ram"] = _of_ram(found.ram_total)
@@ -160,6 +163,12 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         told["container"] = f"Its container may use {memory(found.ram_limit)} of memory."
     doubt = MEASURED_DOUBT if measured and not measured.disturbed else ASSUMED_DOUBT
     return Machine(name, ram, vram, found.disk_free, cores, speeds, doubt, told)
+
+
+def here_with(found: Hardware, measured: Measured | None, indices: Sequence[int]) -> Machine:
+    """This machine, with several of its GPUs; see `here`."""
+    first, *others = (here(found, measured, index) for index in indices)
+    return dataclasses.replace(first, others=tuple(others))
 
 
 def _of_ram(ram: int) -> str:
