@@ -27,6 +27,7 @@ from . import graphs
 from .attention import GroupedAttention, LatentAttention
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
+from .card.card_parts import CardParts
 from .card.card_token import CardToken
 from .compiled_token import MOST, TokenPass
 from .divided import DividedPass, DividedStore, made_store
@@ -82,7 +83,7 @@ class FusedDecoder:
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
         self._card: CardToken | None = None
-        self._graphs: CardLayers | None = None
+        self._graphs: CardLayers | CardParts | None = None
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -95,12 +96,13 @@ class FusedDecoder:
             _log.info("no compiled step: %s", declined)
 
     def _on_card(self) -> str:
-        if self._kv.parts:
-            raise Unsupported("no graph crosses from card to card")
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
+        if self._kv.parts:
+            self._graphs = CardParts(self._layers, ends, self._kv.parts)
+            return "one graph per layer and token, on each card"
         try:
             self._card = CardToken(self._layers, ends)
         except Unsupported as declined:
@@ -195,14 +197,18 @@ class FusedDecoder:
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:
             layers.begin(token, position, store)
-            added = None if layers.pooled() else self._walk(layers.step, self._embedding[:1])[1]
-            logits = layers.run(count) if added is None else layers.end(count, added)
+            if isinstance(layers, CardParts) or layers.pooled():
+                logits = layers.run(count)
+            elif (added := self._walk(layers.step, self._embedding[:1])[1]) is not None:
+                logits = layers.end(count, added)
+            else:
+                logits = layers.run(count)
         else:
             return None
         store.length = position + 1
         return logits
 
-    def _layers_now(self) -> CardLayers | None:
+    def _layers_now(self) -> CardLayers | CardParts | None:
         """The layers' graphs with what is in force captured, if there are any."""
         try:
             if self._graphs is not None:

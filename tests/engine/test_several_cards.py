@@ -17,6 +17,8 @@ from floe_chat.engine.decoder.kv_stores import KvPart, Layout
 from floe_chat.engine.events import Advanced
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.machine import hardware
+from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.cards import named
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
@@ -24,7 +26,10 @@ from floe_chat.engine.offload.pools import Pools
 from floe_chat.engine.offload.virtual.virtual_device import Turns, VirtualDevice
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.planning.opened_pack import Asked
+from floe_chat.engine.planning.several import placement
 from floe_chat.engine.planning.several.division import part_needs
+from floe_chat.engine.planning.several.placement import Placement
 from floe_chat.kernels.step import Stepped
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -288,6 +293,43 @@ def test_what_cannot_share_a_model_is_refused(pack: Path, device: str, said: str
     with pytest.raises(UsageError) as refused:
         load(pack, None, device, silent, vram=1 << 24)
     assert said in f"{refused.value.title} {refused.value.cause}"
+
+
+def chosen(pack: Path, device: str, *, vram: int | None = None, asked: Asked | None = None) -> Placement:
+    packed, preset = PackedModel.open(pack), SKIPPING
+    layers = [packed.layer(index) for index in range(LAYERS)]
+    given = packed.manifest, layers, read_config(pack), vram, preset, asked or Asked(), packed
+    return placement.choose(device, *given)
+
+
+def test_gpus_of_this_machine_share_a_model(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named only: nothing is put on them."""
+    free = {"cuda:0": int(2.2 * needs.whole()), "cuda:1": int(1.1 * needs.whole()), "cuda:2": 1 << 12}
+    names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060")
+    gpus = tuple(Gpu(name, "8.6", 12 << 30, free[f"cuda:{n}"], n) for n, name in enumerate(names))
+    monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (free[str(place)], 12 << 30))  # pyright: ignore[reportUnknownLambdaType]
+    found = chosen(pack, "cuda:0, cuda:1", asked=Asked(division=(2, 3)))
+    assert found.places == ("cuda:0", "cuda:1") and [part.layers for part in found.parts] == [range(2), range(2, 5)]
+    assert found.budget == sum(int(free[place] * 0.92) for place in found.places)
+    assert [part.choice.cap for part in found.parts] == [free[place] for place in found.places]
+    kv = found.kv(torch.device)
+    assert [(str(part.device), part.layers) for part in kv.parts] == [("cuda:0", range(2)), ("cuda:1", range(2, 5))]
+    assert [found.number(layer) for layer in range(LAYERS)] == [0, 0, 1, 1, 1]
+    whole = found.parts[1].choice
+    assert whole.shares.place == "gpu" and whole.make is None
+    pooled = chosen(pack, "cuda:1,cuda:0", asked=Asked(POOL, division=(4, 1)))
+    assert all(part.choice.make is not None and part.choice.shares.place == "pool" for part in pooled.parts)
+    assert "4 on cuda:1, 1 on cuda:0" in pooled.why
+    for device, said in (
+        ("cuda,cuda:0", "cuda:0 is named twice"),
+        ("cuda:0,cuda:7", "3 GPUs"),
+        ("cuda:0,cpu", "by itself"),
+        ("cuda:0,cuda:2", "cuda:2 has"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            chosen(pack, device)
+        assert said in f"{refused.value.title} {refused.value.cause}".replace("There", "there"), refused.value
 
 
 def test_a_card_with_too_little_memory_is_told_what_it_lacks(pack: Path) -> None:
