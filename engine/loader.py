@@ -119,6 +119,9 @@ def load(
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
     pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division))
+    if library and len({*pack.placement.places}) > 1:
+        cause = "transformers' own model runs on one device."
+        raise UsageError("Several cards cannot be used for this", cause, "Name one card with --device.")
     for part in pack.placement.parts:
         part.choice.enforce()
     why_threads = _set_threads(pack)

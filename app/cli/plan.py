@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def plan(
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ...engine.context import CONTEXT
     from ...engine.planning.machine import Described
-    from ...engine.planning.plan import make, offers, recommended
+    from ...engine.planning.plan import make, offers
     from ...models.catalog import described
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
@@ -108,21 +109,27 @@ def plan(
         "kv_bits": None if kv_bits is None else int(kv_bits),
     }
     if model is None:
-        plans = offers(_machine(said, among), **wanted)
-        first = recommended(plans)
-        fields = {
-            "version": version("floe-chat"),
-            "recommended": first.entry.name if first else None,
-            "plans": [as_fields(one) for one in plans],
-        }
-        click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
-        ctx.exit(0 if any(one.chosen for one in plans) else 1)
+        ctx.exit(_all(offers(_machine(said, among), **wanted), as_json=as_json))
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
     found = make(_machine(said, among), entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
+
+
+def _all(plans: Sequence[Plan], *, as_json: bool) -> int:
+    """Print a plan of every listed model; the exit code."""
+    from ...engine.planning.plan import recommended
+
+    first = recommended(plans)
+    fields = {
+        "version": version("floe-chat"),
+        "recommended": first.entry.name if first else None,
+        "plans": [as_fields(one) for one in plans],
+    }
+    click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
+    return 0 if any(one.chosen for one in plans) else 1
 
 
 def as_fields(plan: Plan) -> dict[str, Any]:
@@ -137,17 +144,24 @@ def as_fields(plan: Plan) -> dict[str, Any]:
 
 
 def here() -> Machine:
-    """This machine, measured the first time and again if other programs disturbed that; takes some seconds."""
+    """This machine, measured the first time and again if other programs disturbed that; takes some seconds. With the
+    cards of the settings, where these name several.
+    """
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder
+    from ..settings.file import read, settings_file
 
     folder = models_folder()
     measured = rates.reliable()
     if measured is None:
         with measuring() as report:
             measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
-    return machine.here(hardware.probe(folder), measured)
+    here = machine.here(hardware.probe(folder), measured)
+    device = read(settings_file()).settings.device
+    with suppress(UsageError):  # cards that are no longer there
+        return _with_cards(here, device.split(",")) if device.startswith("cuda") and "," in device else here
+    return here
 
 
 def _machine(said: Described, among: Sequence[str]) -> Machine:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from floe_chat.app.settings.file import settings_file
+from floe_chat.engine.planning import rates
+from floe_chat.engine.planning.rates import Measured
 
 from ..helpers import run_cli
 
@@ -48,3 +51,13 @@ def test_what_cannot_be_shared_is_refused(options: tuple[str, ...], said: str) -
 def test_a_plan_for_cards_that_are_not_here() -> None:
     ran = run_cli("plan", "demo", "--devices", "cuda:0,cuda:1", "--card", "3060")
     assert ran.code == 2 and "about this machine" in ran.err
+
+
+def test_cards_of_the_settings_that_are_gone_do_not_hinder_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_file().parent.mkdir(parents=True, exist_ok=True)
+    settings_file().write_text('[chat]\ndevice = "cuda:0,cuda:1"\n', encoding="utf-8")
+    measured = Measured({"memory read": 3e10, "disk read": 1e9}, {}, "2026-11-21T09:00:00")
+    monkeypatch.setattr(rates, "reliable", lambda: measured)
+    assert run_cli("plan", "demo").code == 0
+    answered = run_cli(*ASKED)
+    assert answered.code == 2 and "cannot be used" in answered.err

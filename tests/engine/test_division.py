@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from floe_chat.engine.bench.synthetic import sizes_of
+from floe_chat.engine.machine import hardware
+from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.cards import named
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.planning import machine, memory_plan
@@ -165,3 +168,14 @@ def test_cards_of_one_machine_share_its_processor() -> None:
         several("none", "3060")
     with pytest.raises(UsageError, match="no card"):
         several("3060", "3065")
+
+
+def test_several_gpus_of_this_machine_are_mentioned_and_planned_with() -> None:
+    names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090")
+    gpus = tuple(Gpu(name, "8.6", 12 << 30, 11 << 30, number) for number, name in enumerate(names))
+    found = replace(hardware.probe(Path()), gpus=gpus)
+    assert "--devices cuda:0,cuda:1" in machine.here(found, None).told["gpus"]
+    assert "gpus" not in machine.here(replace(found, gpus=gpus[:1]), None).told
+    both = machine.here_with(found, None, [1, 0])
+    assert both.called.startswith("NVIDIA GeForce RTX 4090") and len(both.each) == 2 and "gpus" not in both.told
+    assert both.speeds.gpu > both.others[0].speeds.gpu

@@ -6,7 +6,8 @@ become smaller. The first card has the embedding and the head besides its layers
 
 Dividing each layer's experts instead would have both cards and both links at work in every layer. But the two experts
 of a token are on different cards in only four of seven cases (8 experts, 2 of them chosen), each layer would cross
-twice, and the host would do the work of a layer on both.
+twice, and the host would do the work of a layer on both. By the cost model, on two RTX 3060 that hold all of Mixtral a
+token takes 15.0 ms by layers and 14.7 by experts: not worth a second way.
 """
 
 from __future__ import annotations

@@ -187,9 +187,21 @@ class _Several:
         speed, _, found = best
         parts = [self._part(number, *one) for number, one in enumerate(found)]
         counts = ", ".join(f"{len(part.layers)} on {name}" for part, name in zip(parts, self._names, strict=True))
-        by = "" if self._given() else f", the fastest division by our estimate, {digits(speed, 2)} tokens/s"
+        by = "" if self._given() else f", the fastest division by our estimate{self._against(speed)}"
         each = "; ".join(part.choice.why for part in parts)
         return Placement(tuple(parts), f"its layers are divided, {counts}{by}; {each}")
+
+    def _against(self, speed: float) -> str:
+        """Tokens per second, and those of the best card alone."""
+        pack, found = self._pack, list[tuple[float, str]]()
+        for one, card in zip(self._machines, self._rooms, strict=True):
+            if pack.fits(card.budget):
+                found.append((pack.tokens_s(one, pack.shares(one, card.budget)), card.name))
+        said = f", {digits(speed, 2)} tokens/s"
+        if not found:
+            return said
+        alone, name = max(found)
+        return f"{said} ({name} alone: {digits(alone, 2)}{', which is faster' if alone > speed else ''})"
 
     def _given(self) -> bool:
         """Whether nothing is left to be estimated."""
