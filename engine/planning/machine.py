@@ -149,8 +149,7 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
     if index is None and len(usable) > 1:
-        named = ",".join(f"cuda:{gpu.index}" for gpu in usable)
-        told["gpus"] = f"It has {len(usable)} GPUs: floe-chat --devices {named} shares a model among them."
+        told["gpus"] = f"It has {len(usable)} GPUs: {sharing(found)}."
     if found.remedy:
         told["remedy"] = found.remedy
     told["ram"] = _of_ram(found.ram_total)
@@ -169,6 +168,12 @@ def here_with(found: Hardware, measured: Measured | None, indices: Sequence[int]
     """This machine, with several of its GPUs; see `here`."""
     first, *others = (here(found, measured, index) for index in indices)
     return dataclasses.replace(first, others=tuple(others))
+
+
+def sharing(found: Hardware) -> str:
+    """How its GPUs share a model, in words; "" where there are not several."""
+    usable = [f"cuda:{gpu.index}" for gpu in found.gpus if gpu.index is not None]
+    return f"floe-chat --devices {','.join(usable)} shares a model among them" if len(usable) > 1 else ""
 
 
 def _of_ram(ram: int) -> str:
