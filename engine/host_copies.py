@@ -51,7 +51,7 @@ def to_host(tensors: Sequence[Tensor]) -> Copy:
         return Copy(list(tensors))
     copied, events = list(tensors), list[Any]()
     for device in devices:
-        copied = moved(copied, lambda tensor: tensor.device == device, _started)  # noqa: B023 - called at once
+        copied = moved(copied, lambda tensor: not tensor.is_cpu and tensor.device == device, _started)  # noqa: B023
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         events.append(event)
