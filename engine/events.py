@@ -216,6 +216,26 @@ class NewTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class CardRows:
+    """One of several cards.
+
+    Attributes:
+        moved, busy: bytes that its link moved in decode, and its busy seconds. pool, pool_used, up, dense, whole: bytes
+            of its memory, see `Rows`. moved_per_token: None before anything was counted.
+    """
+
+    name: str
+    moved: int
+    busy: float
+    pool: int
+    pool_used: int
+    up: int
+    dense: int
+    whole: int
+    moved_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Where the rows of active neurons came from in an answer's decode, where device memory holds a part of them only.
 
@@ -237,6 +257,7 @@ class Rows:
         pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else. whole: for
             rows of layers that are all there.
         virtual: whether times are those of a simulated device.
+        cards: of each of several cards; the other figures are of all of them.
     """
 
     ready: float | None
@@ -267,6 +288,7 @@ class Rows:
     left_out: float | None = None
     whole: int = 0
     link_hidden: float | None = None
+    cards: tuple[CardRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def _drawn(
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
     """Logits (1, V) after `ids`, which are then in `kv`. If device memory runs out, retries once with more room."""
     preset = control.preset
-    while (logits := _once(decoder, kv, ids)) is None:
+    while (logits := _once(decoder, kv, ids, control)) is None:
         # Not inside the except block: the traceback holds the very memory that must be freed.
         if control.make_room is None or not control.make_room():
             raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
@@ -145,10 +145,11 @@ def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control
     return logits
 
 
-def _once(decoder: Decoder, kv: KVCache, ids: Sequence[int]) -> Tensor | None:
+def _once(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor | None:
     """Logits, or None if the device's memory ran out."""
     try:
         return decoder.forward(ids, kv)
     except torch.OutOfMemoryError as error:
-        _log.warning("out of memory: %s", str(error))  # not the error itself, which holds its frames
+        control.ran_out = str(error)  # not the error itself, which holds its frames
+        _log.warning("out of memory: %s", control.ran_out)
         return None

@@ -45,13 +45,31 @@ def moved(
 
 
 def to_host(tensors: Sequence[Tensor]) -> Copy:
-    """Start the copy of the tensors that are on a GPU."""
-    if not [tensor for tensor in tensors if not tensor.is_cpu]:  # a generator takes ten calls
+    """Start the copy of the tensors that are on a GPU, or on several."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if not devices:
         return Copy(list(tensors))
-    copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)
-    event = torch.cuda.Event()
-    event.record()
-    return Copy(copied, event)
+    copied, events = list(tensors), list[Any]()
+    for device in devices:
+        copied = moved(copied, lambda tensor: not tensor.is_cpu and tensor.device == device, _started)  # noqa: B023
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return Copy(copied, events[0] if len(events) == 1 else _All(events))
+
+
+class _All:
+    """The events of several devices as one."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
 
 def _started(packed: Tensor) -> Tensor:

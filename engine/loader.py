@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..kernels.weights import LinearWeights
 from ..models import configuration
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
-from ..models.errors import damaged
+from ..models.errors import UsageError, damaged
 from ..models.families import FAMILIES
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
@@ -28,7 +28,6 @@ from . import quality_presets
 from .decoder import decoders
 from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
-from .decoder.kv_stores import KvForm
 from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
@@ -37,10 +36,10 @@ from .experts.whole_layers import RamLayer, ResidentLayer
 from .machine import hardware
 from .offload import predictor
 from .offload.offload import Offload, Parts
-from .planning import device_choice
-from .planning.device_choice import DeviceChoice
-from .planning.memory_plan import DeviceShares
+from .offload.pools import Pools
 from .planning.opened_pack import Asked
+from .planning.several import placement
+from .planning.several.placement import Placement
 from .quality_presets import Preset
 from .telemetry import Telemetry
 
@@ -54,6 +53,8 @@ class LoadedModel:
 
     Attributes:
         decoder: computes the next tokens. offload: what its layers share if rows are in RAM and a pool; else None.
+        pools: likewise where several cards have some layers each; then `offload` is None.
+        places: torch's names of all devices that have layers; `device` is the first.
     """
 
     model: Any
@@ -64,19 +65,28 @@ class LoadedModel:
     window: int
     device: str
     offload: Offload | None
+    pools: Pools | None
+    places: tuple[str, ...]
+
+    @property
+    def shared(self) -> Offload | Pools | None:
+        """What its layers share, on one device or several."""
+        return self.offload or self.pools
 
     def close(self) -> None:
         """Stop background work, and save expert and neuron use for the next start."""
-        if self.offload is not None:
-            self.offload.close()
+        if self.shared is not None:
+            self.shared.close()
             try:
-                usage_file.write(usage_file.file_of(self.packed.folder), self.offload.heat(_heat(self.packed)))
+                usage_file.write(usage_file.file_of(self.packed.folder), self.shared.heat(_heat(self.packed)))
             except OSError as error:
                 _log.warning("expert use was not saved: %s", error)
 
     def vram_bytes(self) -> int | None:
         """Device memory that torch holds; None without a GPU."""
-        return torch.cuda.memory_reserved(self.device) if self.device.startswith("cuda") else None
+        if not self.device.startswith("cuda"):
+            return None
+        return sum(torch.cuda.memory_reserved(place) for place in self.places)
 
 
 def load(
@@ -93,8 +103,8 @@ def load(
     """Open a pack and make it answer.
 
     Args:
-        preset: None for the default one. device: see `device_choice.choose`.
-        vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
+        preset: None for the default one. device: see `placement.choose`.
+        vram: the most of each device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
         report: called with a step in words and the share done, 0..1.
         library: whether `model` must be transformers' own, callable model. Importing that takes longer than all else
@@ -108,23 +118,31 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix))
-    pack.choice.enforce()
+    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division))
+    if library and len({*pack.placement.places}) > 1:
+        cause = "transformers' own model runs on one device."
+        raise UsageError("Several cards cannot be used for this", cause, "Name one card with --device.")
+    for part in pack.placement.parts:
+        part.choice.enforce()
     why_threads = _set_threads(pack)
     control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
-    telemetry.budget = pack.choice.budget
+    telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
-    shared = device_choice.offload(pack.choice, pack.layers, parts)
-    linear = _Linear(pack.choice.place, control)
-    experts = _Experts(pack, shared, control, telemetry, report)
-    model = _build(pack, linear, experts, report, library=library)
-    window, decoder = _decoder(model, pack.choice.shares)
+    offloads = pack.placement.offloads(pack.layers, parts)
+    shared = _shared(offloads)
+    linears = {place: _Linear(place, control) for place in pack.placement.places}
+    experts = _Experts(pack, offloads, control, telemetry, report)
+    model = _build(pack, linears, experts, report, library=library)
+    window, decoder = _decoder(model, pack.placement)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
     decoder.prepare()
-    loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)
-    nbytes = sum(parameter.nbytes for parameter in model.parameters()) + linear.nbytes + experts.nbytes
+    places = pack.placement.places
+    one, several = (None, shared) if isinstance(shared, Pools) else (shared, None)
+    loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, places[0], one, several, places)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters()) + experts.nbytes
+    nbytes += sum(linear.nbytes for linear in linears.values())
     changed = advanced.changed(offloaded=shared is not None)
     return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
 
@@ -134,14 +152,15 @@ class _Opened:
     """A pack whose files were checked, before anything of it is on a device.
 
     Attributes:
-        preset: what a token may skip. config: as config.json has it. layers: all experts, in RAM. choice: where to.
+        preset: what a token may skip. config: as config.json has it. layers: all experts, in RAM.
+        placement: where to.
     """
 
     packed: PackedModel
     preset: Preset
     config: Any
     layers: Sequence[PackedLayer]
-    choice: DeviceChoice
+    placement: Placement
 
     @property
     def architecture(self) -> Architecture:
@@ -156,8 +175,14 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None, asked
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = device_choice.choose(device, manifest, layers, config, vram, chosen, asked, packed)
-    return _Opened(packed, chosen, config, layers, choice)
+    where = placement.choose(device, manifest, layers, config, vram, chosen, asked, packed)
+    return _Opened(packed, chosen, config, layers, where)
+
+
+def _shared(offloads: Sequence[Offload | None]) -> Offload | Pools | None:
+    """What the layers of a model share, on one device or several."""
+    each = [one for one in offloads if one is not None]
+    return Pools(each) if len(offloads) > 1 and each else each[0] if each else None
 
 
 def _set_threads(pack: _Opened) -> str:
@@ -167,9 +192,9 @@ def _set_threads(pack: _Opened) -> str:
     return why
 
 
-def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *, library: bool) -> Any:
+def _build(pack: _Opened, linears: Mapping[str, _Linear], experts: _Experts, report: Report, *, library: bool) -> Any:
     """The model's modules with their weights: transformers' own if requested or if there are no others."""
-    manifest, place, config = pack.packed.manifest, pack.choice.place, pack.config
+    manifest, place, config = pack.packed.manifest, pack.placement.first.place, pack.config
     library = library or not light_modules.knows(config)
     if library:
         report("Starting transformers", 0.5)
@@ -181,21 +206,34 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
         pack.packed.dense(),
         manifest.widths.dense,
         experts,
-        linear,
+        linears[place],
         # CPUs multiply float32 fastest and match the reference up to rounding; GPUs use the pack's 16-bit type.
         torch.float32 if place == "cpu" else manifest.float16,
         place,
         None if library else light_modules.tree,
+        {
+            layer: (linears[part.choice.place], part.choice.place)
+            for part in pack.placement.parts
+            for layer in part.decoder
+            if part.choice.place != place
+        },
     )
     _need_numbers(pack.packed.folder, model)
     return model
 
 
-def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
-    """Tokens of the longest chat, and what computes it."""
-    decoder = decoders.choose(model, shares.window, KvForm(shares.kv_bits, shares.most))
+def _decoder(model: Any, where: Placement) -> tuple[int, Decoder]:
+    """Tokens of the longest chat, and what computes it.
+
+    Raises:
+        UsageError: the layers are divided among cards, and transformers' modules would compute them.
+    """
+    shares = where.first.shares
+    decoder = decoders.choose(model, shares.window, where.kv(torch.device))
     if isinstance(decoder, FusedDecoder):
         return shares.window, decoder
+    if len(where.parts) > 1:
+        raise UsageError("This model cannot be divided among cards", f"{decoder.reason}.", "Name one with --device.")
     # The library's cache takes nothing from the pool, and stores 16 bits.
     return max(1, shares.reserved * shares.kv_bits // 16), decoder
 
@@ -204,9 +242,9 @@ def _describe(
     loaded: LoadedModel, pack: _Opened, why_threads: str, nbytes: int, changed: tuple[str, ...], seconds: float
 ) -> Loaded:
     """Describes what was loaded and how, for people."""
-    manifest, shared, place = pack.packed.manifest, loaded.offload, pack.choice.place
-    backend = kernels.choose(place)
-    reasons = [backend.reason, loaded.decoder.reason, f"on {place}, because {pack.choice.why}", why_threads]
+    manifest, shared, place = pack.packed.manifest, loaded.shared, pack.placement.first.place
+    backend, on = kernels.choose(place), " and ".join(dict.fromkeys(pack.placement.places))
+    reasons = [backend.reason, loaded.decoder.reason, f"on {on}, because {pack.placement.why}", why_threads]
     if shared is not None and shared.device.moves:
         reasons.append(shared.device.moves)
     return Loaded(
@@ -218,13 +256,13 @@ def _describe(
         presets=quality_presets.available(manifest),
         preset=pack.preset.name,
         widths=manifest.widths.describe(),
-        device=place if shared is None else shared.device.name,
+        device=on if shared is None else shared.name,
         backend=backend.name,
         reason="; ".join(reasons),
         seconds=seconds,
         memory_bytes=nbytes,
         advanced=changed,
-        remedy=pack.choice.remedy,
+        remedy=pack.placement.first.remedy,
     )
 
 
@@ -255,12 +293,12 @@ class _Experts:
     def __init__(
         self,
         pack: _Opened,
-        shared: Offload | None,
+        offloads: Sequence[Offload | None],
         control: Control,
         telemetry: Telemetry,
         report: Report,
     ) -> None:
-        self._pack, self._shared = pack, shared
+        self._pack, self._offloads = pack, offloads
         self._control, self._telemetry, self._report = control, telemetry, report
         self._made: list[OffloadedLayer] = []
         self.nbytes = 0
@@ -268,9 +306,11 @@ class _Experts:
     def __call__(self, index: int) -> MoELayer:
         rows, count = self._pack.layers[index], len(self._pack.layers)
         self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
-        mix, shared = self._pack.choice.shares.mix, self._shared
-        where = "gpu" if mix is None else mix.places[index]
-        layer = _to(rows, self._pack.choice.place, up=where != "cpu", rows=where == "gpu")
+        number = self._pack.placement.number(index)
+        part, shared = self._pack.placement.parts[number], self._offloads[number]
+        mix = part.choice.shares.mix
+        where = "gpu" if mix is None else mix.places[index - part.layers.start]
+        layer = _to(rows, part.choice.place, up=where != "cpu", rows=where == "gpu")
         self.nbytes += 0 if where == "cpu" else layer.signal.nbytes
         if shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
@@ -282,16 +322,19 @@ class _Experts:
         self._made.append(made)
         return made
 
-    def join(self, model: Any, shared: Offload, decoder: Decoder) -> None:
+    def join(self, model: Any, shared: Offload | Pools, decoder: Decoder) -> None:
         """Connect offloaded layers with each other and their routers, and fill the pool."""
         self._telemetry.memory = shared
         if not shared.device.real:
-            self._telemetry.clock = shared.device.now
-        self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
+            self._telemetry.clock = shared.now
+        control = self._control
+        control.make_room, control.chunk = lambda: shared.make_room(control.ran_out), STREAMED_CHUNK
         # The library's cache has memory of its own, and layers that are all on the device leave none to share.
-        if isinstance(decoder, FusedDecoder) and self._pack.choice.shares.place == "pool":
-            decoder.room = shared
-            shared.share()
+        if isinstance(decoder, FusedDecoder):
+            each = zip(self._pack.placement.parts, self._offloads, strict=True)
+            decoder.rooms = [one if part.choice.shares.place == "pool" else None for part, one in each]
+            for room in (one for one in self._offloads if one in decoder.rooms and one is not None):
+                room.share()
         family = FAMILIES[self._pack.architecture.model_type]
         routers = [family.router(block) for block in family.blocks(model)]
         for layer, after in zip(self._made, [*self._made[1:], None], strict=False):
@@ -300,9 +343,10 @@ class _Experts:
             # Resident experts stand in for absent ones by their probabilities; other routers have none.
             gate = router if family.routing.kind == "softmax" else None
             layer.neighbours = Neighbours(gate, following, family.normalizes(router))
-        if self._made and shared.parts.predictor != "none":
-            ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
-            shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)
+        ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
+        for one in (one for one in self._offloads if one is not None):
+            if self._made and one.parts.predictor != "none":
+                one.predictor = predictor.make(one.parts.predictor, model, self._pack.packed, ahead)
         shared.warm(_heat(self._pack.packed))
 
 

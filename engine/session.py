@@ -266,7 +266,7 @@ class Session:
         if conversation not in self._spilled and kv.spilled():
             self._spilled.add(conversation)
             self._events.put(NO_ROOM)
-        for notices in (loaded.control.notices, loaded.offload.notices if loaded.offload is not None else []):
+        for notices in (loaded.control.notices, loaded.shared.notices if loaded.shared is not None else []):
             while notices:
                 self._events.put(notices.pop(0))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import psutil
 from torch import Tensor
 
-from .events import Rows, Stats
+from .events import CardRows, Rows, Stats
 from .host_copies import to_host
 
 
@@ -99,6 +99,10 @@ class PoolReport(Protocol):
         """Bytes per second that the link can move."""
         ...
 
+    def cards(self) -> tuple[CardRows, ...]:
+        """Of each of several cards, its link since the model was loaded; empty for one."""
+        ...
+
 
 class Telemetry:
     """Counts one answer at a time; `begin` starts the next one.
@@ -132,6 +136,7 @@ class Telemetry:
         self._recent: deque[float] = deque(maxlen=4096)
         self._reused = 0
         self._moved_before, self._prefilled_at = (0, 0.0), asked_at
+        self._cards_before: dict[str, CardRows] = {}
 
     def reused(self, tokens: int) -> None:
         """This many prompt tokens are in the KV cache already."""
@@ -142,6 +147,7 @@ class Telemetry:
         self._prefill_s, self._prefilled_at = seconds, self.clock()
         if self.memory is not None:
             self._moved_before = self.memory.moved()
+            self._cards_before = {card.name: card for card in self.memory.cards()}
 
     def decoded(self, seconds: float, tokens: int = 1) -> None:
         """Decode steps of this many tokens ended; they took `seconds`."""
@@ -212,6 +218,12 @@ class Telemetry:
             vram_budget=self.budget,
         )
 
+    def _card(self, card: CardRows) -> CardRows:
+        """One of several cards, of this answer's decode."""
+        if (before := self._cards_before.get(card.name)) is not None:
+            card = replace(card, moved=card.moved - before.moved, busy=card.busy - before.busy)
+        return replace(card, moved_per_token=_share(card.moved, self._decoded))
+
     def _rows(self, memory: PoolReport, now: float) -> Rows:
         def total(name: str) -> float:
             return sum(getattr(layer, name) for layer in self.layers)
@@ -247,6 +259,7 @@ class Telemetry:
             link_busy=_share(busy, max(busy, now - self._prefilled_at)) if decoded else None,
             link_hidden=hidden(moved, busy, total("waited"), total("unused")) if decoded else None,
             virtual=self.clock is not time.perf_counter,
+            cards=tuple(map(self._card, memory.cards())),
             **memory.sizes(),
         )
 

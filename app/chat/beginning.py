@@ -70,6 +70,7 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     if last and chat is not None:
         raise click.UsageError("--continue opens the last chat. Give either --continue or --chat N.")
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    _name_cards(options, given)
     address, key_file = options.pop("connect"), options.pop("key_file")
     found = read(settings_file())
     if "model" not in given and address is None:
@@ -112,6 +113,16 @@ def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Loc
         return ChatClient(pack, preset, device or "auto", most, settings.advanced, think=think, parked=parked)
 
     return make
+
+
+def _name_cards(options: dict[str, Any], given: list[str]) -> None:
+    """Several cards are named as one device is, with commas between them."""
+    if (devices := options.pop("devices", None)) is None:
+        return
+    if "device" in given:
+        raise click.UsageError("--device names one device and --devices several. Give one of them.")
+    options["device"] = devices
+    given[given.index("devices")] = "device"
 
 
 def _connected(

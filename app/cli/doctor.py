@@ -14,7 +14,7 @@ from ...engine.machine.gpus import Gpu
 from ...engine.machine.hardware import Hardware
 from ...engine.offload.links import tuned_link
 from ...engine.offload.links.tuned_link import Tuned
-from ...engine.planning import rates
+from ...engine.planning import machine, rates
 from ...engine.planning.rates import Measured
 from ...models import catalog, quantities
 from ...models.errors import FloeError
@@ -113,6 +113,8 @@ def _machine(found: Hardware) -> Iterator[str]:
         yield _line("pinnable", quantities.memory(found.pinnable), source["pinnable"])
     for gpu in found.gpus:
         yield from _gpu(gpu, found.gpu_reason)
+    if several := machine.sharing(found):
+        yield _line("", several)
     if found.remedy:
         yield _line("", found.remedy)
     if not found.gpus:

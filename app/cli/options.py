@@ -29,7 +29,14 @@ MODEL = (
         help="auto, cpu, cuda or cuda:N; sim:NAME simulates a card in virtual time.",
     ),
     click.option(
-        "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
+        "--devices",
+        metavar="NAME,NAME",
+        help="Cards that share the model's layers, such as cuda:0,cuda:1, or sim:3090,sim:3060 in virtual time.",
+    ),
+    click.option(
+        "--vram",
+        metavar="SIZE",
+        help="Use at most this much GPU memory, of each card, such as 10gb.  [default: what is free]",
     ),
 )
 SERVER = (

@@ -5,37 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...models.errors import UsageError
-from ...models.quantities import digits, estimate, forecast, memory, size, trimmed
 from .. import progress
 from ..arguments import memory_size
-from ..setup.ready_words import in_short
 from ..text.plain_text import printable
 from .bench.table import measuring
-from .printing.wrapping import columns, wrapped
+from .printing.plan_page import cards_text, text_of, text_of_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ...engine.planning.machine import Described, Machine
-    from ...engine.planning.options import Option
     from ...engine.planning.plan import Plan
 
-_NAME = 10
 _SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
-_MODEL = 31  # columns of a model's name
-_HEADINGS = {
-    "reading": "Answer at reading speed, best first",
-    "slower": "Slower answers, fastest first",
-    "base": "Base models, which continue text and cannot chat",
-    "unfit": "Do not fit",
-}
-_PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
 _LIST = "list"
 
 
@@ -50,9 +39,13 @@ _LIST = "list"
 @click.option("--disk-free", metavar="SIZE", help="Free disk space in GB.")
 @click.option(
     "--card",
+    "cards",
+    multiple=True,
     metavar="NAME",
-    help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards.",
+    help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards. Give it "
+    "twice for a machine with two cards that share the work.",
 )
+@click.option("--devices", metavar="NAME,NAME", help="This machine's cards that would share the model: cuda:0,cuda:1.")
 @click.option("--context", type=click.IntRange(1), help="Context to reserve, in tokens.  [default: 4096]")
 @click.option(
     "--kv-bits",
@@ -70,7 +63,8 @@ def plan(
     ram: str | None,
     disk_free: str | None,
     pcie: str | None,
-    card: str | None,
+    cards: tuple[str, ...],
+    devices: str | None,
     context: int | None,
     kv_bits: str | None,
     keep_source: bool,
@@ -88,9 +82,10 @@ def plan(
     \b
     floe-chat plan
     floe-chat plan mixtral --card 3060 --ram 32
+    floe-chat plan mixtral --card 3060 --card 3060 --ram 32
     floe-chat plan olmoe --vram 8 --ram 16
     """
-    if card is not None and card.strip().lower() == _LIST:
+    if _LIST in [card.strip().lower() for card in cards]:
         click.echo(cards_text())
         return
     if pcie is not None and rates["link_gbs"] is not None:
@@ -100,11 +95,13 @@ def plan(
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ...engine.context import CONTEXT
     from ...engine.planning.machine import Described
-    from ...engine.planning.plan import make, offers, recommended
+    from ...engine.planning.plan import make, offers
     from ...models.catalog import described
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
-    said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2])
+    card, others = (cards[0], cards[1:]) if cards else (None, ())
+    among = [] if devices is None else devices.split(",")
+    said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2], others)
     wanted: dict[str, Any] = {
         "context": context or CONTEXT,
         "keep_source": keep_source,
@@ -112,21 +109,27 @@ def plan(
         "kv_bits": None if kv_bits is None else int(kv_bits),
     }
     if model is None:
-        plans = offers(_machine(said), **wanted)
-        first = recommended(plans)
-        fields = {
-            "version": version("floe-chat"),
-            "recommended": first.entry.name if first else None,
-            "plans": [as_fields(one) for one in plans],
-        }
-        click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
-        ctx.exit(0 if any(one.chosen for one in plans) else 1)
+        ctx.exit(_all(offers(_machine(said, among), **wanted), as_json=as_json))
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
-    found = make(_machine(said), entry, **wanted)
+    found = make(_machine(said, among), entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
+
+
+def _all(plans: Sequence[Plan], *, as_json: bool) -> int:
+    """Print a plan of every listed model; the exit code."""
+    from ...engine.planning.plan import recommended
+
+    first = recommended(plans)
+    fields = {
+        "version": version("floe-chat"),
+        "recommended": first.entry.name if first else None,
+        "plans": [as_fields(one) for one in plans],
+    }
+    click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
+    return 0 if any(one.chosen for one in plans) else 1
 
 
 def as_fields(plan: Plan) -> dict[str, Any]:
@@ -140,229 +143,62 @@ def as_fields(plan: Plan) -> dict[str, Any]:
     return {"version": version("floe-chat"), "fits": plan.chosen is not None, **fields}
 
 
-def text_of(plan: Plan) -> str:
-    """The plan for people."""
-    from ...engine.planning.reasons import BITS, KL, MEMORY, describe
-
-    entry = plan.entry
-    about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
-    lines = [wrapped(f"{entry.name}: {', '.join(part for part in about if part)}", others="    ")]
-    if entry.gated:
-        lines.append(_wrapped("Its publisher asks you to accept terms on the hub first; that needs an account."))
-    if entry.chat is None:
-        base = "It is a base model: it continues text, but has no chat template, so floe-chat cannot chat with it."
-        lines.append(_wrapped(base))
-    lines += ["", *_machine_lines(plan), ""]
-    if plan.chosen is None:
-        lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
-    else:
-        twice = entry.rounded_twice(describe(plan.chosen.spec))
-        lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, filter(None, (*plan.why, twice))), ""]
-        if entry.folder is None:
-            ready = f" ({entry.ready.place}: {in_short(entry.ready)})" if entry.ready else ""
-            lines += [_wrapped(f"Set it up: floe-chat setup {entry.name}{ready}").strip(), ""]
-    if len(plan.options) > 1:
-        lines += ["Choices, most exact first (* recommended)", *_table(plan), ""]
-    note = "Speeds are estimates, with their ranges, for the preset Balanced."
-    legend = (BITS, KL, note) if plan.chosen is None else (BITS, KL, MEMORY, note)
-    return "\n".join([*lines, *(wrapped(text, others="    ") for text in legend)])
-
-
-def text_of_all(plans: Sequence[Plan]) -> str:
-    """All listed models on one machine, for people; `plans` as `ranked` orders them."""
-    from ...engine.planning.plan import STANDINGS, recommended, standing
-    from ...engine.planning.reasons import KL, RANKING
-
-    beside = any(one.chosen and one.chosen.vram for one in plans)
-    lines = [*_machine_lines(plans[0]), ""]
-    for stands in STANDINGS:
-        rows = [_row(one, beside=beside) for one in plans if standing(one.entry, one.chosen) == stands]
-        if rows and stands != "unfit":
-            gpu = f"{'GPU':>9}" if beside else ""
-            heads = f"{'parameters':>12}{'tokens/s':>20}{'download':>9}{gpu}{'RAM':>9}{'KL':>8}"
-            lines += [_HEADINGS[stands], _beside("", heads), *rows, ""]
-        elif rows:
-            lines += [_HEADINGS[stands], *rows, ""]
-    first = recommended(plans)
-    gated = [one.entry.name for one in plans if one.entry.gated]
-    thinking = [one.entry.name for one in plans if one.entry.thinks]
-    notes = [
-        _recommendation(first) if first else "The built-in demo model always works: floe-chat",
-        f"More about one: floe-chat plan {(first or plans[0]).entry.name}",
-        f"Terms to accept on the hub first: {', '.join(gated)}." if gated else "",
-        f"Think before they answer: {', '.join(thinking)}." if thinking else "",
-        RANKING,
-        "Parameters: all, and those that a token uses. GPU and RAM: memory in use. Sizes of downloads are computed.",
-        f"{KL} It is not measured for the models listed.",
-        "Speeds are estimates, with their ranges, for the preset Balanced.",
-    ]
-    return "\n".join([*lines, *(wrapped(note, others="    ") for note in notes if note)])
-
-
-def _row(one: Plan, *, beside: bool) -> str:
-    """One model's figures; `beside`: whether there is a column of GPU memory."""
-    from ...engine.planning.reasons import lacks
-
-    if (chosen := one.chosen) is None:
-        return f"  {one.entry.name:<{_MODEL}}needs {lacks(one.missing)} more"
-    sizes = one.entry.sizes
-    count = f"{digits(sizes.parameters / 1e9)}, {digits(sizes.active / 1e9, 2)} B"
-    gpu = f"{memory(_used(chosen.vram)) if chosen.vram else '':>9}" if beside else ""
-    fetched = size(one.entry.checkpoint_bytes)
-    figures = f"{count:>12}{_speed(chosen):>20}{fetched:>9}{gpu}{memory(_used(chosen.ram)):>9}"
-    return _beside(one.entry.name, f"{figures}{trimmed(chosen.kl, 2):>8}")
-
-
-def _beside(name: str, figures: str) -> str:
-    """A model's name and its figures in one line, or in two where the terminal is too narrow."""
-    one = f"  {name:<{_MODEL}}{figures}"
-    return one if len(one) <= columns() else "\n".join(filter(None, [f"  {name}".rstrip(), f"    {figures}"]))
-
-
-def _recommendation(one: Plan) -> str:
-    """What to set up, and what that takes."""
-    assert one.chosen is not None
-    if one.entry.ready is not None:
-        return f"Recommended: floe-chat setup {one.entry.name} ({in_short(one.entry.ready)})"
-    packing = "" if one.pack_s is None else f", {forecast(one.pack_s)} of packing"
-    takes = f"{size(one.chosen.disk['pack'])} on the disk{packing}"
-    return f"Recommended: floe-chat setup {one.entry.name} ({takes})"
-
-
-def _used(held: Mapping[str, int]) -> int:
-    """Bytes of memory that are in use."""
-    return sum(count for use, count in held.items() if use not in ("free", "lacking"))
-
-
-def cards_text() -> str:
-    """The graphics cards that `--card` knows, by series."""
-    from ...engine.offload.cards import by_series
-
-    lines: list[str] = []
-    for series, cards in by_series().items():
-        sizes: dict[str, list[str]] = {}
-        for card in cards:
-            sizes.setdefault(card.title, []).append(memory(card.vram_bytes).removesuffix(" GB"))
-        named = [f"{title} {' or '.join(counts)} GB".replace(" ", "\0") for title, counts in sizes.items()]
-        filled = wrapped(", ".join(named), "  ", "  ")
-        lines += [series, filled.replace("\0", " "), ""]
-    note = 'Write --card 3090 or --card "RTX 3080 12 GB". Others: --vram, --pcie and --link-gbs describe any card.'
-    return "\n".join([*lines, note])
-
-
-def _machine_lines(plan: Plan) -> list[str]:
-    return [f"Machine: {plan.machine.name}", *map(_wrapped, plan.machine.told.values())]
-
-
-def _weights(plan: Plan) -> str:
-    count = plan.entry.sizes.parameters
-    return f"{digits(count / 1e9)} B parameters" if count >= 1e9 else f"{digits(count / 1e6)} M parameters"
-
-
-def _wrapped(sentence: str) -> str:
-    return wrapped(sentence, "  ", "    ")
-
-
-def _lines(plan: Plan, chosen: Option) -> list[str]:
-    from ...engine.planning.reasons import describe
-
-    def uses(held: dict[str, int]) -> str:
-        return ", ".join(f"{use} {memory(count)}" for use, count in held.items() if count)
-
-    fetched = size(plan.entry.checkpoint_bytes)
-    download = f"{fetched}, computed from the architecture" if plan.entry.folder is None else ""
-    if plan.download_s is not None:
-        download = f"{fetched}, {forecast(plan.download_s)}"
-    words = [
-        ("bits", f"{describe(chosen.spec)} (up / gate and down / attention)"),
-        ("loss", f"KL {trimmed(chosen.kl, 2)}{_measured(plan)}"),
-        ("computes", _PLACES[chosen.place]),
-        ("experts", _mix(chosen)),
-        ("answer", f"{_speed(chosen)} tokens/s"),
-        ("prompt", f"{estimate(*dataclasses.astuple(chosen.prefill))} tokens/s"),
-        ("context", _context(plan, chosen)),
-        ("GPU", uses(dict(chosen.vram))),
-        ("RAM", uses(dict(chosen.ram))),
-        ("disk", _disk(chosen, plan)),
-        ("download", download),
-        ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
-    ]
-    return [wrapped(f"  {name:<{_NAME}}{text}", others=" " * (_NAME + 2)) for name, text in words if text]
-
-
-def _measured(plan: Plan) -> str:
-    """On which model the quality loss of these bits was measured."""
-    from ...models.catalog import DEMO
-
-    return "" if plan.entry.name == DEMO else " on the demo model; not measured for this one"
-
-
-def _context(plan: Plan, chosen: Option) -> str:
-    """What is reserved, and how fast the end of a long chat would be."""
-    window, (full, longest) = plan.entry.sizes.window, chosen.full
-    coarse = f" with keys and values of {chosen.kv_bits} bits" if chosen.kv_bits < 16 else ""
-    text = f"{plan.context:,} tokens{coarse}; about {digits(full, 2)} tokens/s behind so many"
-    return text if window == plan.context else f"{text}, {digits(longest, 2)} behind {window:,}"
-
-
-def _mix(chosen: Option) -> str:
-    """Where the layers' experts are, and how fast it would be without a pool."""
-    if chosen.mix is None or chosen.place != "pool" or chosen.static is None:
-        return ""
-    static = f"; without the pool {digits(chosen.static, 2)} tokens/s at best"
-    return chosen.mix.describe() + (static if chosen.mix.pool else "")
-
-
-def _disk(chosen: Option, plan: Plan) -> str:
-    if not chosen.disk["pack"]:
-        return ""
-    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} are free"
-    return f"{size(chosen.disk['pack'])}, up to {size(chosen.disk['peak'])} while it is set up{free}"
-
-
-def _table(plan: Plan) -> list[str]:
-    from ...engine.planning.reasons import describe, lacks
-
-    rows = [f"  {'bits':<12}{'KL':>8}  {'computes':<14}{'tokens/s':>22}{'on disk':>10}"]
-    for one in plan.options:
-        speed = f"needs {lacks(one.missing)} more" if one.missing else _speed(one)
-        mark = "*" if one is plan.chosen else " "
-        place = _PLACES[one.place] + ("" if one.ram_share >= 1 else ", disk")
-        row = f"{mark} {describe(one.spec):<12}{trimmed(one.kl, 2):>8}  {place:<14}"
-        rows.append(f"{row}{speed:>22}{size(one.disk['pack']):>10}" if not one.missing else f"{row}  {speed}")
-    return rows
-
-
-def _speed(one: Option) -> str:
-    return estimate(*dataclasses.astuple(one.decode))
-
-
 def here() -> Machine:
-    """This machine, measured the first time and again if other programs disturbed that; takes some seconds."""
+    """This machine, measured the first time and again if other programs disturbed that; takes some seconds. With the
+    cards of the settings, where these name several.
+    """
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder
+    from ..settings.file import read, settings_file
 
     folder = models_folder()
     measured = rates.reliable()
     if measured is None:
         with measuring() as report:
             measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
-    return machine.here(hardware.probe(folder), measured)
+    here = machine.here(hardware.probe(folder), measured)
+    device = read(settings_file()).settings.device
+    with suppress(UsageError):  # cards that are no longer there
+        return _with_cards(here, device.split(",")) if device.startswith("cuda") and "," in device else here
+    return here
 
 
-def _machine(said: Described) -> Machine:
+def _machine(said: Described, among: Sequence[str]) -> Machine:
     """The machine to plan for. With a named card, this machine only adds RAM and disk, so it is not measured."""
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder
 
+    if among:
+        if not said.empty:
+            raise click.UsageError("--devices is about this machine. Leave out what describes another one.")
+        return _with_cards(here(), among)
     if said.empty:
         return here()
     if said.card in (None, machine.NO_CARD):
         return machine.described(said, here())
     base = machine.here(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()))
     return machine.described(said, base)
+
+
+def _with_cards(machine: Machine, names: Sequence[str]) -> Machine:
+    """This machine with the cards of these names.
+
+    Raises:
+        UsageError: there is no such card, or it is named twice.
+    """
+    from ...engine.machine import hardware
+    from ...engine.planning import device_choice, rates
+    from ...engine.planning.machine import here_with
+    from ...models.catalog import models_folder
+
+    places = [device_choice.real_place(name.strip())[0] for name in names]
+    if "cpu" in places or len({*places}) < len(places):
+        raise UsageError("--devices names different cards of this machine", "", "Such as --devices cuda:0,cuda:1.")
+    indices = [int(place.partition(":")[2]) for place in places]
+    made = here_with(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()), indices)
+    return made if len(indices) > 1 else machine
 
 
 def _positive(name: str, rate: float | None) -> float | None:

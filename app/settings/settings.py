@@ -19,7 +19,7 @@ from ...models.errors import UsageError
 from ..actions import OWN
 from ..arguments import memory_size
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?(,cuda:\d{1,2})*|sim:\S+")
 _SHOWN = 60  # characters of a wrong value quoted in an error
 
 
@@ -44,7 +44,7 @@ _LINE = Text(
 )
 _MAYBE_LINE = Text("text in quotes, without control characters", str.isprintable, obvious=True)
 _ANY_TEXT = Text('text in quotes, such as "this"', lambda _text: True, obvious=True)
-_A_DEVICE = Text("auto, cpu, cuda, or one card such as cuda:1", _DEVICE.fullmatch)
+_A_DEVICE = Text("auto, cpu, cuda, a card such as cuda:1, or several such as cuda:0,cuda:1", _DEVICE.fullmatch)
 _A_SIZE = Text("a size such as 10gb", _is_size)
 
 THINKING = ("fold", "show", "off")

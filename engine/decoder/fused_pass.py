@@ -27,11 +27,13 @@ from . import graphs
 from .attention import GroupedAttention, LatentAttention
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
+from .card.card_parts import CardParts
 from .card.card_token import CardToken
 from .compiled_token import MOST, TokenPass
+from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
-from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
+from .kv_stores import GrowingStore, KvForm, Layout, Room
 from .layers import (
     DecoderLayer,
     Unsupported,
@@ -56,8 +58,8 @@ class FusedDecoder:
 
     Attributes:
         reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and the parts
-            before and after them; without them torch's operations compute. room: device memory that keys and values may
-            borrow; None if they have their own.
+            before and after them; without them torch's operations compute. rooms: device memory that keys and values
+            may borrow, of each card; None where they have their own.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -76,12 +78,12 @@ class FusedDecoder:
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
-        self.room: Room | None = None
+        self.rooms: list[Room | None] = [None] * max(1, len(self._kv.parts))
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
         self._card: CardToken | None = None
-        self._graphs: CardLayers | None = None
+        self._graphs: CardLayers | CardParts | None = None
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -98,6 +100,9 @@ class FusedDecoder:
             raise Unsupported("attention through a latent vector has no kernels there")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
+        if self._kv.parts:
+            self._graphs = CardParts(self._layers, ends, self._kv.parts)
+            return "one graph per layer and token, on each card"
         try:
             self._card = CardToken(self._layers, ends)
         except Unsupported as declined:
@@ -134,10 +139,7 @@ class FusedDecoder:
 
     def _store(self, bits: int | None = None) -> GrowingStore:
         """bits: of keys and values; None: those of a chat."""
-        layout = self._layout(bits or self._kv.bits)
-        if self.room is not None and self.room.vacant():
-            return BorrowingStore(layout, self.room)
-        return GrowingStore(layout)
+        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms)
 
     def _layout(self, bits: int) -> Layout:
         heads, count = replace(self._layers[0].heads, cache_dtype=self._forms[bits]), len(self._layers)
@@ -175,8 +177,18 @@ class FusedDecoder:
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
-            step = _TorchPass(self._layers, store, rope, start).step
+            step = self._by_torch(store, rope, start)
         return self._through(step, x, store, end)
+
+    def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
+        """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
+        if not isinstance(store, DividedStore):
+            return _TorchPass(self._layers, store, rope, start).step
+
+        def made(layers: range, own: GrowingStore, device: torch.device) -> _TorchPass:
+            return _TorchPass(self._layers[layers.start : layers.stop], own, rope.to(device), start)
+
+        return DividedPass(store, self._kv.parts, made).step
 
     def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
@@ -185,14 +197,18 @@ class FusedDecoder:
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:
             layers.begin(token, position, store)
-            added = None if layers.pooled() else self._walk(layers.step, self._embedding[:1])[1]
-            logits = layers.run(count) if added is None else layers.end(count, added)
+            if isinstance(layers, CardParts) or layers.pooled():
+                logits = layers.run(count)
+            elif (added := self._walk(layers.step, self._embedding[:1])[1]) is not None:
+                logits = layers.end(count, added)
+            else:
+                logits = layers.run(count)
         else:
             return None
         store.length = position + 1
         return logits
 
-    def _layers_now(self) -> CardLayers | None:
+    def _layers_now(self) -> CardLayers | CardParts | None:
         """The layers' graphs with what is in force captured, if there are any."""
         try:
             if self._graphs is not None:
@@ -231,6 +247,7 @@ class FusedDecoder:
 
     def _logits(self, last: Tensor) -> Tensor:
         """(N, H) after the last layer -> (N, V)."""
+        last = last.to(self.device)
         if self.ends is None or len(last) > 1:
             return self._head(norm(last, self._norm, self._eps))
         head = self._head
@@ -283,7 +300,7 @@ class FusedDecoder:
         store = self._store(bits)
         store.reserve(len(ids))
         try:
-            step = _TorchPass(self._layers, store, self._rope.tables(0, len(ids)), 0).step
+            step = self._by_torch(store, self._rope.tables(0, len(ids)), 0)
             return self._through(step, self._embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
@@ -291,7 +308,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = GrowingStore(self._layout(self._kv.bits))
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms))
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -304,7 +321,7 @@ class FusedDecoder:
         x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
-        self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
+        self._step = self._by_torch(store, self._rope.tables(start, start + len(ids)), start)
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
@@ -319,7 +336,7 @@ class FusedDecoder:
         finally:
             self._step = None
         store.length = start + len(ids)
-        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        last = (x[-1:] if added is None else x[-1:] + added[-1:]).to(self.device)
         return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:

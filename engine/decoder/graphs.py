@@ -55,8 +55,8 @@ def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _shared_pool() -> Any:
-    """Memory for all graphs: they run one after the other, and their outputs stay reserved while somebody has them."""
+def _shared_pool(_device: torch.device) -> Any:
+    """Memory for all graphs of a card. They run one after the other; outputs stay reserved while somebody has them."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -74,7 +74,7 @@ class _Graph:
             self._warm_up(work)
             self._graph: Any = torch.cuda.CUDAGraph()
             # Other threads may copy and allocate meanwhile.
-            with torch.cuda.graph(self._graph, _shared_pool(), capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, _shared_pool(device), capture_error_mode="thread_local"):
                 self.outputs = work()
             stream: Any = torch.cuda.current_stream(device)
         graph_base: Any = super(torch.cuda.CUDAGraph, self._graph)

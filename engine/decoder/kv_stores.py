@@ -47,15 +47,26 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class KvPart:
+    """One of several cards: the decoder's layers that it has, torch's name of it, and `KvForm.most` of its memory."""
+
+    layers: range
+    device: torch.device
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class KvForm:
     """How keys and values are stored.
 
     Attributes:
         bits: 16, or 8 (kernels/entries.py). most: bytes of device memory that they may take; None: all that they need.
+        parts: of all layers, in their order, where several cards have some each; empty for one.
     """
 
     bits: int = 16
     most: int | None = None
+    parts: tuple[KvPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,8 +126,11 @@ def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> l
     """
     family = check_family(model.config)
     kept, eps = kept_dtype(model, kv_bits), read_stream(model, family).eps
-    layers = enumerate(model.model.layers)
-    return [_read(layer, index, family, model.config, eps, kept, order) for index, layer in layers]
+    read: list[DecoderLayer] = []
+    for index, layer in enumerate(model.model.layers):
+        there = None if order is None else order.to(layer.input_layernorm.weight.device)  # cards may have some each
+        read.append(_read(layer, index, family, model.config, eps, kept, there))
+    return read
 
 
 def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:

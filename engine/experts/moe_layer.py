@@ -61,6 +61,7 @@ class Control:
             reported. If experts stream to the device, each chunk brings all of them, so chunks are longer there.
         notices: for the user, until collected.
         make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
+        ran_out: what the driver said then, which names the card.
     """
 
     def __init__(self, preset: Preset) -> None:
@@ -70,6 +71,7 @@ class Control:
         self.chunk = PREFILL_CHUNK
         self.notices: list[Notice] = []
         self.make_room: Callable[[], bool] | None = None
+        self.ran_out = ""
 
 
 @dataclass(frozen=True, slots=True)

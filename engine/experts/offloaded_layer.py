@@ -131,7 +131,15 @@ class OffloadedLayer(MoELayer):
             step.count(self.telemetry.layers[self.index], placed, waited)
         result = step.result(total)
         shared.scheduler.look()
+        self._look_elsewhere()
         return result
+
+    def _look_elsewhere(self) -> None:
+        """The next layer is another card's: let that fetch meanwhile what was predicted."""
+        following = self.neighbours.following
+        if following is not None and following.shared is not self.shared:
+            following.shared.device.meet(self.shared.device)
+            following.shared.scheduler.look()
 
     def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
         """Find the active neurons, and wait for them and for everything else that the host's decisions need."""
@@ -182,7 +190,7 @@ class OffloadedLayer(MoELayer):
         shared, following = self.shared, self.neighbours.following
         if following is None or shared.predictor is None:
             return
-        device, ruled = shared.device, following.in_force()
+        device, there, ruled = shared.device, following.shared, following.in_force()
         if shared.predictor.attends:
             device.dense(hidden.shape[0])
         guess = shared.predictor.guess(self.index, hidden, output)
@@ -191,8 +199,11 @@ class OffloadedLayer(MoELayer):
         work = ruled.work(best.indices, best.values.float().softmax(-1))
         limits = work.thresholds.masked_fill(work.calls.weights * best.indices.shape[1] < 1, torch.inf)
         also = work.calls.experts, work.calls.weights, best.indices
-        asked = device.ask(guess, ruled.layer.signal, work.calls, limits, 8, also)
-        shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
+        if there is not shared:
+            there.device.meet(device)
+            guess = guess.to(there.device.place)
+        asked = there.device.ask(guess, ruled.layer.signal, work.calls, limits, 8, also)
+        there.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
     def compare(self, found: Found) -> None:
         """Count how much of what was predicted for this step is needed."""

@@ -81,6 +81,11 @@ class Device:
         """A context around the engine's own work on a layer: a virtual clock counts its time."""
         return nullcontext()
 
+    def meet(self, other: Device) -> None:
+        """The host turns to this card for a moment while it works on a layer of another's: a virtual clock is set to
+        that.
+        """
+
     def dense(self, tokens: int) -> None:
         """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
 
@@ -170,7 +175,7 @@ class Device:
         if self.place == "cpu":
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.place))
         return event
 
     def reached(self, mark: Mark) -> None:

@@ -19,7 +19,7 @@ from ...models.errors import FloeError, UsageError
 from ...models.pack.packed_model import PackedLayer
 from ...models.pack.usage_file import Heat
 from ...models.quantities import memory as size
-from ..events import Advanced, Notice
+from ..events import Advanced, CardRows, Notice
 from ..ranges import PREDICTORS, TRANSFERS
 from .compiled_scheduler import CompiledScheduler
 from .device import Device
@@ -45,6 +45,7 @@ class Parts:
         predictor: predicts the next layer's rows, see predictor.py; "none" prefetches nothing.
         transfer: how absent rows cross the link, see tuned_link.py.
         mix: where each layer's experts are; None: as planned, see `planning/mix_choice.py`.
+        division: layers with experts of each of several cards; empty: as planned, see `planning/several/division.py`.
     """
 
     eviction: Policy = "score"
@@ -52,6 +53,7 @@ class Parts:
     predictor: str = "auto"
     transfer: TransferMode = "auto"
     mix: Mix | None = None
+    division: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, advanced: Advanced) -> Parts:
@@ -94,18 +96,20 @@ class Offload:
         uses: Mapping[str, int] | None = None,
         keys: int = 0,
         mix: Mix | None = None,
+        first: int = 0,
     ) -> None:
         """A pool of `capacity` rows, or fewer if its layers have fewer.
 
         Args:
-            layers: of the model. mix: which of them the pool serves; None: all.
+            layers: of the model. mix: which of them the pool serves; None: all. first: the number of the first one that
+                `mix` is about, where other cards have others.
             uses: bytes of device memory by use, of which those of up projections and the dense part are shown.
             keys: bytes for keys and values, which rows may use too once `share` was called.
 
         Raises:
             ValueError: a pool without a row.
         """
-        which = range(len(layers)) if mix is None else mix.pooled
+        which = range(len(layers)) if mix is None else [first + layer for layer in mix.pooled]
         if capacity < 1 and which:
             raise ValueError("a pool needs room for at least one row")
         self.pooled = {layer: number for number, layer in enumerate(which)}
@@ -126,6 +130,7 @@ class Offload:
         self._view: ExpertRows | None = None
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s
+        self.called = ""  # where there are several cards, this one's name for people
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
 
     def rows(self, layout: RowLayout) -> ExpertRows:
@@ -151,6 +156,10 @@ class Offload:
     def link_peak(self) -> float:
         """The link's bytes per second when nothing delays it."""
         return self._peak
+
+    def cards(self) -> tuple[CardRows, ...]:
+        """There is one."""
+        return ()
 
     def share(self) -> None:
         """Let rows use the room of keys and values too, while those do not need it; call before the pool is filled."""
@@ -199,10 +208,20 @@ class Offload:
         self.memory.lend(nbytes)
         self._fit()
 
-    def make_room(self) -> bool:
+    @property
+    def name(self) -> str:
+        """Of its device, for people."""
+        return self.device.name
+
+    def now(self) -> float:
+        """Seconds by its device's clock."""
+        return self.device.now()
+
+    def make_room(self, ran_out: str = "") -> bool:
         """Return a quarter of the pool to the device after its memory ran out; False at the last rows.
 
-        The caller must hold no view of rows, keys or values, since their memory could not be freed.
+        The caller must hold no view of rows, keys or values, since their memory could not be freed. ran_out: what the
+        driver said.
         """
         capacity = self.pool.capacity * 3 // 4
         if capacity < max(1, self._least):
@@ -214,7 +233,8 @@ class Offload:
         self.notices.append(
             Notice(
                 "The graphics card ran out of memory",
-                f"The pool of rows is now smaller: {size(self.memory.rows.nbytes)}. The answer continues.",
+                f"The pool of rows{self.called and f' on {self.called}'} is now smaller: "
+                f"{size(self.memory.rows.nbytes)}. The answer continues.",
             )
         )
         return True

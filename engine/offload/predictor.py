@@ -66,7 +66,8 @@ class GatePredictor:
 
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
         """(B, E); ignores this layer's choice."""
-        return F.linear(guess, self._routers[layer + 1])
+        router = self._routers[layer + 1]
+        return F.linear(guess.to(router.device), router)
 
 
 class LearnedPredictor(GatePredictor):
@@ -137,10 +138,10 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
             "Set advanced.predictor to learned or gate.",
         )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
-        device, dtype = routers[0].device, routers[0].dtype
         learned = packed.lookahead()
         useful = packed.lookahead_gains() if name == "auto" else [True] * len(learned)
-        layers = [layer.to(device, dtype) if used else None for layer, used in zip(learned, useful, strict=True)]
+        each = zip(learned, useful, routers, strict=False)
+        layers = [layer.to(router.device, router.dtype) if used else None for layer, used, router in each]
         return LearnedPredictor(routers, carries(model), layers)
     return GatePredictor(routers, carries(model))
 
@@ -150,4 +151,4 @@ def carries(model: Any) -> list[Tensor]:
     family = FAMILIES[model.config.model_type]
     layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
     norms = [getattr(layer, family.norm).weight for layer in layers]
-    return [carry(norm, following) for norm, following in itertools.pairwise(norms)]
+    return [carry(norm, following.to(norm.device)) for norm, following in itertools.pairwise(norms)]

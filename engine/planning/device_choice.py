@@ -25,6 +25,7 @@ from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
 from ..machine import hardware, torch_build
 from ..offload import cards
+from ..offload.cards import Card
 from ..offload.device import Device
 from ..offload.lane_rates import TOUCHED, Rates, rates_file
 from ..offload.links import pinning
@@ -35,11 +36,11 @@ from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, MeasuredLink, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.offload import Offload, Parts
-from ..offload.virtual.virtual_device import VirtualDevice
+from ..offload.virtual.virtual_device import Turns, VirtualDevice
 from ..quality_presets import Preset
 from . import disk_tier, machine
 from .footprint import kv_element
-from .memory_plan import DeviceShares
+from .memory_plan import DeviceShares, Needs
 from .opened_pack import Asked, OpenedPack, UsableGpu
 from .rates import measured_rates, memory_rate
 
@@ -116,13 +117,7 @@ def choose(
         return _virtual(wanted, pack, vram)
     if throttled:
         return _throttled(wanted, pack, vram)
-    try:
-        place, why = hardware.choose_device(wanted)
-    except ValueError as error:
-        why = str(error)
-        cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
-        hint = torch_build.remedy() or "Use --device cpu."
-        raise UsageError(f"The device {wanted!r} cannot be used", cause, hint) from error
+    place, why = real_place(wanted)
     if place == "cpu":
         remedy = torch_build.remedy() if wanted.lower() == "auto" else ""
         return dataclasses.replace(_in_ram(why, pack, packed), remedy=remedy)
@@ -148,21 +143,46 @@ def choose(
     return _on_gpu(best, why, pack, vram)
 
 
+def real_place(wanted: str) -> tuple[str, str]:
+    """torch's name of a device of this machine, and why it is that.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return hardware.choose_device(wanted)
+    except ValueError as error:
+        why = str(error)
+        cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
+        hint = torch_build.remedy() or "Use --device cpu."
+        raise UsageError(f"The device {wanted!r} cannot be used", cause, hint) from error
+
+
 def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
-    place, needs, cap, budget = gpu.place, pack.needs, gpu.cap(vram), gpu.budget(vram)
+    budget = gpu.budget(vram)
     shares = pack.shares(gpu.machine, budget)
     if shares.place == "gpu":
-        return DeviceChoice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
+        return gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
-    why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(needs.whole())}"
+    why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(pack.needs.whole())}"
+    return gpu_with(gpu, why, shares, pack.streamed(shares), vram)
+
+
+def gpu_with(
+    gpu: UsableGpu, why: str, shares: DeviceShares, layers: Sequence[PackedLayer], vram: int | None
+) -> DeviceChoice:
+    """The choice of a GPU whose memory is divided so. layers: of which rows cross the link; none: all is there."""
+    place, cap, budget = gpu.place, gpu.cap(vram), gpu.budget(vram)
+    if not layers:
+        return DeviceChoice(place, why, shares, budget=budget, cap=cap)
+    row = layers[0].rows.layout.nbytes
 
     def make(wanted: TransferMode) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> MeasuredLink:
             in_place = kind == "in place"
-            return open_cuda_link(torch.device(place), needs.row, chunk=chunk, zero_copy=in_place, pinned=pinned)
+            return open_cuda_link(torch.device(place), row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
-        layers = pack.streamed(shares)
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
         device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
         device.looks_ahead = False
@@ -196,18 +216,34 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
 
 def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
-    if vram is not None and vram > card.vram_bytes:
-        has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
-        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
-    needs, budget = pack.needs, vram or card.vram_bytes
+    budget = virtual_budget(card, wanted, vram)
     there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {_words(shares)}"
+    return virtual_with(card, why, shares, budget, pack.needs)
+
+
+def virtual_budget(card: Card, wanted: str, vram: int | None) -> int:
+    """The bytes to use of a virtual card.
+
+    Raises:
+        UsageError: it has less than `vram`.
+    """
+    if vram is not None and vram > card.vram_bytes:
+        has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
+        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
+    return vram or card.vram_bytes
+
+
+def virtual_with(
+    card: Card, why: str, shares: DeviceShares, budget: int, needs: Needs, turns: Turns | None = None
+) -> DeviceChoice:
+    """The choice of a virtual card whose memory is divided so. needs: of the model. turns: with other cards."""
 
     def make(wanted: TransferMode) -> Device:
         # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
-        device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers)
+        device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers, turns=turns)
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 
@@ -216,6 +252,20 @@ def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
 
 def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     """All layers share a pool unless told otherwise: this device is there to test that."""
+    throttled_rate(wanted, vram)
+    mix = pack.mix or pack.needs.every("pool")
+    needs = next((one for one in pack.forms if one.fits(mix, vram or 0)), pack.needs)
+    shares = needs.share_out(mix, vram or 0, pack.window)
+    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {_words(shares)}"
+    return throttled_with(wanted, why, shares, vram or 0, pack.layers)
+
+
+def throttled_rate(wanted: str, vram: int | None) -> float:
+    """Bytes per second of a throttled device.
+
+    Raises:
+        UsageError: it is none, or no `vram` is given.
+    """
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -227,23 +277,26 @@ def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
             "",
             "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
-    speed, needs = float(rate[:-2]) * 1e9, pack.needs
     try:
         library()
     except NativeUnavailableError as error:
         cause = f"Its link is compiled, and {error}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
-    mix = pack.mix or needs.every("pool")
-    needs = next((one for one in pack.forms if one.fits(mix, vram)), needs)
-    shares = needs.share_out(mix, vram, pack.window)
+    return float(rate[:-2]) * 1e9
+
+
+def throttled_with(
+    wanted: str, why: str, shares: DeviceShares, vram: int, layers: Sequence[PackedLayer]
+) -> DeviceChoice:
+    """The choice of a throttled device whose memory is divided so; layers: of the pack."""
+    speed, row = throttled_rate(wanted, vram), layers[0].rows.layout.nbytes
 
     def make(transfer: TransferMode) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:
-            return throttled_link(needs.row, rate=speed, chunk=chunk)
+            return throttled_link(row, rate=speed, chunk=chunk)
 
-        return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, pack.layers)
+        return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 
-    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {_words(shares)}"
     return DeviceChoice("cpu", why, shares, make, vram)
 
 
@@ -261,8 +314,8 @@ def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer
     return device
 
 
-def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
-    """The pool and the device of a choice; None where there is no pool."""
+def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, first: int = 0) -> Offload | None:
+    """The pool and the device of a choice; None where there is no pool. first: the first of its layers."""
     if choice.make is None:
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
@@ -271,7 +324,7 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:
-        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix)
+        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()
         raise

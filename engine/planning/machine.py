@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,8 @@ class Machine:
     Attributes:
         name: in words. ram: installed less `reserve`, for our files in the page cache too. vram: of the GPU, 0 without
             one. disk_free: None if it does not matter. cores: physical. doubt: share by which its rates may be off.
-            told: by subject, the sources of its figures and the assumptions, in sentences.
+            told: by subject, the sources of its figures and the assumptions, in sentences. others: the same machine
+            with each further card that shares the work, instead of this one.
     """
 
     name: str
@@ -59,6 +60,20 @@ class Machine:
     speeds: Speeds
     doubt: float
     told: Mapping[str, str] = field(default_factory=dict[str, str])
+    others: tuple[Machine, ...] = ()
+
+    @property
+    def called(self) -> str:
+        """All of its cards, in words."""
+        names = [one.name for one in self.each]
+        if len({*names}) == 1 < len(names):
+            return f"{len(names)} x {self.name}"
+        return " and ".join(names)
+
+    @property
+    def each(self) -> tuple[Machine, ...]:
+        """With each card that shares the work."""
+        return (dataclasses.replace(self, others=()), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,8 @@ class Described:
     """A machine described by options; None for what they leave out.
 
     Attributes:
-        card: a name that `cards.named` knows, or NO_CARD. vram, ram: installed bytes. pcie: generation and lanes.
+        card: a name that `cards.named` knows, or NO_CARD. vram, ram: installed bytes; vram of each card. pcie:
+            generation and lanes of each. others: further cards that share the work.
     """
 
     card: str | None = None
@@ -77,6 +93,7 @@ class Described:
     pcie: tuple[int, int] | None = None
     disk_bytes_s: float | None = None
     disk_free: int | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -131,6 +148,8 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
+    if index is None and len(usable) > 1:
+        told["gpus"] = f"It has {len(usable)} GPUs: {sharing(found)}."
     if found.remedy:
         told["remedy"] = found.remedy
     told["ram"] = _of_ram(found.ram_total)
@@ -143,6 +162,18 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         told["container"] = f"Its container may use {memory(found.ram_limit)} of memory."
     doubt = MEASURED_DOUBT if measured and not measured.disturbed else ASSUMED_DOUBT
     return Machine(name, ram, vram, found.disk_free, cores, speeds, doubt, told)
+
+
+def here_with(found: Hardware, measured: Measured | None, indices: Sequence[int]) -> Machine:
+    """This machine, with several of its GPUs; see `here`."""
+    first, *others = (here(found, measured, index) for index in indices)
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def sharing(found: Hardware) -> str:
+    """How its GPUs share a model, in words; "" where there are not several."""
+    usable = [f"cuda:{gpu.index}" for gpu in found.gpus if gpu.index is not None]
+    return f"floe-chat --devices {','.join(usable)} shares a model among them" if len(usable) > 1 else ""
 
 
 def _of_ram(ram: int) -> str:
@@ -173,6 +204,8 @@ def described(said: Described, base: Machine) -> Machine:
     Raises:
         UsageError: no such card, or memory or a link without a card.
     """
+    if said.others:
+        return _of_several(said, base)
     if said.card == NO_CARD:
         machine = _without_gpu(said, base)
     else:
@@ -200,6 +233,31 @@ def described(said: Described, base: Machine) -> Machine:
     free = machine.disk_free if said.disk_free is None else said.disk_free
     name = machine.name if said.card not in (None, NO_CARD) else "as described; the rest is taken from this machine"
     return dataclasses.replace(machine, name=name, disk_free=free, speeds=speeds, doubt=ASSUMED_DOUBT, told=told)
+
+
+def _of_several(said: Described, base: Machine) -> Machine:
+    """Several cards in one machine: that of the first one, in which the others have their own memory and rates."""
+    if NO_CARD in (said.card, *said.others):
+        raise UsageError("--card none is no card beside others", "", "Leave it out.")
+    names = [name for name in (said.card, *said.others) if name is not None]
+    first, *others = (described(dataclasses.replace(said, card=name, others=()), base) for name in names)
+    around = {name: getattr(first.speeds, name) for name in ("read", "cores", "cpu", "disk")}
+    told = dict(first.told)
+    for other in others:
+        told["card"] += f" Beside it {other.name} with {memory(other.vram)}."
+    if said.pcie is None and said.link_bytes_s is None:
+        told["links"] = (
+            "Each card counts with all lanes that it has. Many desktop boards give two cards 8 each: --pcie 4x8."
+        )
+    shared = tuple(
+        dataclasses.replace(other, speeds=_fed(dataclasses.replace(other.speeds, **around))) for other in others
+    )
+    return dataclasses.replace(first, told=told, others=shared)
+
+
+def _fed(speeds: Speeds) -> Speeds:
+    """With a link no faster than the CPU can gather rows for it."""
+    return dataclasses.replace(speeds, link=min(speeds.link, speeds.read * PACKED))
 
 
 def _without_gpu(said: Described, base: Machine) -> Machine:

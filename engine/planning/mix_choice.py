@@ -34,13 +34,15 @@ class Placed:
 
     Attributes:
         rows: of the pool. share: of the rows of the pool's layers, rounded down to a step: what is counted on.
-        ram: share of what is read from RAM that fits there.
+        ram: share of what is read from RAM that fits there. seconds: of its layers, for a token of an answer and its
+            part of the prompt.
     """
 
     mix: Mix
     rows: int
     share: float
     ram: float
+    seconds: float = 0.0
 
     @property
     def held(self) -> Held:
@@ -73,6 +75,13 @@ class Costs:
             sums[place] = np.concatenate((np.zeros_like(each[:1]), each.cumsum(0)))
         return sums
 
+    def first(self, layers: int) -> Costs:
+        """The same of so many layers, where all are alike."""
+        few = dataclasses.replace(self.takes, sizes=dataclasses.replace(self.takes.sizes, layers=layers))
+        part = Costs(few, self.work, self.speeds)
+        part.__dict__["until"] = {place: sums[: layers + 1] for place, sums in self.until.items()}
+        return part
+
     def _column(self, place: ExpertsPlace, work: TokenWork) -> NDArray[np.float64]:
         """(2, STEPS + 1)."""
         steps = range(STEPS + 1) if place == "pool" else range(1)
@@ -86,11 +95,16 @@ def choose(costs: Costs, needs: Needs, budget: int, ram: int) -> tuple[Placed, P
     Args:
         budget: bytes of the device for weights, keys and values. ram: bytes that programs may use.
     """
+    return choose_in(costs, needs, budget, memory_plan.room(ram, costs.takes))
+
+
+def choose_in(costs: Costs, needs: Needs, budget: int, room: int) -> tuple[Placed, Placed] | None:
+    """`choose` with so many bytes of RAM for what is read of the pack while answering."""
     mixes = list(_fitting(needs, budget))
     if not mixes:
         return None
     rows = np.array([max(0, needs.most_rows(mix, budget)) for mix in mixes])
-    seconds, share = _seconds(costs, mixes, rows, max(0, memory_plan.room(ram, costs.takes)))
+    seconds, share = _seconds(costs, mixes, rows, max(0, room))
     found: list[Placed] = []
     for chosen in (np.ones(len(mixes), np.bool_), np.array([mix.pool == 0 for mix in mixes])):
         at, step = np.unravel_index(np.where(chosen[:, None], seconds, np.inf).argmin(), seconds.shape)
@@ -98,7 +112,8 @@ def choose(costs: Costs, needs: Needs, budget: int, ram: int) -> tuple[Placed, P
         full = mix.pool * needs.experts * needs.neurons
         used = most if (int(step) + 1) * full > STEPS * most else -(-int(step) * full // STEPS)
         mix = dataclasses.replace(mix, order=costs.work.order)
-        found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step])))
+        time = float(seconds[at, step])
+        found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step]), time))
     return found[0], found[1]
 
 

@@ -32,15 +32,17 @@ class Asked:
 
     Attributes:
         mix: where each layer's experts are; None: as planned. kv_bits: of keys and values; None: as planned. context:
-            tokens whose keys and values have memory reserved.
+            tokens whose keys and values have memory reserved. division: layers with experts of each of several cards;
+            empty: as planned.
     """
 
     mix: Mix | None = None
     kv_bits: int | None = None
     context: int = CONTEXT
+    division: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, advanced: Advanced, mix: Mix | None = None) -> Asked:
+    def of(cls, advanced: Advanced, mix: Mix | None = None, division: tuple[int, ...] = ()) -> Asked:
         """By the user's settings.
 
         Raises:
@@ -53,7 +55,8 @@ class Asked:
             raise UsageError(
                 f"A context cannot have {advanced.context} tokens", "", "Set advanced.context to 1 or more."
             )
-        return cls(mix, None if advanced.kv_bits == "auto" else int(advanced.kv_bits), advanced.context)
+        kv_bits = None if advanced.kv_bits == "auto" else int(advanced.kv_bits)
+        return cls(mix, kv_bits, advanced.context, division)
 
     def forms(self) -> tuple[int, ...]:
         """The bits that keys and values may have, the most exact first."""
@@ -100,7 +103,7 @@ class OpenedPack:
         asked: Asked,
     ) -> None:
         """`element`: bytes of a key's or a value's number on the device, where it has 16 bits."""
-        self.layers, self.mix = layers, asked.mix
+        self.layers, self.mix, self.division = layers, asked.mix, asked.division
         self.window = context.window(config)
         self.forms = [Needs.of(manifest, layers, config, element, bits, asked.context) for bits in asked.forms()]
         self.needs = self.forms[0]
@@ -149,11 +152,15 @@ class OpenedPack:
 
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
         """Tokens per second, by the cost model."""
-        pool = mix_choice.share(self.needs, shares)
-        of = machine.ram, self.takes, shares.mix, pool, self.needs.context, shares.kv_bits
-        ram = memory_plan.share_ram(*of).share
-        held = Held(shares.mix is not None, pool, ram, mix=shares.mix, kv_bits=shares.kv_bits, keys=shares.most)
+        held = self.held(self.needs, shares, machine.ram)
         return 1 / speed_estimate.decode(self.takes, self.work, machine.speeds, held).seconds
+
+    def held(self, needs: Needs, shares: DeviceShares, ram: int) -> Held:
+        """As the cost model takes it. needs: of the layers that the shares are about."""
+        pool = mix_choice.share(needs, shares)
+        of = ram, self.takes, shares.mix, pool, self.needs.context, shares.kv_bits
+        share = memory_plan.share_ram(*of).share
+        return Held(shares.mix is not None, pool, share, mix=shares.mix, kv_bits=shares.kv_bits, keys=shares.most)
 
     def streamed(self, shares: DeviceShares) -> list[PackedLayer]:
         """The layers of which rows cross the link."""

@@ -1,26 +1,30 @@
 """One model at some widths on a machine: its place, its needs, its speed, and how good a choice it is (`worth`).
 
-Memory is divided by memory_plan.py; the speed comes from speed_estimate.py.
+Memory is divided by memory_plan.py, layers among several cards by several/division.py; the speed comes from
+speed_estimate.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...models.catalog import CatalogEntry
 from ...models.catalog_entry import SHARD_BYTES
+from ...models.errors import UsageError
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..offload.mix import ExpertsPlace, Mix
-from . import memory_plan, mix_choice, prompt_estimate, speed_estimate, worth
-from .footprint import Footprint, kv_bytes
+from . import memory_plan, mix_choice, worth
+from .footprint import Footprint, by_library, kv_bytes
 from .machine import Machine
-from .measured_figures import Curve, figures
+from .measured_figures import figures
 from .memory_plan import DeviceShares, Needs
 from .mix_choice import Costs, Placed
-from .speed_estimate import Held, Speeds, Token, TokenWork
+from .running import Place, Running
+from .several.division import CardRoom, Divided
+from .speed_estimate import Held, Token, TokenWork
 
 DEFAULT = PackSpec()
 # The most exact first.
@@ -51,6 +55,19 @@ class SpeedRange:
 
 
 @dataclass(frozen=True, slots=True)
+class OnCard:
+    """One of several cards: its name, the first of its layers with experts and their number, their mix, and bytes of
+    its memory by use.
+    """
+
+    name: str
+    first: int
+    layers: int
+    mix: Mix | None
+    vram: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """A model at some widths on the machine, in its fastest place.
 
@@ -65,6 +82,7 @@ class Option:
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
         token: one token's seconds by part. decode, prefill: tokens per second. kv_bits: of keys and values. full:
             tokens per second at the end of the longest chat that memory is reserved for, and of the model's longest.
+        cards: what each of several cards has; vram is their sum, and mix counts the layers of all.
     """
 
     spec: PackSpec
@@ -84,6 +102,7 @@ class Option:
     prefill: SpeedRange
     kv_bits: int
     full: tuple[float, float]
+    cards: tuple[OnCard, ...] = ()
 
     @property
     def works(self) -> bool:
@@ -119,6 +138,9 @@ def option(
     Args:
         kv_bits: of keys and values; None: 16, or fewer where that is clearly worth it.
     """
+    if machine.others and by_library(entry.sizes.model_type):  # its layers cannot be divided
+        each = [option(one, entry, spec, context, keep_source, kv_bits) for one in machine.each]
+        return max(each, key=lambda one: (one.works, not one.missing, one.decode.mid))
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
     costs = Costs(takes, TokenWork.of(_preset()), machine.speeds)
@@ -141,19 +163,88 @@ def _is_clearly_better(coarse: Option, exact: Option) -> bool:
 def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, int], kv_bits: int) -> Option:
     """With keys and values of so many bits."""
     takes = costs.takes
-    needs, budget = Needs.of_footprint(takes, context, kv_bits), memory_plan.budget(machine.vram)
-    alone = _made(machine, takes, context, disk, None, DeviceShares.none(takes.sizes.window, kv_bits))
+    needs = Needs.of_footprint(takes, context, kv_bits)
+    alone = _made(machine, takes, context, disk, (), DeviceShares.none(takes.sizes.window, kv_bits))
     if not machine.speeds.gpu:
         return alone
-    found = mix_choice.choose(costs, needs, budget, machine.ram)
-    if found is None:
+    found = _placed(machine, costs, needs)
+    if not found:
         return alone
-    best, static = found
-    shares = needs.share_out(best.mix, budget, takes.sizes.window, best.rows)
-    beside = _made(machine, takes, context, disk, best, shares)
-    token = speed_estimate.decode(takes, costs.work, machine.speeds, static.held)
+    best, static = ([_On.of(one, which, takes) for one in found] for which in ("best", "static"))
+    beside = _made(machine, takes, context, disk, best, best[0].shares)
+    token = Running(takes, [one.place for one in static]).token(costs.work)
     beside = dataclasses.replace(beside, static=1 / token.seconds)
     return max(beside, alone, key=lambda one: (one.works, not one.missing, one.decode.mid))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A card's layers, and how they are placed best and without a pool. card: the machine with it."""
+
+    card: Machine
+    layers: range
+    needs: Needs
+    best: Placed
+    static: Placed
+
+
+@dataclass(frozen=True, slots=True)
+class _On:
+    """A card with its layers as they are placed; name, first: see `OnCard`."""
+
+    name: str
+    total: int
+    placed: Placed
+    shares: DeviceShares
+    place: Place
+
+    @classmethod
+    def of(cls, found: _Found, which: str, takes: Footprint) -> _On:
+        """`which`: "best" or "static"."""
+        placed: Placed = getattr(found, which)
+        budget = memory_plan.budget(found.card.vram)
+        shares = found.needs.share_out(placed.mix, budget, takes.sizes.window, placed.rows)
+        part = len(found.layers) / takes.sizes.layers
+        held = dataclasses.replace(placed.held, kv_bits=shares.kv_bits, keys=shares.most, part=part)
+        return cls(found.card.name, found.card.vram, placed, shares, Place(found.layers, found.card.speeds, held))
+
+    @property
+    def vram(self) -> dict[str, int]:
+        """Bytes by use, with what stays free."""
+        used = {use: count for use, count in self.shares.uses.items() if count}
+        return {**used, "free": self.total - sum(used.values())}
+
+    def card(self) -> OnCard:
+        """For people."""
+        layers = self.place.layers
+        return OnCard(self.name, layers.start, len(layers), self.shares.mix, self.vram)
+
+    def behind(self, context: int, takes: Footprint) -> Place:
+        """The pool gives way to keys and values of so many tokens."""
+        shares, held = self.shares, self.place.held
+        if shares.rows and shares.mix is not None and shares.mix.pool:
+            kept = round(held.part * context * kv_bytes(takes.sizes, shares.kv_bits))
+            rows = max(0, shares.rows_beside(kept, takes.row))
+            held = dataclasses.replace(held, pool=held.pool * rows / shares.rows)
+        return dataclasses.replace(self.place, held=held)
+
+
+def _placed(machine: Machine, costs: Costs, needs: Needs) -> list[_Found]:
+    """What each card has; nothing if a card has no room."""
+    takes, every = costs.takes, range(costs.takes.sizes.layers)
+    if not machine.others:
+        found = mix_choice.choose(costs, needs, memory_plan.budget(machine.vram), machine.ram)
+        return [] if found is None else [_Found(machine, every, needs, *found)]
+    cards = tuple(CardRoom(one.name, one.speeds, memory_plan.budget(one.vram)) for one in machine.each)
+    room = max(0, memory_plan.room(machine.ram, takes))
+    try:
+        parts = Divided(takes, costs.work, needs, cards, room).parts()
+    except UsageError:
+        return []
+    return [
+        _Found(card, part.layers, part.needs, part.best, part.static)
+        for card, part in zip(machine.each, parts, strict=True)
+    ]
 
 
 def rounding(spec: PackSpec) -> float:
@@ -167,58 +258,65 @@ def _made(
     takes: Footprint,
     context: int,
     disk: Mapping[str, int],
-    placed: Placed | None,
+    on: Sequence[_On],
     device: DeviceShares,
 ) -> Option:
-    """The option with its layers so placed, None by the CPU alone."""
-    vram = {use: count for use, count in device.uses.items() if count}
-    if vram:
-        vram["free"] = machine.vram - sum(vram.values())
-    share = 0.0 if placed is None else placed.share
-    ram = memory_plan.share_ram(machine.ram, takes, device.mix, share, context, device.kv_bits)
+    """The option with its layers so placed, nowhere by the CPU alone. device: the first card's."""
+    vram: dict[str, int] = {}
+    for one in on:
+        for use, count in one.vram.items():
+            vram[use] = vram.get(use, 0) + count
+    mix, rows = (None if not on else _all(on)), sum(one.shares.rows for one in on)
+    pooled = sum(one.placed.mix.pool for one in on)
+    share = sum(one.placed.share * one.placed.mix.pool for one in on) / pooled if pooled else 0.0
+    ram = memory_plan.share_ram(machine.ram, takes, mix, share, context, device.kv_bits)
     missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
-    held = Held(gpu=False, ram=ram.share) if placed is None else placed.held
-    held = dataclasses.replace(held, kv_bits=device.kv_bits, keys=device.most)
-    work, speeds, doubt = TokenWork.of(_preset()), machine.speeds, machine.doubt
-    token = speed_estimate.decode(takes, work, speeds, held)
+    work, doubt = TokenWork.of(_preset()), machine.doubt
+    held = Held(gpu=False, ram=ram.share, kv_bits=device.kv_bits, keys=device.most)
+    running = Running(takes, [one.place for one in on]) if on else Running.alone(takes, machine.speeds, held)
+
+    def full(context: int) -> float:
+        places = [one.behind(context, takes) for one in on] or running.places
+        return 1 / Running(takes, places).token(work, context=context).seconds
+
+    token = running.token(work)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
-    slow, fast = speeds.times(1 - doubt), speeds.times(1 + doubt)
-
-    def rate(work: TokenWork, speeds: Speeds, curve: Curve) -> float:
-        return 1 / speed_estimate.decode(takes, work, speeds, held, curve).seconds
-
-    def prompt(work: TokenWork, speeds: Speeds) -> float:
-        return prompt_estimate.prefill(takes, work, speeds, held)
-
+    slow, fast = 1 - doubt, 1 + doubt
+    whole = mix is not None and mix.gpu == mix.layers
     return Option(
         spec=takes.spec,
         kl=rounding(takes.spec) + worth.kv_loss(device.kv_bits),
-        place=device.place,
-        mix=device.mix,
+        place="cpu" if mix is None else "gpu" if whole else "pool",
+        mix=mix,
         static=None,
         vram=vram,
         ram=ram.uses,
         disk=disk,
-        pool_rows=device.rows,
-        pool_share=1.0 if device.place == "gpu" else share,
+        pool_rows=rows,
+        pool_share=1.0 if whole else share,
         ram_share=ram.share,
         missing=missing,
         token=token,
-        decode=SpeedRange(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
-        prefill=SpeedRange(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
+        decode=SpeedRange(
+            1 / running.token(unlucky, slow, _ROUTES_ALIKE).seconds,
+            1 / token.seconds,
+            1 / running.token(work, fast, lucky).seconds,
+        ),
+        prefill=SpeedRange(running.prefill(unlucky, slow), running.prefill(work), running.prefill(work, fast)),
         kv_bits=device.kv_bits,
-        full=(_full(takes, speeds, held, device, context), _full(takes, speeds, held, device, takes.sizes.window)),
+        full=(full(context), full(takes.sizes.window)),
+        cards=tuple(one.card() for one in on) if len(on) > 1 else (),
     )
 
 
-def _full(takes: Footprint, speeds: Speeds, held: Held, device: DeviceShares, context: int) -> float:
-    """Tokens per second behind so many tokens, for whose keys and values the pool gives way, and then RAM is used."""
-    if device.rows and device.mix is not None and device.mix.pool:
-        rows = device.rows_beside(context * kv_bytes(takes.sizes, device.kv_bits), takes.row)
-        held = dataclasses.replace(held, pool=held.pool * max(0, rows) / device.rows)
-    return 1 / speed_estimate.decode(takes, TokenWork.of(_preset()), speeds, held, context=context).seconds
+def _all(on: Sequence[_On]) -> Mix:
+    """The layers of all cards by kind."""
+    if len(on) == 1:
+        return on[0].placed.mix
+    mixes = [one.placed.mix for one in on]
+    return Mix(sum(mix.gpu for mix in mixes), sum(mix.pool for mix in mixes), sum(mix.cpu for mix in mixes))
 
 
 def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str, int]:

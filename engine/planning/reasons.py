@@ -12,7 +12,7 @@ from ..offload.mix import Mix
 from .footprint import Footprint, by_library
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
-from .options import DEFAULT, Option
+from .options import DEFAULT, Option, option
 from .speed_estimate import one_by_one
 from .worth import ENOUGH, NEWER, READING, WORTH
 
@@ -92,6 +92,7 @@ def why(
         for sentence in (
             *_why_bits(entry, chosen, options),
             _why_place(machine, entry, chosen, context),
+            _why_cards(machine, entry, chosen, context),
             _why_ram(machine, chosen),
             _why_speed(chosen),
             _why_library(entry, chosen),
@@ -141,6 +142,8 @@ def _speed(option: Option) -> str:
 
 
 def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: int) -> str:
+    if chosen.cards:
+        return ""
     asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
@@ -157,6 +160,29 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if least > usable:
         return f"The CPU computes: the GPU would need {memory(least)}, and {memory(usable)} can be used."
     return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
+
+
+def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: int) -> str:
+    """What several cards are worth: the division, and the speed of the best of them alone."""
+    if not machine.others:
+        return ""
+    alone = max(
+        (option(one, entry, chosen.spec, context, kv_bits=chosen.kv_bits) for one in machine.each),
+        key=lambda one: (not one.missing, one.decode.mid),
+    )
+    if not chosen.cards and by_library(entry.sizes.model_type):
+        return "One card is used: transformers' modules compute its layers, which cannot be divided among cards."
+    if not chosen.cards:
+        return "The CPU computes: the cards together have no room for the model, or would be slower."
+    counts = " and ".join(_layers(card.layers) for card in chosen.cards)
+    said = f"The cards have {counts}, one after the other, as is fastest by our estimate with their memory and rates"
+    if alone.missing:
+        return f"{said}. One of them alone would not do."
+    times = chosen.decode.mid / alone.decode.mid
+    against = f"{said}: about {digits(times, 2)} times as fast as one of them alone, {_speed(alone)}."
+    if times < 1:
+        return f"{against} One card alone is faster."
+    return against
 
 
 def _experts(mix: Mix, chosen: Option) -> str:

@@ -180,7 +180,8 @@ class Held:
 
     Attributes:
         gpu: whether the dense part is on a GPU. pool: share of the rows of a pool's layers that are in it; with 1 and
-            no mix all are on the GPU.
+            no mix all are on the GPU. part: share of the model's layers that this is about, where several devices have
+            some each (`running.py`); then `mix` is of these alone.
         ram: share of the other bytes that is in RAM; the rest is read from the disk. cpu: whether the CPU computes
             a share of absent rows. mix: layers of each kind; None: all alike. kv_bits: of keys and values. keys: bytes
             of the device that these can have, the others are read over the link; None: all.
@@ -193,6 +194,7 @@ class Held:
     mix: Mix | None = None
     kv_bits: int = 16
     keys: int | None = None
+    part: float = 1.0
 
     def kinds(self, takes: Footprint, work: TokenWork) -> list[tuple[ExpertsPlace, int, TokenWork]]:
         """How many layers there are of each kind beside a GPU, and a token's work in them."""
@@ -231,7 +233,7 @@ def decode(
 ) -> Token:
     """The time of one token after `context` others. `curve`: hit rate by pool share, None: as measured."""
     if held.gpu:
-        seen = context * kv_bytes(takes.sizes, held.kv_bits)
+        seen = held.part * context * kv_bytes(takes.sizes, held.kv_bits)
         far = 0 if held.keys is None else max(0, seen - held.keys)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
@@ -244,7 +246,7 @@ def decode(
     more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own)
     if isinstance(takes.sizes.recurrent, Recurrent):
         more += takes.sizes.recurrent.layers * speeds.host_recurrent
-    return dataclasses.replace(token, host=token.host + more)
+    return dataclasses.replace(token, host=token.host + held.part * more)
 
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:

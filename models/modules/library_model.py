@@ -34,6 +34,7 @@ def build(
     dtype: torch.dtype,
     device: str,
     make: Make | None = None,
+    elsewhere: Mapping[int, tuple[Linear, str]] | None = None,
 ) -> nn.Module:
     """The causal language model, ready to call.
 
@@ -45,6 +46,7 @@ def build(
         linear: codes and bias -> module with forward(x (..., K)) -> (..., N). The bias is filled in later.
         dtype: of the dense part and of all activations.
         make: the modules to fill, from configuration and dtype; None for the library's own (else `bare.tree`).
+        elsewhere: of the decoder's layers that are on other devices, `linear` and `device`.
 
     Raises:
         PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
@@ -52,7 +54,10 @@ def build(
     model = empty(config, dtype, make)
     for index, block in enumerate(family.blocks(model)):
         block.experts = experts(index)
-    furnish(model, "", family, with_head(config, family, dense), bits, linear, dtype, device)
+    weights = with_head(config, family, dense)
+    for index, (own, place) in (elsewhere or {}).items():
+        furnish(model.model.layers[index], f"model.layers.{index}", family, weights, bits, own, dtype, place)
+    furnish(model, "", family, weights, bits, linear, dtype, device)
     renew(model.model, config, device)
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise PackError(
@@ -130,7 +135,7 @@ def furnish(
     if bits < 16:
         modules: list[tuple[str, Any]] = list(module.named_modules())
         for name, layer in modules:
-            if family.is_linear(lead + name):
+            if family.is_linear(lead + name) and isinstance(layer, nn.Linear):
                 width = quantized_linears.width_of(lead + name, bits)
                 stored = quantized_linears.load(weights, lead + name, layer.out_features, layer.in_features, width)
                 module.set_submodule(name, linear(stored, layer.bias))

@@ -13,7 +13,7 @@ from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel import memory
 from floe_chat.app.widgets.panel.figures import Draw, PanelFigures
 from floe_chat.app.widgets.panel.heat import stack
-from floe_chat.engine.events import Rows
+from floe_chat.engine.events import CardRows, Rows
 
 from .scripted import LOADED, ROWS, UNCOUNTED, stats
 
@@ -40,7 +40,14 @@ LONG = dataclasses.replace(
     link_busy=1.004,
     virtual=True,
 )
-ANY = {"some": ROWS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
+CARDS = dataclasses.replace(
+    ROWS,
+    cards=(
+        CardRows("cuda:0", 9, 1.0, pool=3 << 30, pool_used=1 << 30, up=1 << 30, dense=1 << 29, whole=1 << 30),
+        CardRows("cuda:1", 0, 0.0, pool=0, pool_used=0, up=1 << 30, dense=0, whole=4 << 30, moved_per_token=0.0),
+    ),
+)
+ANY = {"some": ROWS, "cards": CARDS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
 DRAWINGS = (
     *(memory.origins, memory.link, memory.memory),
     *(draw.speed_heading, draw.speed_course, draw.neurons, draw.strip),
@@ -307,3 +314,13 @@ def test_shares_by_layer_tell_what_was_not_measured() -> None:
     assert draw.by_layer(shown, "recall", (), 32)[0].plain.endswith("— not yet")
     many = draw.by_layer(shown, "recall", (0.2, 0.8) * 40, 32)
     assert all(line.cell_length == 32 for line in many)
+
+
+def test_each_of_several_cards_has_its_memory_and_its_link() -> None:
+    shown = figures(CARDS)
+    assert value(memory.memory, shown, "card 1, weights") == units.size(5.5 * 2**30)
+    assert value(memory.memory, shown, "card 2, weights") == units.size(5 << 30)
+    assert "not yet" in value(memory.link, shown, "by card 1") and value(memory.link, shown, "by card 2") == units.size(
+        0
+    )
+    assert not [line for line in lines(memory.memory, figures(ROWS)) if line.startswith("card")]

@@ -237,3 +237,15 @@ def test_doctor_tells_measured_rates(measured: list[Path]) -> None:
     assert "30 GB/s" in run_cli("doctor").out and len(measured) == 1
     fields = json.loads(run_cli("doctor", "--json").out)
     assert fields["measured"]["rates"]["memory read"] == 3e10 and fields["hardware"]["sources"]["ram_total"]
+
+
+def test_two_cards_share_a_model(measured: list[Path]) -> None:
+    ran = run_cli("plan", "mixtral-8x7b-instruct", "--card", "3060", "--card", "3060", *BIG)
+    assert (ran.code, ran.err, measured) == (0, "", [])
+    for wanted in ("Machine: 2 x RTX 3060", "card 1", "card 2", "layers 17 to 32", "as fast as one of them alone"):
+        assert wanted in " ".join(ran.out.split()), wanted
+    found = planned("mixtral-8x7b-instruct", "--card", "3090", "--card", "RTX 3060", *BIG)
+    assert [card["layers"] for card in found["chosen"]["cards"]] == [31, 1] and found["machine"]["others"]
+    assert planned("mixtral-8x7b-instruct", "--card", "3060", *BIG)["chosen"]["cards"] == []
+    refused = run_cli("plan", "mixtral", "--card", "3060", "--card", "none")
+    assert refused.code == 2 and "--card none" in refused.err

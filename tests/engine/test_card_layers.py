@@ -129,7 +129,7 @@ def test_keys_and_values_may_move_between_tokens(loaded: LoadedModel, monkeypatc
     FakeCard(monkeypatch)
     with offloaded(loaded, EVERYTHING, 0.5) as shared:
         assert isinstance(loaded.decoder, FusedDecoder)
-        loaded.decoder.room = shared
+        loaded.decoder.rooms = [shared]
         shared.share()
         kv, found = KVCache(), list[Tensor]()
         for one in ids:

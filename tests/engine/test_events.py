@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 from floe_chat.engine import events
-from floe_chat.engine.events import Advanced, Chance, Command, Event, Extras, Rows, Sampling
+from floe_chat.engine.events import Advanced, CardRows, Chance, Command, Event, Extras, Rows, Sampling
 
-KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Advanced, Rows, Extras, Chance]
+_PARTS: list[type[Any]] = [Sampling, Advanced, Rows, CardRows, Extras, Chance]
+KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), *_PARTS]
 
 
 def some_value(kind: Any, chance: random.Random) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.decoder.kv_stores import BLOCK
-from floe_chat.engine.events import Finished, Load, Loaded, Stats
+from floe_chat.engine.events import CardRows, Finished, Load, Loaded, Stats
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.telemetry import Telemetry, hidden
 from safetensors.torch import load_file
@@ -211,6 +211,9 @@ class Pool:
 
     def link_peak(self) -> float:
         return 1e9
+
+    def cards(self) -> tuple[CardRows, ...]:
+        return ()
 
 
 def test_shares_of_rows_hold_where_active_neurons_are_counted_later() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine import host_copies
 from floe_chat.engine.bench.synthetic import _to  # pyright: ignore[reportPrivateUsage]
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
@@ -292,8 +293,12 @@ def test_what_a_layer_left_uncounted_is_read_with_what_the_next_one_waits_for(mo
     def started(packed: Tensor) -> Tensor:
         return packed.as_subclass(Tensor).clone()
 
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    def recorded(_stream: object) -> None:
+        pass
+
+    event = SimpleNamespace(record=recorded, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
     monkeypatch.setattr("floe_chat.engine.host_copies._started", started)
     device = Counted(NBYTES)
     made, _ = layers(device, PLAIN, predict=None)
@@ -302,6 +307,44 @@ def test_what_a_layer_left_uncounted_is_read_with_what_the_next_one_waits_for(mo
     made[0](torch.ones(1, HIDDEN), torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]]))
     assert seen == [[3, 4]] and device.asked == 1
     device.close()
+
+
+class OnSecond(Elsewhere):
+    """On another device."""
+
+    device = torch.device("cuda:1")  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+
+def test_tensors_of_two_devices_are_on_the_host_once_both_are_that_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of two cards may be counted by one copy."""
+    passed: list[object] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.stream: object = None
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.stream in passed
+
+        def synchronize(self) -> None:
+            passed.append(self.stream)
+
+    def started(packed: Tensor) -> Tensor:
+        return packed.as_subclass(Tensor).clone()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    monkeypatch.setattr("floe_chat.engine.host_copies._started", started)
+    given = torch.tensor([1.5]).as_subclass(Elsewhere), torch.tensor([7]).as_subclass(OnSecond), torch.tensor([2])
+    copy = host_copies.to_host(given)
+    assert copy.event is not None and not copy.event.query()
+    passed.append("cuda:1")
+    assert not copy.event.query()
+    assert [tensor.tolist() for tensor in copy.arrived()] == [[1.5], [7], [2]]
+    assert copy.event.query() and {*passed} == {"cpu", "cuda:1"}
 
 
 @pytest.mark.gpu

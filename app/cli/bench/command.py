@@ -94,7 +94,13 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
     metavar="NAME",
     help="At whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
 )
-@click.option("--card", "cards", multiple=True, metavar="NAME", help="A virtual card, such as sim:rtx3060-12gb@8gb.")
+@click.option(
+    "--card",
+    "cards",
+    multiple=True,
+    metavar="NAME",
+    help="A virtual card, such as sim:rtx3060-12gb@8gb; A,B are two in one machine, against the first alone.",
+)
 @click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="Tokens that the model reads.")
 @click.option(
     "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."

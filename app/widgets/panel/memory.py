@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
+from ....engine.events import CardRows
 from ...text import units
 from ..common.themes import MUTED
 from .figures import NO_GPU, PanelFigures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
@@ -74,6 +75,7 @@ def link(figures: PanelFigures, width: int) -> Content:
     lines = [
         heading("Link", width, virtual=is_virtual(figures)),
         row(figures, "moved per token", units.size(rows.moved_per_token), width),
+        *_links(figures, rows.cards, width),
         row(figures, "wait per token", units.milliseconds(rows.waited_per_token), width),
         row(figures, "rate", f"{units.size_of(rate, peak)}/s", width),
     ]
@@ -117,9 +119,23 @@ def memory(figures: PanelFigures, width: int) -> Content:
     lines += [_bar([dense, up, whole, kept, used, free, rest], width), *_legend([dense, up], width)]
     lines += [_entry(part, width) for part in (whole, kept) if part is kept or rows.whole]
     lines.append(Content.assemble(pool, " " * gap, value))
+    lines += [_card(figures, number, card, width) for number, card in enumerate(rows.cards, 1)]
     if left:
         lines.append(_entry(rest, width))
     return Content("\n").join(lines)
+
+
+def _links(figures: PanelFigures, cards: Sequence[CardRows], width: int) -> list[Content]:
+    """What the link of each of several cards moved."""
+    if figures.dense:
+        return []
+    return [row(figures, f"by card {n}", units.size(card.moved_per_token), width) for n, card in enumerate(cards, 1)]
+
+
+def _card(figures: PanelFigures, number: int, card: CardRows, width: int) -> Content:
+    """What one of several cards holds, without keys and values."""
+    held = units.size(card.dense + card.up + card.whole + card.pool)
+    return row(figures, f"card {number}, weights", held, width)
 
 
 def _context(figures: PanelFigures) -> float | None:

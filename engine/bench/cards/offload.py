@@ -6,7 +6,7 @@ is added in turn.
 
 Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
 none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth. First tokens
-of prompts follow (prompts.py).
+of prompts follow (prompts.py). Several cards of one machine are compared with the first of them (several.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...offload.offload import Parts
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from ..synthetic import sizes_of
-from . import baselines, mixes, prompts
+from . import baselines, mixes, prompts, several
 from .replay import Played, play
 from .trace import Trace, record
 from .width import Width
@@ -50,14 +50,16 @@ def run(
     """Play the trace of a pack on cards.
 
     Args:
-        name: the pack's. text: what it reads. tokens: of it, of which the first third warms up.
+        name: the pack's. text: what it reads. cards: names; several with commas between them share one machine.
+        tokens: of the text, of which the first third warms up.
         skew: routing drawn with that skew instead of the trace's own; None for its own.
         synthetic: at which model's width.
 
     Raises:
         UsageError: no such card or model, too little text, or a pack of more experts than the model has.
     """
-    chosen, width = [named(card, study=True) for card in cards], Width(sizes_of(synthetic))
+    machines = [[named(one, study=True) for one in card.split(",")] for card in cards]
+    width = Width(sizes_of(synthetic))
     report("Recording", 0, 1)
     ids = read_tokens(pack, text).flatten().tolist()[:tokens]
     if len(ids) < tokens:
@@ -69,7 +71,10 @@ def run(
     trace = traces["auto"]
     traces["known"] = trace.known()
     sections = list[Section]()
-    for card in chosen:
+    for card, *others in machines:
+        if others:
+            sections += several.sections([card, *others], width, trace, tokens // 3, report)
+            continue
         sections += _sections(card, width, traces, tokens // 3, report)
         sections += prompts.sections(card, width, trace, tokens // 3, report)
     facts: dict[str, str | int] = {

@@ -25,7 +25,7 @@ from ...offload.device import Partial
 from ...offload.links.transfer import Transfer
 from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
-from ...offload.virtual.virtual_device import VirtualDevice
+from ...offload.virtual.virtual_device import Turns, VirtualDevice
 from ...quality_presets import Preset
 from ...telemetry import LayerCounts, Telemetry, hidden
 from .trace import Trace
@@ -49,9 +49,10 @@ class ReplayDevice(VirtualDevice):
         cpu_share: float,
         *,
         host: bool,
+        turns: Turns | None = None,
     ) -> None:
         given = (card, row_bytes, width.hidden, width.dense_bytes, cpu_share)
-        super().__init__(*given, dense_weights=width.dense_weights, host=host, content=False)
+        super().__init__(*given, dense_weights=width.dense_weights, host=host, content=False, turns=turns)
         self._trace, self._width = trace, width
         # Of active neurons, how many reach the second threshold: what the preset means on text like the calibration's.
         rule = preset.rule
@@ -60,9 +61,9 @@ class ReplayDevice(VirtualDevice):
         self.waited = 0.0
         self.show([0], 0)
 
-    def show(self, tokens: Sequence[int], layer: int) -> None:
-        """What is asked for next: this layer's step for these tokens of the trace."""
-        self.tokens, self.layer, self.asked = tokens, layer, False
+    def show(self, tokens: Sequence[int], layer: int, *, asked: bool = False) -> None:
+        """What is asked for next: this layer's step for these tokens of the trace; `asked`: only what it guesses."""
+        self.tokens, self.layer, self.asked = tokens, layer, asked
 
     def wait(self, transfer: Transfer) -> float:
         """See `Device`."""
@@ -152,7 +153,7 @@ class Played:
 
 
 class Stage:
-    """The engine on a card, ready to play.
+    """The engine on a card, or on several that have some of the layers each, ready to play.
 
     Attributes:
         share: of the whole model's layers that are played.
@@ -170,26 +171,36 @@ class Stage:
         cpu_share: float = 1.0,
         pool: int | None = None,
         host: bool = False,
+        others: Sequence[tuple[Card, Mix]] = (),
     ) -> None:
         """See `play`."""
         self.card, self.width, self.trace = card, width, trace
         layers, experts = trace.scores.shape[1:]
         packed = [width.layer(table) for table in (trace.thresholds if preset.rule.weighed else trace.plain)]
         self.share = layers / width.layers
-        self.device = ReplayDevice(card, width, trace, preset, packed[0].rows.layout.nbytes, cpu_share, host=host)
-        mix = parts.mix or Mix(pool=layers)
-        rows = room(card, width, trace, mix) if pool is None and mix.pool else pool or 0
-        shared = Offload(self.device, parts, packed, rows, mix=mix)
-        if ahead:
-            shared.predictor = _Guesses(self.device, trace)
         self.control, self.telemetry = Control(preset), Telemetry(layers, experts)
+        self._turns, row_bytes = Turns(), packed[0].rows.layout.nbytes
         self._layers: list[MoELayer] = []
-        for index, (layer, place) in enumerate(zip(packed, mix.places, strict=True)):
-            if place == "gpu":
-                self._layers.append(ResidentLayer(index, layer, shared, self.control, self.telemetry))
-            else:
-                kind = OffloadedLayer if place == "pool" else RamLayer
-                self._layers.append(kind(index, layer, layer, shared, self.control, self.telemetry))
+        self.devices: list[ReplayDevice] = []
+        self._of: list[ReplayDevice] = []  # of each layer
+        for one, mix in ((card, parts.mix or Mix(pool=layers)), *others):
+            given = one, width, trace, preset, row_bytes, cpu_share
+            device, first = ReplayDevice(*given, host=host, turns=self._turns), len(self._layers)
+            part = mix if others else None
+            rows = room(one, width, trace, mix, part, first=not first) if pool is None and mix.pool else pool or 0
+            shared = Offload(device, parts, packed, rows, mix=mix, first=first)
+            if ahead:
+                shared.predictor = _Guesses(device, trace)
+            self.devices.append(device)
+            self._of += mix.layers * [device]
+            for index, place in enumerate(mix.places, first):
+                layer = packed[index]
+                if place == "gpu":
+                    self._layers.append(ResidentLayer(index, layer, shared, self.control, self.telemetry))
+                else:
+                    kind = OffloadedLayer if place == "pool" else RamLayer
+                    self._layers.append(kind(index, layer, layer, shared, self.control, self.telemetry))
+        self.device = self.devices[0]
         for before, after in itertools.pairwise(self._layers):
             if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
                 before.neighbours = Neighbours(following=after)
@@ -201,19 +212,24 @@ class Stage:
         """These tokens of the trace in one pass, and the output head."""
         at, x = list(tokens), torch.zeros(len(tokens), 1)
         for index, layer in enumerate(self._layers):
-            self.device.show(at, index)
+            self._of[index].show(at, index)
+            if (following := self._of[min(index + 1, len(self._of) - 1)]) is not self._of[index]:
+                following.show(at, index, asked=True)
             chosen, weights = self.trace.index[at, index], self.trace.weights[at, index]
             if self.trace.heard is not None and index in self._heard and len(at) <= len(self._heard[index]):
                 self._heard[index][: len(at)] = torch.from_numpy(self.trace.heard[at, index])
             layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
+        self._turns.take(self.device)
+        self.device.arrive(len(at))
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()
 
     def spent(self) -> tuple[float, float, float, float, float]:
         """Of all layers so far: seconds, bytes, seconds waited for rows, of the link, and of our own code."""
-        device = self.device
-        moved, busy = float(device.link.bytes_moved), device.link.busy_s
-        return device.now(), moved, device.waited, busy, device.clock.busy("host")
+        each = self.devices
+        moved, busy = sum(float(one.link.bytes_moved) for one in each), sum(one.link.busy_s for one in each)
+        waited, host = sum(one.waited for one in each), sum(one.clock.busy("host") for one in each)
+        return self.device.now(), moved, waited, busy, host
 
 
 def play(
@@ -228,18 +244,21 @@ def play(
     warm: int = 32,
     pool: int | None = None,
     host: bool = False,
+    others: Sequence[tuple[Card, Mix]] = (),
 ) -> Played:
     """The engine on a card, token by token.
 
     Args:
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
         pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
-            Of the trace's layers those that `parts.mix` names share the pool; without a mix all do.
+            Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
+            cards, with the mixes of their layers; `parts.mix` is then of the first card's.
 
     Raises:
         ValueError: the card has no room for a pool.
     """
-    stage = Stage(card, width, trace, preset, parts, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host)
+    given = (card, width, trace, preset, parts)
+    stage = Stage(*given, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host, others=others)
     for token in range(warm):
         stage.step([token])
     before, tokens = stage.spent(), len(trace.index) - warm
@@ -268,13 +287,21 @@ def layers_held(card: Card, width: Width, trace: Trace) -> float:
     return max(0.0, min(trace.index.shape[1], _free(card, width, trace) / each))
 
 
-def _free(card: Card, width: Width, trace: Trace) -> float:
-    """Bytes of the card for experts, scaled from the whole model to the trace's layers."""
-    return (card.vram_bytes - width.fixed) * trace.index.shape[1] / width.layers
+def _free(card: Card, width: Width, trace: Trace, part: Mix | None = None, *, first: bool = True) -> float:
+    """Bytes of the card for experts, scaled from the whole model to the trace's layers; part, first: see `room`."""
+    layers = trace.index.shape[1]
+    ends = width.footprint.head + 2 * width.sizes.embedding
+    of_layers = (width.fixed - ends) * (1.0 if part is None else part.layers / layers)
+    return (card.vram_bytes - of_layers - (ends if first else 0)) * layers / width.layers
 
 
-def room(card: Card, width: Width, trace: Trace, mix: Mix | None = None) -> int:
+def room(
+    card: Card, width: Width, trace: Trace, mix: Mix | None = None, part: Mix | None = None, *, first: bool = True
+) -> int:
     """Rows of a pool that the card's memory holds besides everything else. mix: of the trace's layers; None: all in it.
+
+    Args:
+        part: the mix again where the card has only these layers. first: whether it has the embedding and the head.
 
     Raises:
         ValueError: none.
@@ -283,7 +310,7 @@ def room(card: Card, width: Width, trace: Trace, mix: Mix | None = None) -> int:
     one = width.layer(trace.thresholds[0])
     experts, neurons, nbytes = one.rows.data.shape
     ups = experts * one.signal.bytes_per_expert()
-    free = _free(card, width, trace) - (mix.gpu + mix.pool) * ups - mix.gpu * one.rows.data.nbytes
+    free = _free(card, width, trace, part, first=first) - (mix.gpu + mix.pool) * ups - mix.gpu * one.rows.data.nbytes
     rows = int(free) // nbytes
     if rows < 1:
         raise ValueError(f"{card.name} has {card.vram_bytes / 1e9:.1f} GB, which leaves {free / 1e9:.1f} GB for rows")

@@ -89,6 +89,10 @@ def need_kernels(device: torch.device) -> None:
 class CardLayers:
     """A graph for each layer, which continues with the experts where those are in a pool (`card_experts.py`).
 
+    Args:
+        inbox: (1, H) on the card where these layers are, if a token comes there from another one's layers; None for the
+            embedding. alone: whether they are all layers, so that the head follows; else see `through`.
+
     Attributes:
         declined: why experts in a pool are launched one by one; "" if they are not. head: what follows the last layer.
 
@@ -96,9 +100,12 @@ class CardLayers:
         Unsupported: nothing could be captured.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
-        embedding = ends.embedding
+    def __init__(
+        self, layers: Sequence[DecoderLayer], ends: Ends, inbox: Tensor | None = None, *, alone: bool = True
+    ) -> None:
+        embedding = ends.embedding if inbox is None else inbox
         self._layers, self._ends, self._rope, self._device = layers, ends, ends.rope, embedding.device
+        self._inbox, self._alone = inbox, alone
         need_kernels(self._device)
         self.head, self._count = CardHead(ends), len(layers)
         self._record = TokenRecord(layers, self._device)
@@ -131,12 +138,14 @@ class CardLayers:
     def _end_behind(self, count: int) -> None:
         """The token has so many layers from now on: a benchmark leaves out the last ones."""
         self._count = count
+        if not self._alone:
+            return
         self.head.capture(self._graphs[count - 1].outputs[0], self._total.y)
 
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
             self._record.read()
-            stream = self._ends.stream(self._record.token)
+            stream = self._ends.stream(self._record.token) if self._inbox is None else self._inbox
         else:
             stream = self._graphs[index - 1].outputs[0] + self._total.y
         stepped = before_experts(self._layers[index], index, stream, self._rope, self._record.kept)
@@ -221,6 +230,22 @@ class CardLayers:
         Raises:
             Cancelled: the answer was stopped.
         """
+        self._by_runs(count)
+        return self._logits(count)
+
+    def through(self, count: int) -> Tensor:
+        """The first `count` layers of the token: the stream behind them, (1, H).
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        if self.pooled():
+            self._by_runs(count)
+        else:
+            self._one_after_another(range(count))
+        return self._graphs[count - 1].outputs[0] + self._total.y
+
+    def _by_runs(self, count: int) -> None:
         experts = self._experts
         assert experts is not None, "not pooled"
         for among, layers in self._runs:
@@ -232,7 +257,6 @@ class CardLayers:
             else:
                 self._one_after_another(some)
         experts.end(count)
-        return self._logits(count)
 
     def _one_after_another(self, layers: range) -> None:
         """Layers whose experts are elsewhere."""

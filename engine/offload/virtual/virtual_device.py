@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -21,6 +21,24 @@ from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
 from . import virtual_link
 from .virtual_clock import Clock
+
+
+class Turns:
+    """The one host beside several virtual cards, which work one after the other: whose turn it is."""
+
+    def __init__(self) -> None:
+        self._now: VirtualDevice | None = None
+
+    def take(self, device: VirtualDevice) -> None:
+        """The host turns to this card; the stream comes from the one before."""
+        before, self._now = self._now, device
+        if before is not None and before is not device:
+            device.follow(before)
+
+    def aside(self, device: VirtualDevice) -> AbstractContextManager[None]:
+        """Inside, the thread simulates this card while another has the turn."""
+        now = self._now
+        return nullcontext() if now is None or now is device else now.clock.aside()
 
 
 class VirtualDevice(Device):
@@ -44,12 +62,16 @@ class VirtualDevice(Device):
         dense_weights: int | None = None,
         host: bool = True,
         content: bool = True,
+        turns: Turns | None = None,
     ) -> None:
         """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
 
         `dense_weights`: how many those are; None: one a byte. `host`: whether the host's own time is counted; without
-        it times depend on the profile alone. `content`: whether rows have any.
+        it times depend on the profile alone. `content`: whether rows have any. `turns`: with the other cards of the
+        machine.
         """
+        self._turns = turns or Turns()
+        self._comes: tuple[float, Card] | None = None  # when another card has the stream, and that card
         self.clock, self.card, self._counts_host = Clock(), card, host
         self._dense_bytes, self._content = dense_bytes, content
         self._dense_weights, self._hidden = dense_weights or dense_bytes, hidden
@@ -66,20 +88,45 @@ class VirtualDevice(Device):
 
     def host(self) -> AbstractContextManager[None]:
         """Inside, the host's own time is counted."""
+        self._turns.take(self)
         return self.clock.host() if self._counts_host else super().host()
 
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router; in a prompt each token attends to half of the others."""
+        self.arrive(tokens)
         card, flops = self.card, 2.0 * self._dense_weights * tokens + 2.0 * self._hidden * tokens**2
         # Of a prompt, each kernel is launched by itself.
         work = card.graph_s if tokens == 1 else card.gpu_s
         self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
 
+    def follow(self, other: VirtualDevice) -> None:
+        """Go on where another card has got to; the next work waits for its stream, see `arrive`."""
+        self.meet(other)
+        self._comes = other.clock.end("gpu"), other.card
+
+    def arrive(self, tokens: int) -> None:
+        """What the GPU gets now waits for the stream of so many tokens, if that comes from another card."""
+        if self._comes is not None:
+            self.clock.wait("gpu", self._arrival(*self._comes, tokens))
+            self._comes = None
+
+    def meet(self, other: Device) -> None:
+        """See `Device`."""
+        assert isinstance(other, VirtualDevice), "virtual cards have virtual neighbours"
+        self.clock.wait("host", other.clock.now)
+        self.clock.wait("cpu", other.clock.end("cpu"))
+
+    def _arrival(self, sent: float, other: Card, tokens: int) -> float:
+        """By way of RAM: one copy down and one up, of 16-bit numbers."""
+        nbytes = 2 * self._hidden * tokens
+        ways = ((card.link_bytes_s, card.link_latency_s) for card in (other, self.card))
+        return sent + sum(latency + nbytes / rate for rate, latency in ways)
+
     def ask(
         self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """The up projections of the called experts, but for those that are left out."""
-        with self.clock.aside():
+        with self.clock.aside(), self._turns.aside(self):
             asked = super().ask(x, up, calls, thresholds, x_bits, also)
             weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds.isfinite().sum())
             self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)

@@ -1,0 +1,1 @@
+"""One model on several cards of a machine."""
