@@ -21,7 +21,7 @@ from ..models.errors import damaged
 from ..models.families import FAMILIES
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
-from ..models.pack.manifest import Architecture
+from ..models.pack.manifest import FILE_NAME, Architecture, file_entry
 from ..models.pack.packed_model import PackedLayer, PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
@@ -30,13 +30,17 @@ from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
 from .decoder.kv_stores import KvForm
 from .decoder.quantized_linear import PackedLinear
-from .events import Advanced, Loaded
+from .events import Advanced, Load, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
 from .experts.offloaded_layer import Neighbours, OffloadedLayer
 from .experts.whole_layers import RamLayer, ResidentLayer
 from .machine import hardware
 from .offload import predictor
 from .offload.offload import Offload, Parts
+from .parallel.led import Led
+from .parallel.messages import Open, Ready
+from .parallel.spread import Spread
+from .parallel.spread_layer import SpreadLayer
 from .planning import device_choice
 from .planning.device_choice import DeviceChoice
 from .planning.memory_plan import DeviceShares
@@ -89,6 +93,7 @@ def load(
     advanced: Advanced | None = None,
     parts: Parts | None = None,
     library: bool = False,
+    spread: Spread | None = None,
 ) -> tuple[LoadedModel, Loaded]:
     """Open a pack and make it answer.
 
@@ -97,6 +102,7 @@ def load(
         vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
         report: called with a step in words and the share done, 0..1.
+        spread: over which processes the experts are to be divided, each of which calls this.
         library: whether `model` must be transformers' own, callable model. Importing that takes longer than all else
             here, so it is skipped if the fused pass does not need it.
 
@@ -108,21 +114,23 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix))
+    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix), spread)
     pack.choice.enforce()
-    why_threads = _set_threads(pack)
+    why_threads = _set_threads(pack, 1 if spread is None else spread.group.members.beside)
     control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
     telemetry.budget = pack.choice.budget
     report("Reading the dense part", 0.5)
     shared = device_choice.offload(pack.choice, pack.layers, parts)
     linear = _Linear(pack.choice.place, control)
-    experts = _Experts(pack, shared, control, telemetry, report)
+    experts = _Experts(pack, shared, control, telemetry, report, spread)
     model = _build(pack, linear, experts, report, library=library)
     window, decoder = _decoder(model, pack.choice.shares)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
     decoder.prepare()
+    if spread is not None and spread.group.rank == 0:
+        decoder = Led(decoder, spread.group, control, spread.grid.words())
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) + linear.nbytes + experts.nbytes
     changed = advanced.changed(offloaded=shared is not None)
@@ -148,7 +156,31 @@ class _Opened:
         return self.packed.manifest.architecture
 
 
-def _open(folder: Path, preset: str | None, device: str, vram: int | None, asked: Asked) -> _Opened:
+def load_together(
+    find: Callable[[], Path], asked: Load | Open, report: Report, spread: Spread
+) -> tuple[LoadedModel, Loaded]:
+    """As `load`, in all processes of a group: this one's part.
+
+    Args:
+        find: gives the pack's folder here.
+
+    Raises:
+        FloeError: it cannot be opened in one of them.
+    """
+
+    def opening() -> tuple[tuple[LoadedModel, Loaded], Ready]:
+        folder, place = find(), spread.place(asked.device)
+        given = {"vram": asked.vram, "advanced": asked.advanced}
+        loaded, event = load(folder, asked.preset, place, report, spread=spread, **given)
+        return (loaded, event), Ready(file_entry(folder / FILE_NAME).sha256, loaded.window, loaded.device)
+
+    (loaded, event), loaded.window = spread.together(opening)
+    return loaded, replace(event, context_window=loaded.window)
+
+
+def _open(
+    folder: Path, preset: str | None, device: str, vram: int | None, asked: Asked, spread: Spread | None
+) -> _Opened:
     """Check the pack, and choose preset and device."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
@@ -156,15 +188,20 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None, asked
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
+    if spread is not None:
+        spread.begin(manifest)
+        layers, manifest = [spread.held(layer) for layer in layers], spread.holding.of_manifest(manifest)
     choice = device_choice.choose(device, manifest, layers, config, vram, chosen, asked, packed)
+    if spread is not None:
+        spread.check(choice)
     return _Opened(packed, chosen, config, layers, choice)
 
 
-def _set_threads(pack: _Opened) -> str:
-    """Set the best number of threads for this model; returns the reason, in words."""
+def _set_threads(pack: _Opened, beside: int) -> str:
+    """Set the best number of threads for this model, one of `beside` processes here; returns the reason, in words."""
     threads, why = hardware.choose_threads(pack.architecture.hidden, pack.architecture.intermediate)
-    torch.set_num_threads(threads)
-    return why
+    torch.set_num_threads(max(1, threads // beside))
+    return why if beside == 1 or threads == 1 else f"{max(1, threads // beside)} of {why}"
 
 
 def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *, library: bool) -> Any:
@@ -259,8 +296,9 @@ class _Experts:
         control: Control,
         telemetry: Telemetry,
         report: Report,
+        spread: Spread | None = None,
     ) -> None:
-        self._pack, self._shared = pack, shared
+        self._pack, self._shared, self._spread = pack, shared, spread
         self._control, self._telemetry, self._report = control, telemetry, report
         self._made: list[OffloadedLayer] = []
         self.nbytes = 0
@@ -272,6 +310,8 @@ class _Experts:
         where = "gpu" if mix is None else mix.places[index]
         layer = _to(rows, self._pack.choice.place, up=where != "cpu", rows=where == "gpu")
         self.nbytes += 0 if where == "cpu" else layer.signal.nbytes
+        if self._spread is not None:
+            return SpreadLayer(index, layer, self._control, self._telemetry, self._spread)
         if shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
         if where == "gpu":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ...engine.events import SpreadBy
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..arguments import memory_size, sampling_from
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ...engine.events import Sampling
     from ..history import ChatSetup, Conversation
     from ..settings.settings import Settings
+
+
+_HERE = ("preset", "device", "vram", "parallel", "balance")  # options for models of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +95,13 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
             remark = model_choice.missing(model, error, options["model"])
     pack = catalog.find(options.pop("model"))
     preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
+    spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
     thinking = options.pop("thinking", found.settings.thinking)
     kept = options.pop("kv_memory", None)
     parked = 0 if kept == "0" else memory_size(kept)
     sampling, max_tokens, system = sampling_from(options, pack)
     advanced, think = found.settings.advanced, thinking != "off"
-    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked)
+    client = ChatClient(pack, preset, device, memory_size(vram), advanced, think=think, parked=parked, spread=spread)
     return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark, thinking)
 
 
@@ -113,12 +118,12 @@ def _connected(
     from ..client.remote_client import RemoteClient
     from ..settings.servers import SavedServer, is_name, server
 
-    here = [f"--{name}" for name in ("preset", "device", "vram") if name in given]
+    here = [f"--{name}" for name in _HERE if name in given]
     if here:
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
     kept = server(address) if is_name(address) else SavedServer("", address)
     model = options.pop("model") if "model" in given else kept.model or None
-    for name in ("model", "preset", "device", "vram"):
+    for name in ("model", *_HERE):
         options.pop(name, None)
     thinking = options.pop("thinking", settings.thinking)
     sampling, max_tokens, system = sampling_from(options, None)

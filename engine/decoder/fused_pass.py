@@ -22,6 +22,7 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
 from ...kernels.entries import CODES
 from ...kernels.step import ModelEnds, Stepped
+from ..experts.moe_layer import MoELayer
 from ..sampling import Sampler
 from . import graphs
 from .attention import GroupedAttention, LatentAttention
@@ -96,6 +97,8 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
+        if any(isinstance(layer.experts, MoELayer) and not layer.experts.alone for layer in self._layers):
+            raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         try:

@@ -1,0 +1,127 @@
+"""A model's experts over the processes of a group: who holds what, and how tokens reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...models.errors import FloeError, UsageError
+from ...models.pack.manifest import Manifest
+from ...models.pack.packed_model import PackedLayer
+from ..events import SpreadBy
+from ..planning.device_choice import DeviceChoice
+from .group import Group
+from .holding import Grid, Holding
+from .messages import Ready
+
+if TYPE_CHECKING:
+    from .spread_layer import SpreadLayer
+
+Opened = TypeVar("Opened")
+
+
+class Spread:
+    """One model over a group.
+
+    Args:
+        by: how.
+
+    Attributes:
+        routes: whether tokens of a prompt travel to their experts; else each process computes all tokens.
+    """
+
+    def __init__(self, group: Group, by: SpreadBy) -> None:
+        self.group, self.by = group, by
+        self.routes = False
+
+    def begin(self, manifest: Manifest) -> None:
+        """Divide a model with this manifest.
+
+        Raises:
+            UsageError: it cannot be divided so.
+        """
+        a = manifest.architecture
+        self.grid = Grid.of(self.by.pattern, self.group.size, a.experts, a.intermediate)
+        self.holding = Holding(self.grid, self.group.rank, a.experts)
+        self.group_of = self.grid.group_of(a.experts)
+
+    def held(self, layer: PackedLayer) -> PackedLayer:
+        """This process's part of a layer."""
+        return self.holding.of_layer(layer)
+
+    def place(self, device: str) -> str:
+        """The device of this process, by what process 0 was asked for.
+
+        Raises:
+            UsageError: a device that stands in for a card.
+        """
+        if device.startswith(("sim:", "throttled:")):
+            raise UsageError(
+                f"Several processes cannot compute on {device}", "It is a test device.", "Use --device cpu or cuda."
+            )
+        if device in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{self.group.place.local % torch.cuda.device_count()}"
+        return device
+
+    def check(self, choice: DeviceChoice) -> None:
+        """Raises UsageError: this process's experts do not fit its card."""
+        if choice.make is not None:
+            raise UsageError(
+                f"The experts of process {self.group.rank} do not fit {choice.place}",
+                "With several processes, each has its part of the experts in the memory that computes them.",
+                "Start more processes, or add --device cpu.",
+            )
+
+    def ease(self, index: Tensor, tokens: int) -> float:
+        """The factor of limits by which this process leaves out experts: its load over the mean, at most 1.
+
+        Loads are the (token, expert) calls of the step that the router chose, before anything is left out, so a
+        process computes the factor from its own calls and the number of tokens alone.
+
+        Args:
+            index: (B, K) choices, with all of this process's calls among them. tokens: of the step in all processes.
+        """
+        if not self.by.balanced:
+            return 1.0
+        own = self.holding.own
+        load = int(((index >= own.start) & (index < own.stop)).sum())
+        return min(1.0, load * self.grid.groups / (tokens * index.shape[1]))
+
+    def home(self, layer: SpreadLayer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """A layer's output (B, H) for a prompt that all processes have, by the routes of the pattern."""
+        raise NotImplementedError
+
+    def together(self, opening: Callable[[], tuple[Opened, Ready]]) -> tuple[Opened, int]:
+        """What `opening` gives, if it succeeds in all processes, and the window of the smallest.
+
+        Raises:
+            FloeError: it failed in one of them, or their packs differ.
+        """
+        opened, failed = None, None
+        try:
+            opened, ready = opening()
+        except FloeError as error:
+            failed, ready = error, Ready("", 0, "", error.title, error.cause, error.hint, error.exit_code)
+        except Exception as error:
+            failed, ready = error, Ready(title="It failed", cause=f"{type(error).__name__}: {error}")
+        all_ready = [msgspec.json.decode(each, type=Ready) for each in self.group.gathered(msgspec.json.encode(ready))]
+        if failed is not None:
+            raise failed
+        for rank, one in enumerate(all_ready):
+            if one.title:
+                where = f"Process {rank}, on {self.group.members.all[rank].host}, cannot open the model"
+                error = FloeError(where, f"{one.title}. {one.cause}", one.hint)
+                error.exit_code = one.exit_code
+                raise error
+            if one.seal != all_ready[0].seal:
+                raise UsageError(
+                    f"Process {rank}, on {self.group.members.all[rank].host}, has another pack",
+                    "All processes need the same pack, to the last byte.",
+                    "Copy the model's folder from the machine of process 0 to the others.",
+                )
+        assert opened is not None
+        return opened, min(one.window for one in all_ready)
