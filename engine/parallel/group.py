@@ -24,8 +24,6 @@ from .messages import End, Message
 from .place import Place
 from .traffic import Traffic
 
-STALL_S = 60.0
-"""Seconds that a process may take for its part of a layer; experts may first have to come from a disk."""
 _CALM = timedelta(days=365)  # a person may think that long before the next question
 _MET = timedelta(seconds=300)
 _FRAME = 512  # bytes that are sent at once: what a token needs
@@ -47,13 +45,13 @@ class Group:
     """This process and the others.
 
     An operation must be called by all processes of its line, in the same order. All of them raise GroupLost if a
-    process ended, failed, or takes longer than `stall` seconds; so do all operations after that.
+    process ended, failed, or takes longer than `Place.stall` seconds; so do all operations after that.
 
     Attributes:
         traffic: what this process sent. everyone: the line of all.
     """
 
-    def __init__(self, place: Place, stall: float = STALL_S) -> None:
+    def __init__(self, place: Place) -> None:
         """Raises FloeError: the others do not come, or cannot be reached."""
         self.place, self.traffic, self.lost = place, Traffic(), GroupLost("")
         self._broken = False
@@ -63,7 +61,7 @@ class Group:
             store = dist.PrefixStore("floe-chat", store)
             self.members = Members(place, store)
             dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_CALM)
-            self._stall = timedelta(seconds=stall)
+            self._stall = timedelta(seconds=place.stall)
             self.everyone = self.line(range(place.size))
         except (RuntimeError, ValueError, OSError) as error:
             at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ...models.errors import UsageError
 
 MOST = 1024  # processes
+STALL, STALL_S = "FLOE_CHAT_STALL_S", 60
 PATTERNS = ("ep", "etp", "s-etp", "tp")
 """How experts are divided: `Spread.of` explains them."""
 
@@ -19,16 +20,18 @@ class Place:
 
     Attributes:
         rank: its number; 0 leads. local: its number on its machine. beside: processes of this machine, 0 if not known.
+        stall: seconds that a process may take for its part of a layer; experts may first have to come from a disk.
     """
 
     rank: int
     size: int
     local: int = 0
     beside: int = 0
+    stall: int = STALL_S
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """By WORLD_SIZE, RANK and LOCAL_RANK; None where this process is alone.
+        """By WORLD_SIZE, RANK and LOCAL_RANK, and FLOE_CHAT_STALL_S; None where this process is alone.
 
         Raises:
             UsageError: they are no numbers, or do not fit each other.
@@ -43,7 +46,8 @@ class Place:
                 raise _wrong(name, "", "all processes meet at the address and port of process 0")
         local = _number(environment, "LOCAL_RANK", MOST) if "LOCAL_RANK" in environment else rank
         beside = _number(environment, "LOCAL_WORLD_SIZE", MOST + 1) if "LOCAL_WORLD_SIZE" in environment else 0
-        return cls(rank, size, local, beside)
+        stall = _number(environment, STALL, 1 << 16) if STALL in environment else STALL_S
+        return cls(rank, size, local, beside, max(1, stall))
 
 
 def _number(environment: Mapping[str, str], name: str, beyond: int) -> int:

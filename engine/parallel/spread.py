@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -17,9 +17,7 @@ from ..planning.device_choice import DeviceChoice
 from .group import Group
 from .holding import Grid, Holding
 from .messages import Ready
-
-if TYPE_CHECKING:
-    from .spread_layer import SpreadLayer
+from .routes import Routes
 
 Opened = TypeVar("Opened")
 
@@ -31,12 +29,12 @@ class Spread:
         by: how.
 
     Attributes:
-        routes: whether tokens of a prompt travel to their experts; else each process computes all tokens.
+        routes: by which tokens of a prompt travel to their experts; None: each process computes all tokens.
     """
 
     def __init__(self, group: Group, by: SpreadBy) -> None:
         self.group, self.by = group, by
-        self.routes = False
+        self.routes: Routes | None = None
 
     def begin(self, manifest: Manifest) -> None:
         """Divide a model with this manifest.
@@ -91,9 +89,9 @@ class Spread:
         load = int(((index >= own.start) & (index < own.stop)).sum())
         return min(1.0, load * self.grid.groups / (tokens * index.shape[1]))
 
-    def home(self, layer: SpreadLayer, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """A layer's output (B, H) for a prompt that all processes have, by the routes of the pattern."""
-        raise NotImplementedError
+    def connect(self) -> None:
+        """Make the routes of the pattern; all processes must call it together."""
+        self.routes = None if self.grid.pattern == "tp" else Routes(self.group, self.holding)
 
     def together(self, opening: Callable[[], tuple[Opened, Ready]]) -> tuple[Opened, int]:
         """What `opening` gives, if it succeeds in all processes, and the window of the smallest.

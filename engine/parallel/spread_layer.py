@@ -33,22 +33,27 @@ class HeldLayer(RuledLayer):
         up, gate, down = self.costs
         self.costs = up * spread.grid.slices, gate, down  # of a whole expert, as the counts are
 
-    def all_work(self, index: Tensor, weights: Tensor, tokens: int) -> Work:
+    def all_work(self, index: Tensor, weights: Tensor, ease: float) -> Work:
         """The work of all processes for a router's choice (B, K), in numbers of all experts.
 
         Args:
-            tokens: of the step in all processes.
+            ease: a factor of the limits by which experts are left out.
         """
         limits, rule = self.limits, self.rule
-        if rule.drops and (ease := self._spread.ease(index, tokens)) < 1:
+        if rule.drops and ease < 1:
             least = [ease * limit for limit in rule.least()]
             given = torch.tensor(least, dtype=torch.float64, device=index.device)
             limits = type(limits)(limits.signal, limits.product, limits.late, given)
         return kernels.select(index, weights, limits, rule)
 
     def work(self, index: Tensor, weights: Tensor, tokens: int | None = None) -> Work:
-        """This process's own, without calls that are left out; in numbers of the held experts."""
-        work = self.all_work(index, weights, len(index) if tokens is None else tokens)
+        """This process's own, without calls that are left out; in numbers of the held experts.
+
+        Args:
+            tokens: of the step in all processes, if they are more than these.
+        """
+        ease = self._spread.ease(index, len(index) if tokens is None else tokens) if self.rule.drops else 1.0
+        work = self.all_work(index, weights, ease)
         experts = work.calls.experts
         work = work.part((experts >= self._first) & (experts < self._end) & (work.thresholds != torch.inf))
         calls = work.calls
@@ -80,9 +85,15 @@ class SpreadLayer(MoELayer):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`. All processes raise Cancelled in the same layer."""
-        if len(hidden) <= DECODE_TOKENS or not self.spread.routes:
+        if len(hidden) <= DECODE_TOKENS or (routes := self.spread.routes) is None:
             return self._summed(hidden, top_k_index, top_k_weights)
-        return self.spread.home(self, hidden, top_k_index, top_k_weights)
+        given = hidden, top_k_index, top_k_weights
+        return routes.home(self, *given, stop=self.control.cancelled.is_set())
+
+    def all_work(self, index: Tensor, weights: Tensor) -> Work:
+        """The calls of all processes; those that are surely left out have an infinite threshold."""
+        # Where that depends on the load of who computes them, that one leaves them out.
+        return self.in_force().all_work(index, weights, 0.0 if self.spread.by.balanced else 1.0)
 
     def own(self, hidden: Tensor, index: Tensor, weights: Tensor, tokens: int) -> tuple[Tensor, list[int]]:
         """What the held experts add for these tokens, (B, H), and the number of calls, of active neurons, and of those

@@ -1,0 +1,140 @@
+"""What several processes compute is what one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.loader import LoadedModel, load
+from torch import Tensor
+
+from ...helpers import relative_rms
+from ..driver import silent
+from .leader import preset_of, run
+from .processes import Processes
+
+# The demo model keeps keys and values in 16 bits: which way one is rounded changes as much in one process, see
+# `test_how_much_chunks_change`.
+LIMITS = {"demo": 1e-4}
+LIMIT = 1e-5
+PROMPT, NEW = 41, 6
+PATTERNS = ("tp", "ep", "etp", "s-etp")
+DROPPING = {"drop": 0.7, "major": 1.0}
+
+
+class Alone:
+    """The same model in one process."""
+
+    def __init__(self, pack: Path) -> None:
+        self.loaded: LoadedModel = load(pack, None, "cpu", silent)[0]
+
+    def answer(self, prompt: Sequence[int], rule: dict[str, Any] | None = None) -> tuple[list[int], list[Tensor]]:
+        """A greedy answer, and the logits (V,) that each token was drawn from."""
+        loaded = self.loaded
+        loaded.control.preset = preset_of(rule or {})
+        loaded.telemetry.begin(1, len(prompt), 0.0)
+        seen: list[Tensor] = []
+        decoder, forward = loaded.decoder, loaded.decoder.forward
+
+        def noted(ids: Sequence[int], kv: KVCache) -> Tensor:
+            seen.append(forward(ids, kv)[0])
+            return seen[-1][None]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoder, "forward", noted)
+            patch.setattr(decoder, "several", lambda *_: None)
+            tokens, _ = run(loaded, KVCache(), list(prompt), NEW)
+        return tokens, seen
+
+
+@pytest.fixture(scope="session")
+def alone(packs: dict[str, Path]) -> dict[str, Alone]:
+    return {name: Alone(pack) for name, pack in packs.items()}
+
+
+def prompt_of(length: int = PROMPT) -> list[int]:
+    return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def same(
+    found: tuple[dict[str, Any], list[Tensor]], expected: tuple[list[int], list[Tensor]], family: str = "demo"
+) -> None:
+    assert found[0]["tokens"] == expected[0]
+    assert len(found[1]) == len(expected[1])
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert relative_rms(mine, theirs) < LIMITS.get(family, LIMIT)
+
+
+def test_how_much_chunks_change(alone: dict[str, Alone]):
+    """In one process, a prompt in two chunks gives logits that differ from those of one chunk by as much."""
+    loaded, logits = alone["demo"].loaded, list[Tensor]()
+    loaded.control.preset = preset_of({})
+    for chunk in (PROMPT, PROMPT // 2):
+        kv, last = KVCache(), torch.empty(0)
+        for start in range(0, PROMPT, chunk):
+            some = prompt_of()[start : start + chunk]
+            last = loaded.decoder.forward(some, kv)
+            kv.computed(some, loaded.control.preset)
+        logits.append(last)
+    assert 1e-6 < relative_rms(logits[1], logits[0]) < LIMITS["demo"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("family", ["demo", "gpt_oss", "deepseek_v2"])
+def test_logits_of_two(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, pattern: str):
+    pair.do("open", pack=str(packs[family]), pattern=pattern)
+    same(pair.answer(prompt_of(), NEW), alone[family].answer(prompt_of()), family)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("family", ["demo", "gpt_oss", "deepseek_v2"])
+def test_logits_of_four(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, pattern: str):
+    four.do("open", pack=str(packs[family]), pattern=pattern)
+    same(four.answer(prompt_of(), NEW), alone[family].answer(prompt_of()), family)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_same_calls_are_left_out(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
+    pair.do("open", pack=str(packs["demo"]), pattern=pattern)
+    found, logits = pair.answer(prompt_of(), NEW, rule=DROPPING)
+    one = alone["demo"]
+    same((found, logits), one.answer(prompt_of(), DROPPING))
+    counted = [
+        [each.dropped, each.neurons, each.active, each.bytes, each.calls] for each in one.loaded.telemetry.layers
+    ]
+    assert found["counted"] == counted
+    assert sum(each.dropped for each in one.loaded.telemetry.layers) > 0
+
+
+def test_each_holds_its_part(four: Processes, packs: dict[str, Path]):
+    for pattern, held in {"tp": [8, 96], "ep": [2, 384], "s-etp": [4, 192], "s-etp:4": [8, 96]}.items():
+        opened = four.do("open", pack=str(packs["demo"]), pattern=pattern)
+        assert opened["held"] == [held, held]
+        assert opened["reason"].count(f"experts over 4 processes ({pattern.partition(':')[0]})") == 1
+
+
+def test_a_conversation_of_several_turns(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path]):
+    pair.do("open", pack=str(packs["demo"]), pattern="tp")
+    first, _ = pair.answer(prompt_of(), NEW)
+    longer = [*prompt_of(), *first["tokens"], *prompt_of(20)]
+    second, logits = pair.answer(longer, NEW, fresh=False)
+    expected = alone["demo"].answer(longer)
+    assert second["tokens"] == expected[0] and second["passes"] == NEW
+    assert relative_rms(logits[-1], expected[1][-1]) < LIMITS["demo"]
+    branch = [*prompt_of()[:30], *prompt_of(12)]  # the others drop what was behind it too
+    third, logits = pair.answer(branch, NEW, fresh=False)
+    expected = alone["demo"].answer(branch)
+    assert third["tokens"] == expected[0]
+    assert relative_rms(logits[-1], expected[1][-1]) < LIMITS["demo"]
+
+
+@pytest.mark.parametrize("pattern", ["tp", "ep"])
+def test_a_stop_leaves_all_usable(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
+    four.do("open", pack=str(packs["demo"]), pattern=pattern)
+    stopped, _ = four.answer(prompt_of(700), 2, stop_after=1)
+    assert stopped["reason"] == "cancelled" and stopped["kept"] < 700
+    same(four.answer(prompt_of(), NEW, fresh=False), alone["demo"].answer(prompt_of()))
