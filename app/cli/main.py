@@ -227,6 +227,8 @@ def main() -> None:
     # it itself), and their advice to programmers would appear between the user's lines.
     stay_private()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Where several processes compute, each would print pages of C++ when one of them ends.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Torch's threads would otherwise spin while they wait and take the cores from the kernels' own threads: a decode
     # step of full width took 1.5 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

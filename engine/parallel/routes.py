@@ -40,10 +40,11 @@ class Routes:
         grid, self._group, self._slices = holding.grid, group, holding.grid.slices
         self._groups, self._by_slice = grid.groups, grid.pattern == "etp"
         self._group_of = grid.group_of(holding.experts)
-        # All processes have to make all lines, in this order.
-        alike = [group.line(range(first, group.size, grid.slices)) for first in range(grid.slices)]
-        near = [group.line(range(at * grid.slices, (at + 1) * grid.slices)) for at in range(grid.groups)]
-        self._alike, self._near = alike[holding.slice], near[holding.group]
+        self._alike = self._near = group.everyone
+        if self._by_slice:  # all processes have to make all lines, in this order
+            alike = [group.line(range(first, group.size, grid.slices)) for first in range(grid.slices)]
+            near = [group.line(range(at * grid.slices, (at + 1) * grid.slices)) for at in range(grid.groups)]
+            self._alike, self._near = alike[holding.slice], near[holding.group]
 
     def home(self, layer: Experts, hidden: Tensor, index: Tensor, weights: Tensor, *, stop: bool) -> Tensor:
         """A layer's output (B, H) for tokens that all processes have.

@@ -17,6 +17,7 @@ from floe_chat.engine.events import Load, Sampling, SpreadBy
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.generate import generate
 from floe_chat.engine.loader import LoadedModel, load_together
+from floe_chat.engine.parallel.group import Group
 from floe_chat.engine.parallel.leading import group, lead
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
@@ -47,10 +48,20 @@ class Leader:
         return {"held": held, "reason": event.reason, "window": event.context_window}
 
     def answer(
-        self, prompt: list[int], new: int, into: str, rule: dict[str, Any], fresh: bool, stop_after: int = -1
+        self,
+        prompt: list[int],
+        new: int,
+        into: str,
+        rule: dict[str, Any],
+        fresh: bool,
+        stop_after: int = -1,
+        signal: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """A greedy answer; the logits of each pass go into a file. stop_after: passes after whose begin it is told to
-        stop.
+        """A greedy answer; the logits of each pass go into a file.
+
+        Args:
+            stop_after: passes after whose begin it is told to stop. signal: to be sent after some passes: how many, the
+                number of a process, and of the signal.
         """
         loaded = self._open()
         if fresh:
@@ -64,12 +75,14 @@ class Leader:
         def noted(ids: Sequence[int], kv: KVCache) -> Tensor:
             if len(seen) == stop_after:
                 threading.Timer(0.002, loaded.control.cancelled.set).start()
+            if signal and len(seen) == signal[0]:
+                os.kill(_group().members.all[signal[1]].pid, signal[2])
             seen.append(torch.empty(0))
             seen[-1] = forward(ids, kv)
             return seen[-1]
 
         decoder.forward = noted
-        traffic = self._traffic()
+        traffic = _group().traffic
         traffic.clear()
         try:
             tokens, reason = run(loaded, self.kv, prompt, new)
@@ -93,10 +106,11 @@ class Leader:
         assert self.loaded is not None
         return self.loaded
 
-    def _traffic(self) -> Any:
-        joined = group()
-        assert joined is not None
-        return joined.traffic
+
+def _group() -> Group:
+    joined = group()
+    assert joined is not None
+    return joined
 
 
 def preset_of(rule: dict[str, Any]) -> Preset:
