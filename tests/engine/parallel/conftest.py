@@ -11,6 +11,7 @@ from floe_chat.models.packing.pack import EXACT
 
 from ... import families
 from ...helpers import make_pack
+from .alone import Alone
 from .processes import Processes
 
 # By what is special: experts with biases; shared experts, groups of experts and layers without any.
@@ -47,3 +48,8 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             make_pack(families.make(name, folder / name), folder / f"{name}-packed", EXACT)
             found[name] = folder / f"{name}-packed"
     return found
+
+
+@pytest.fixture(scope="session")
+def alone(packs: dict[str, Path]) -> dict[str, Alone]:
+    return {name: Alone(pack) for name, pack in packs.items()}

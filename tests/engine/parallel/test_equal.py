@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.loader import LoadedModel, load
 from torch import Tensor
 
 from ...helpers import relative_rms
-from ..driver import silent
-from .leader import preset_of, run
+from .alone import NEW, PROMPT, Alone, prompt_of
+from .leader import preset_of
 from .processes import Processes
 
 # The demo model keeps keys and values in 16 bits: which way one is rounded changes as much in one process, see
 # `test_how_much_chunks_change`.
 LIMITS = {"demo": 1e-4}
 LIMIT = 1e-5
-PROMPT, NEW = 41, 6
 PATTERNS = ("tp", "ep", "etp", "s-etp")
 DROPPING = {"drop": 0.7, "major": 1.0}
-
-
-class Alone:
-    """The same model in one process."""
-
-    def __init__(self, pack: Path) -> None:
-        self.loaded: LoadedModel = load(pack, None, "cpu", silent)[0]
-
-    def answer(self, prompt: Sequence[int], rule: dict[str, Any] | None = None) -> tuple[list[int], list[Tensor]]:
-        """A greedy answer, and the logits (V,) that each token was drawn from."""
-        loaded = self.loaded
-        loaded.control.preset = preset_of(rule or {})
-        loaded.telemetry.begin(1, len(prompt), 0.0)
-        seen: list[Tensor] = []
-        decoder, forward = loaded.decoder, loaded.decoder.forward
-
-        def noted(ids: Sequence[int], kv: KVCache) -> Tensor:
-            seen.append(forward(ids, kv)[0])
-            return seen[-1][None]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder, "forward", noted)
-            patch.setattr(decoder, "several", lambda *_: None)
-            tokens, _ = run(loaded, KVCache(), list(prompt), NEW)
-        return tokens, seen
-
-
-@pytest.fixture(scope="session")
-def alone(packs: dict[str, Path]) -> dict[str, Alone]:
-    return {name: Alone(pack) for name, pack in packs.items()}
-
-
-def prompt_of(length: int = PROMPT) -> list[int]:
-    return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
 def same(
