@@ -170,8 +170,8 @@ def load_together(
 
     def opening() -> tuple[tuple[LoadedModel, Loaded], Ready]:
         folder, place = find(), spread.place(asked.device)
-        given = {"vram": asked.vram, "advanced": asked.advanced}
-        loaded, event = load(folder, asked.preset, place, report, spread=spread, **given)
+        asking = folder, asked.preset, place, report
+        loaded, event = load(*asking, vram=asked.vram, advanced=asked.advanced, spread=spread)
         return (loaded, event), Ready(file_entry(folder / FILE_NAME).sha256, loaded.window, loaded.device)
 
     (loaded, event), loaded.window = spread.together(opening)

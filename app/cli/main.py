@@ -37,7 +37,6 @@ from .tune import tune
 from .verify import verify
 from .working import work
 
-
 _SPREAD = (None, "ask", "serve")  # commands that several processes do together
 
 

@@ -26,7 +26,8 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
     """Compute `ids` behind the first `start` tokens of conversation `kv`.
 
     Attributes:
-        counting: see `Control`. preset: what a token may skip from now on; None: as before. gone: conversations that are not needed any more.
+        counting: see `Control`. preset: what a token may skip from now on; None: as before. gone: conversations that
+            are not needed any more.
     """
 
     kv: int

@@ -10,6 +10,7 @@ it chose, with its choice, and one weighted sum comes back from there. The patte
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -57,7 +58,7 @@ class Routes:
         """
         size, tokens = self._group.size, len(hidden)
         firsts = [rank * tokens // size for rank in range(size + 1)]
-        counts = [end - first for first, end in zip(firsts, firsts[1:], strict=False)]
+        counts = [end - first for first, end in pairwise(firsts)]
         mine = slice(firsts[self._group.rank], firsts[self._group.rank + 1])
         y = self.routed(layer, hidden[mine], index[mine], weights[mine], tokens, stop=stop)
         own = counts[self._group.rank]

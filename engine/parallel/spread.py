@@ -104,7 +104,8 @@ class Spread:
             opened, ready = opening()
         except FloeError as error:
             failed, ready = error, Ready("", 0, "", error.title, error.cause, error.hint, error.exit_code)
-        except Exception as error:
+        # Whatever it is, the others wait to hear of it.
+        except Exception as error:  # noqa: BLE001
             failed, ready = error, Ready(title="It failed", cause=f"{type(error).__name__}: {error}")
         all_ready = [msgspec.json.decode(each, type=Ready) for each in self.group.gathered(msgspec.json.encode(ready))]
         if failed is not None:

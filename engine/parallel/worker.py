@@ -58,7 +58,7 @@ class Worker:
                     continue
                 self._fail(error)
             # Whatever it is, the others wait for this process's part.
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 _log.exception("a pass failed")
                 self._fail(error)
 

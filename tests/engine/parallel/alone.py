@@ -23,6 +23,10 @@ def prompt_of(length: int = PROMPT) -> list[int]:
     return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
+def one_at_a_time(*_given: object) -> None:
+    """As a decoder that does not draw."""
+
+
 class Alone:
     """The same model in one process."""
 
@@ -43,7 +47,7 @@ class Alone:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoder, "forward", noted)
-            patch.setattr(decoder, "several", lambda *_: None)
+            patch.setattr(decoder, "several", one_at_a_time)
             tokens, _ = run(loaded, KVCache(), list(prompt), NEW)
         return tokens, seen
 
@@ -51,7 +55,11 @@ class Alone:
         """Of each layer with experts, the choices (T, K) of a prompt of one chunk."""
         found: list[Tensor] = []
         layers = [each for each in self.loaded.model.modules() if isinstance(each, MoELayer)]
-        hooks = [each.register_forward_pre_hook(lambda _, given: found.append(given[1])) for each in layers]
+
+        def note(_layer: Any, given: tuple[Tensor, Tensor, Tensor]) -> None:
+            found.append(given[1])
+
+        hooks = [each.register_forward_pre_hook(note) for each in layers]
         self.loaded.control.preset = preset_of({})
         try:
             self.loaded.decoder.forward(list(prompt), KVCache())
