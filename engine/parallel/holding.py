@@ -89,11 +89,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the process with number `rank` of a grid holds of `experts` experts."""
+    """What the process with number `rank` of a grid holds of `experts` experts.
+
+    Attributes:
+        balanced: whether processes with less to do than the mean leave out less (DualSparse-MoE section 4.3).
+    """
 
     grid: Grid
     rank: int
     experts: int
+    balanced: bool = False
 
     @property
     def group(self) -> int:
@@ -108,6 +113,20 @@ class Holding:
         """The experts of which this process has all neurons, or a slice."""
         firsts = self.grid.firsts(self.experts)
         return range(firsts[self.group], firsts[self.group + 1])
+
+    def ease(self, index: Tensor, tokens: int) -> float:
+        """The factor of limits by which this process leaves out experts: its load over the mean, at most 1.
+
+        Loads are the (token, expert) calls of the step that the router chose, before anything is left out, so a
+        process computes the factor from its own calls and the number of tokens alone.
+
+        Args:
+            index: (B, K) choices, with all of this process's calls among them. tokens: of the step in all processes.
+        """
+        if not self.balanced:
+            return 1.0
+        load = int(((index >= self.own.start) & (index < self.own.stop)).sum())
+        return min(1.0, load * self.grid.groups / max(1, tokens * index.shape[1]))
 
     def of_layer(self, layer: PackedLayer) -> PackedLayer:
         """The held part of a layer: signal and rows (E', F', ...), and tables of all E experts, by which all processes

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
 
 from ...models.errors import FloeError, UsageError
 from ...models.pack.manifest import Manifest
@@ -44,8 +43,7 @@ class Spread:
         """
         a = manifest.architecture
         self.grid = Grid.of(self.by.pattern, self.group.size, a.experts, a.intermediate)
-        self.holding = Holding(self.grid, self.group.rank, a.experts)
-        self.group_of = self.grid.group_of(a.experts)
+        self.holding = Holding(self.grid, self.group.rank, a.experts, self.by.balanced)
 
     def held(self, layer: PackedLayer) -> PackedLayer:
         """This process's part of a layer."""
@@ -73,21 +71,6 @@ class Spread:
                 "With several processes, each has its part of the experts in the memory that computes them.",
                 "Start more processes, or add --device cpu.",
             )
-
-    def ease(self, index: Tensor, tokens: int) -> float:
-        """The factor of limits by which this process leaves out experts: its load over the mean, at most 1.
-
-        Loads are the (token, expert) calls of the step that the router chose, before anything is left out, so a
-        process computes the factor from its own calls and the number of tokens alone.
-
-        Args:
-            index: (B, K) choices, with all of this process's calls among them. tokens: of the step in all processes.
-        """
-        if not self.by.balanced:
-            return 1.0
-        own = self.holding.own
-        load = int(((index >= own.start) & (index < own.stop)).sum())
-        return min(1.0, load * self.grid.groups / (tokens * index.shape[1]))
 
     def connect(self) -> None:
         """Make the routes of the pattern; all processes must call it together."""

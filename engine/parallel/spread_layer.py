@@ -19,19 +19,20 @@ from ..experts.moe_layer import DECODE_TOKENS, Cancelled, Choice, Control, MoELa
 from ..experts.ruled_layer import RuledLayer, Share
 from ..quality_presets import Preset
 from ..telemetry import Telemetry
+from .holding import Holding
 from .spread import Spread
 
 
 class HeldLayer(RuledLayer):
     """A layer's held part under a preset: `limits` are of all experts, or all halves, and `layer` of the held ones."""
 
-    def __init__(self, packed: PackedLayer, preset: Preset, index: int, spread: Spread) -> None:
+    def __init__(self, packed: PackedLayer, preset: Preset, index: int, holding: Holding) -> None:
         super().__init__(packed, preset, index)
-        own, parts = spread.holding.own, self.rule.parts
-        self._spread = spread
+        own, parts = holding.own, self.rule.parts
+        self._holding = holding
         self._first, self._end = own.start * parts, own.stop * parts
         up, gate, down = self.costs
-        self.costs = up * spread.grid.slices, gate, down  # of a whole expert, as the counts are
+        self.costs = up * holding.grid.slices, gate, down  # of a whole expert, as the counts are
 
     def all_work(self, index: Tensor, weights: Tensor, ease: float) -> Work:
         """The work of all processes for a router's choice (B, K), in numbers of all experts.
@@ -52,7 +53,7 @@ class HeldLayer(RuledLayer):
         Args:
             tokens: of the step in all processes, if they are more than these.
         """
-        ease = self._spread.ease(index, len(index) if tokens is None else tokens) if self.rule.drops else 1.0
+        ease = self._holding.ease(index, len(index) if tokens is None else tokens) if self.rule.drops else 1.0
         work = self.all_work(index, weights, ease)
         experts = work.calls.experts
         work = work.part((experts >= self._first) & (experts < self._end) & (work.thresholds != torch.inf))
@@ -73,13 +74,13 @@ class SpreadLayer(MoELayer):
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry, spread: Spread) -> None:
         self.spread = spread
         super().__init__(index, packed, control, telemetry)
-        self.held = HeldLayer(packed, control.preset, index, spread)
+        self.held = HeldLayer(packed, control.preset, index, spread.holding)
         self.ruled = self.held
 
     def in_force(self) -> HeldLayer:
         """See `MoELayer`."""
         if self.held.preset is not self.control.preset:
-            self.held = HeldLayer(self.packed, self.control.preset, self.index, self.spread)
+            self.held = HeldLayer(self.packed, self.control.preset, self.index, self.spread.holding)
             self.ruled = self.held
         return self.held
 
