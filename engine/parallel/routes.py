@@ -97,7 +97,7 @@ class Routes:
         everything = swap("rows", come.repeat(slices, 1), [arrived] * slices, counts, near)
         y = self._computed(layer, everything, hidden, tokens)
         parts = swap("results", y, counts, [arrived] * slices, near)
-        back = swap("results", parts.view(slices, arrived, -1).sum(0), receive, send, alike)
+        back = swap("results", parts.view(slices, arrived, hidden.shape[1]).sum(0), receive, send, alike)
         return torch.zeros_like(hidden).index_add_(0, token, back)
 
     def _wanted(self, layer: Experts, index: Tensor, weights: Tensor) -> Tensor:

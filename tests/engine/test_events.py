@@ -12,9 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 from floe_chat.engine import events
-from floe_chat.engine.events import Advanced, Chance, Command, Event, Extras, Rows, Sampling
+from floe_chat.engine.events import Advanced, Chance, Command, Event, Extras, Rows, Sampling, SpreadBy
 
-KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Advanced, Rows, Extras, Chance]
+KINDS: list[type[Any]] = [
+    *typing.get_args(Command),
+    *typing.get_args(Event),
+    Sampling,
+    Advanced,
+    Rows,
+    Extras,
+    Chance,
+    SpreadBy,
+]
 
 
 def some_value(kind: Any, chance: random.Random) -> Any:

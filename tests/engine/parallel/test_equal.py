@@ -73,6 +73,16 @@ def test_the_same_calls_are_left_out(pair: Processes, alone: dict[str, Alone], p
     assert sum(each.dropped for each in one.loaded.telemetry.layers) > 0
 
 
+@pytest.mark.parametrize("pattern", ["ep", "etp", "s-etp"])
+def test_a_process_without_tokens(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
+    """Of a prompt of equal tokens, all go to the same experts."""
+    four.do("open", pack=str(packs["demo"]), pattern=pattern)
+    prompt = [5] * 9
+    busy = [{expert // 4 for expert in choices.flatten().tolist()} for choices in alone["demo"].routing(prompt)]
+    assert min(map(len, busy)) == 1  # in some layer a half of the experts has nothing to do
+    same(four.answer(prompt, NEW), alone["demo"].answer(prompt))
+
+
 def test_each_holds_its_part(four: Processes, packs: dict[str, Path]):
     for pattern, held in {"tp": [8, 96], "ep": [2, 384], "s-etp": [4, 192], "s-etp:4": [8, 96]}.items():
         opened = four.do("open", pack=str(packs["demo"]), pattern=pattern)
