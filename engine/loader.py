@@ -175,7 +175,6 @@ def load_together(
         return (loaded, event), Ready(file_entry(folder / FILE_NAME).sha256, loaded.window, loaded.device)
 
     (loaded, event), loaded.window = spread.together(opening)
-    spread.connect()
     return loaded, replace(event, context_window=loaded.window)
 
 

@@ -1,6 +1,7 @@
 """Several processes that compute one model: torch.distributed, with sentences where that fails.
 
-Messages go over TCP (gloo), and tensors of graphics cards over NCCL where each process has a card of its own.
+Messages go over TCP (gloo), and so do tensors, by way of RAM where they are on a card; where each process has a card of
+its own, tensors go over NCCL, which has not been run on real cards yet.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Group:
         """Raises FloeError: the others do not come, or cannot be reached."""
         self.place, self.traffic, self.lost = place, Traffic(), GroupLost("")
         self._broken = False
+        self._card: str | None = None  # of this process, where tensors go over NCCL
         _stay_local(place)
         try:
             store = next(iter(dist.rendezvous("env://", place.rank, place.size, timeout=_MET)))[0]
@@ -79,11 +81,23 @@ class Group:
     def size(self) -> int:
         return self.place.size
 
-    def line(self, ranks: Sequence[int], backend: str = "gloo") -> Line:
+    def line(self, ranks: Sequence[int]) -> Line:
         """A line of these processes; all processes of the group must call it."""
-        members = tuple(ranks)
-        handle = dist.new_group(list(members), timeout=self._stall, backend=backend) if len(members) > 1 else None
+        members, backend = tuple(ranks), "gloo" if self._card is None else "nccl"
+        with self._guarded():
+            handle = dist.new_group(list(members), timeout=self._stall, backend=backend) if len(members) > 1 else None
         return Line(members, handle)
+
+    def settle(self, places: Sequence[str]) -> None:
+        """Renew the line of all for tensors of these devices, by rank; all processes of the group must call it."""
+        cards = {(one.host, place) for one, place in zip(self.members.all, places, strict=True) if place != "cpu"}
+        own = places[self.rank] if len(cards) == self.size and dist.is_nccl_available() else None
+        if own != self._card:
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else an operation that fails ends the process
+            self._card = own
+            if own is not None:
+                torch.cuda.set_device(own)
+            self.everyone = self.line(range(self.size))
 
     def tell(self, message: Message) -> None:
         """From process 0 to all others, each of which waits in `hear`."""
@@ -128,7 +142,7 @@ class Group:
         line = line or self.everyone
         if line.handle is None:
             return values
-        own = _sendable(values, line)
+        own = self._sendable(values)
         with self._guarded():
             dist.all_reduce(own, group=line.handle)
         size = len(line.ranks)
@@ -146,7 +160,7 @@ class Group:
         """
         if line.handle is None:
             return rows
-        own = _sendable(rows, line).contiguous()
+        own = self._sendable(rows).contiguous()
         found = own.new_empty((sum(receive), *own.shape[1:]))
         with self._guarded():
             dist.all_to_all_single(found, own, list(receive), list(send), group=line.handle)
@@ -165,6 +179,10 @@ class Group:
         if not self._broken:
             self.tell(End())
 
+    def _sendable(self, values: Tensor) -> Tensor:
+        """Where the lines' library reads it."""
+        return values.to(self._card or "cpu")
+
     def _lose(self, error: GroupLost) -> None:
         self.lost, self._broken = error, True
 
@@ -177,11 +195,6 @@ class Group:
         except RuntimeError as error:  # all that torch.distributed raises
             self._lose(self.members.lost(error))
             raise self.lost from error
-
-
-def _sendable(values: Tensor, line: Line) -> Tensor:
-    """Where the line's library reads it."""
-    return values if dist.get_backend(line.handle) == "nccl" else values.cpu()
 
 
 def _stay_local(place: Place) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -72,12 +72,13 @@ class Spread:
                 "Start more processes, or add --device cpu.",
             )
 
-    def connect(self) -> None:
-        """Make the routes of the pattern; all processes must call it together."""
+    def _connect(self, places: Sequence[str]) -> None:
+        """Make the lines of the pattern for tensors of these devices."""
+        self.group.settle(places)
         self.routes = None if self.grid.pattern == "tp" else Routes(self.group, self.holding)
 
     def together(self, opening: Callable[[], tuple[Opened, Ready]]) -> tuple[Opened, int]:
-        """What `opening` gives, if it succeeds in all processes, and the window of the smallest.
+        """What `opening` gives, if it succeeds in all processes, and the window of the smallest; joins them.
 
         Raises:
             FloeError: it failed in one of them, or their packs differ.
@@ -106,4 +107,5 @@ class Spread:
                     "Copy the model's folder from the machine of process 0 to the others.",
                 )
         assert opened is not None
+        self._connect([one.place for one in all_ready])
         return opened, min(one.window for one in all_ready)

@@ -79,7 +79,8 @@ def over(loaded: LoadedModel, grid: Grid, *, balanced: bool) -> Generator[Loads]
     layers, loads = [each for each in loaded.model.modules() if isinstance(each, MoELayer)], Loads()
 
     def choosing(layer: MoELayer) -> None:
-        def choose(_hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
+        def choose(hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
+            assert len(hidden) == len(index)
             return parted(layer, grid, index, weights, balanced=balanced, loads=loads)
 
         layer.choose = choose
