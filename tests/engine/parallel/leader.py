@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,7 +70,7 @@ class Leader:
         loaded.control.preset = preset_of(rule)
         loaded.control.cancelled.clear()
         loaded.telemetry.begin(1, len(prompt), 0.0)
-        seen: list[Tensor] = []
+        seen, seconds = list[Tensor](), list[float]()
         decoder, forward, layers = loaded.decoder, loaded.decoder.forward, loaded.telemetry.layers
 
         def noted(ids: Sequence[int], kv: KVCache) -> Tensor:
@@ -78,7 +79,9 @@ class Leader:
             if signal and len(seen) == signal[0]:
                 os.kill(_group().members.all[signal[1]].pid, signal[2])
             seen.append(torch.empty(0))
+            began = time.perf_counter()
             seen[-1] = forward(ids, kv)
+            seconds.append(time.perf_counter() - began)
             return seen[-1]
 
         decoder.forward = noted
@@ -98,6 +101,7 @@ class Leader:
             "reason": reason,
             "kept": self.kv.length,
             "passes": len(seen),
+            "seconds": seconds,
             "counted": counted,
             "kinds": kinds,
         }
