@@ -129,6 +129,8 @@ def load(
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
     decoder.prepare()
+    if spread is not None and isinstance(decoder, FusedDecoder):
+        decoder.divide = spread.divide
     if spread is not None and spread.group.rank == 0:
         decoder = Led(decoder, spread.group, control, spread.grid.words())
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)

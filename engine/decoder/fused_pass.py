@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ...kernels.step import ModelEnds, Stepped
 from ..experts.moe_layer import MoELayer
 from ..sampling import Sampler
 from . import graphs
-from .attention import GroupedAttention, LatentAttention
+from .attention import GroupedAttention, LatentAttention, Part
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_token import CardToken
@@ -58,7 +59,8 @@ class FusedDecoder:
     Attributes:
         reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and the parts
             before and after them; without them torch's operations compute. room: device memory that keys and values may
-            borrow; None if they have their own.
+            borrow; None if they have their own. divide: gives the part of a pass of so many tokens that this process
+            computes where other processes compute the rest of it.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -78,6 +80,7 @@ class FusedDecoder:
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
         self.room: Room | None = None
+        self.divide: Callable[[int], AbstractContextManager[Part] | None] | None = None
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
@@ -170,6 +173,9 @@ class FusedDecoder:
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
         rope = self._rope.tables(start, end)
+        if self.divide is not None and self._layers[0].latent is None and (part := self.divide(len(ids))) is not None:
+            with part as mine:
+                return self._partly(ids, store, rope, start, mine)
         x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
             last = self._whole.run(x, rope[0], self._kept(store), start)
@@ -178,8 +184,15 @@ class FusedDecoder:
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
-            step = _TorchPass(self._layers, store, rope, start).step
+            step = _TorchPass.of(self._layers, store, rope, start).step
         return self._through(step, x, store, end)
+
+    def _partly(self, ids: Sequence[int], store: GrowingStore, rope: Tensor, start: int, part: Part) -> Tensor:
+        """As `_pass`, of which other processes compute the other parts."""
+        attention = GroupedAttention(self._layers, store, rope[part.mine], start, part)
+        x, added = self._walk(_TorchPass(self._layers, attention).step, self._embedded(ids[part.mine]))
+        store.length = start + len(ids)
+        return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
     def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
@@ -286,7 +299,7 @@ class FusedDecoder:
         store = self._store(bits)
         store.reserve(len(ids))
         try:
-            step = _TorchPass(self._layers, store, self._rope.tables(0, len(ids)), 0).step
+            step = _TorchPass.of(self._layers, store, self._rope.tables(0, len(ids)), 0).step
             return self._through(step, self._embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
@@ -307,7 +320,7 @@ class FusedDecoder:
         x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
-        self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
+        self._step = _TorchPass.of(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
@@ -355,16 +368,16 @@ class _NativePass:
 
 
 class _TorchPass:
-    """A pass of any number of tokens through the layers, by torch's operations.
+    """A pass of any number of tokens through the layers, by torch's operations."""
 
-    Args:
-        rope: (T, 2, D) of their positions, from `start` on.
-    """
+    def __init__(self, layers: Sequence[DecoderLayer], attention: GroupedAttention | LatentAttention) -> None:
+        self._layers, self._attention = layers, attention
 
-    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers = layers
+    @classmethod
+    def of(cls, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> _TorchPass:
+        """rope: (T, 2, D) of their positions, from `start` on."""
         kind = GroupedAttention if layers[0].latent is None else LatentAttention
-        self._attention = kind(layers, store, rope, start)
+        return cls(layers, kind(layers, store, rope, start))
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.types import Work
 from ..experts.moe_layer import Cancelled
+from .divided import homes
 from .group import Group, Line
 from .holding import Holding
 
@@ -57,7 +58,7 @@ class Routes:
             Cancelled: one of them wants that; in all.
         """
         size, tokens = self._group.size, len(hidden)
-        firsts = [rank * tokens // size for rank in range(size + 1)]
+        firsts = homes(tokens, size)
         counts = [end - first for first, end in pairwise(firsts)]
         mine = slice(firsts[self._group.rank], firsts[self._group.rank + 1])
         y = self.routed(layer, hidden[mine], index[mine], weights[mine], tokens, stop=stop)

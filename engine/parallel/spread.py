@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -13,12 +14,14 @@ from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ..events import SpreadBy
 from ..planning.device_choice import DeviceChoice
+from .divided import Divided
 from .group import Group
 from .holding import Grid, Holding
 from .messages import Ready
 from .routes import Routes
 
 Opened = TypeVar("Opened")
+_LEAST = 9  # tokens of a pass that is divided: the others go neuron by neuron
 
 
 class Spread:
@@ -29,11 +32,13 @@ class Spread:
 
     Attributes:
         routes: by which tokens of a prompt travel to their experts; None: each process computes all tokens.
+        divided: of the running pass, if each process computes the dense part of its own tokens only.
     """
 
     def __init__(self, group: Group, by: SpreadBy) -> None:
         self.group, self.by = group, by
         self.routes: Routes | None = None
+        self.divided: Divided | None = None
 
     def begin(self, manifest: Manifest) -> None:
         """Divide a model with this manifest.
@@ -71,6 +76,20 @@ class Spread:
                 "With several processes, each has its part of the experts in the memory that computes them.",
                 "Start more processes, or add --device cpu.",
             )
+
+    def divide(self, tokens: int) -> AbstractContextManager[Divided] | None:
+        """This process's part of a prompt's pass; None where each process computes all tokens. See `FusedDecoder`."""
+        if self.routes is None or tokens < max(_LEAST, 2 * self.group.size):
+            return None
+        return self._dividing(Divided(self.group, tokens))
+
+    @contextmanager
+    def _dividing(self, part: Divided) -> Generator[Divided]:
+        self.divided = part
+        try:
+            yield part
+        finally:
+            self.divided = None
 
     def _connect(self, places: Sequence[str]) -> None:
         """Make the lines of the pattern for tensors of these devices."""

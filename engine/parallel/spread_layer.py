@@ -86,6 +86,9 @@ class SpreadLayer(MoELayer):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`. All processes raise Cancelled in the same layer."""
+        if (divided := self.spread.divided) is not None and self.spread.routes is not None:
+            given, stop = (hidden, top_k_index, top_k_weights), self.control.cancelled.is_set()
+            return self.spread.routes.routed(self, *given, divided.tokens, stop=stop)
         if len(hidden) <= DECODE_TOKENS or (routes := self.spread.routes) is None:
             return self._summed(hidden, top_k_index, top_k_weights)
         given = hidden, top_k_index, top_k_weights

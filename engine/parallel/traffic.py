@@ -20,8 +20,8 @@ class Traffic:
 
     Attributes:
         kinds: "told" (what to compute), "summed" (outputs that are added up), "headers" (how many rows follow), "rows"
-            (tokens' states on their way to experts), "results" (the way back), "shared" (outputs that all processes
-            need because each has the whole dense part).
+            (tokens' states on their way to experts), "results" (the way back), "shared" (keys and values of a
+            divided prompt; or outputs, where each process computes the dense part of all tokens).
 
     Sums count as a ring sends them: 2 (R - 1) messages of 1 / R of the bytes from each of R processes. All else is
     point to point and counted as it is; a message without content is none.

@@ -90,8 +90,17 @@ def test_each_holds_its_part(four: Processes, packs: dict[str, Path]):
         assert opened["reason"].count(f"experts over 4 processes ({pattern.partition(':')[0]})") == 1
 
 
-def test_a_conversation_of_several_turns(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path]):
-    pair.do("open", pack=str(packs["demo"]), pattern="tp")
+@pytest.mark.parametrize("family", ["demo", "gpt_oss"])
+def test_a_prompt_of_several_chunks(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str):
+    four.do("open", pack=str(packs[family]), pattern="s-etp")
+    same(four.answer(prompt_of(300), NEW), alone[family].answer(prompt_of(300)), family)
+
+
+@pytest.mark.parametrize("pattern", ["tp", "ep"])
+def test_a_conversation_of_several_turns(
+    pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str
+):
+    pair.do("open", pack=str(packs["demo"]), pattern=pattern)
     first, _ = pair.answer(prompt_of(), NEW)
     longer = [*prompt_of(), *first["tokens"], *prompt_of(20)]
     second, logits = pair.answer(longer, NEW, fresh=False)
