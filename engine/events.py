@@ -82,6 +82,19 @@ class Advanced:
         return tuple(word for word in words if word)
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadBy:
+    """How several processes divide a model's experts.
+
+    Attributes:
+        pattern: see `parallel.holding.Grid.of`; "": the one that suits the model. balanced: whether processes with less
+            to do leave out less (DualSparse-MoE section 4.3).
+    """
+
+    pattern: str = ""
+    balanced: bool = False
+
+
 # Commands -----------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +103,8 @@ class Load:
     """Open the packed model in folder `pack` on `device` ("auto", "cpu", "cuda", "cuda:1", or a test device).
 
     `vram` is the most of the device's memory to use, in bytes; None: what is free. `parked` is the most RAM for keys
-    and values of conversations that may come back; None: a share of what is free.
+    and values of conversations that may come back; None: a share of what is free. `spread`: how several processes
+    divide the experts.
     """
 
     pack: str
@@ -99,6 +113,7 @@ class Load:
     vram: int | None = None
     advanced: Advanced = Advanced()
     parked: int | None = None
+    spread: SpreadBy = SpreadBy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,13 @@ from torch import nn
 
 from ..kernels import operations as kernels
 from ..kernels.weights import LinearWeights
-from ..models import configuration
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
 from ..models.errors import UsageError, damaged
 from ..models.families import FAMILIES
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
-from ..models.pack.manifest import Architecture
+from ..models.pack.manifest import FILE_NAME, file_entry
 from ..models.pack.packed_model import PackedLayer, PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
@@ -29,7 +28,7 @@ from .decoder import decoders
 from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
 from .decoder.quantized_linear import PackedLinear
-from .events import Advanced, Loaded
+from .events import Advanced, Load, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
 from .experts.offloaded_layer import Neighbours, OffloadedLayer
 from .experts.whole_layers import RamLayer, ResidentLayer
@@ -37,10 +36,13 @@ from .machine import hardware
 from .offload import predictor
 from .offload.offload import Offload, Parts
 from .offload.pools import Pools
+from .opening import Opened, opened
+from .parallel.led import Led
+from .parallel.messages import Open, Ready
+from .parallel.spread import Spread
+from .parallel.spread_layer import SpreadLayer
 from .planning.opened_pack import Asked
-from .planning.several import placement
 from .planning.several.placement import Placement
-from .quality_presets import Preset
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
@@ -99,6 +101,7 @@ def load(
     advanced: Advanced | None = None,
     parts: Parts | None = None,
     library: bool = False,
+    spread: Spread | None = None,
 ) -> tuple[LoadedModel, Loaded]:
     """Open a pack and make it answer.
 
@@ -107,6 +110,7 @@ def load(
         vram: the most of each device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
         report: called with a step in words and the share done, 0..1.
+        spread: over which processes the experts are to be divided, each of which calls this.
         library: whether `model` must be transformers' own, callable model. Importing that takes longer than all else
             here, so it is skipped if the fused pass does not need it.
 
@@ -118,26 +122,30 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division))
+    pack = opened(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division), spread)
     if library and len({*pack.placement.places}) > 1:
         cause = "transformers' own model runs on one device."
         raise UsageError("Several cards cannot be used for this", cause, "Name one card with --device.")
     for part in pack.placement.parts:
         part.choice.enforce()
-    why_threads = _set_threads(pack)
+    why_threads = _set_threads(pack, 1 if spread is None else spread.group.members.beside)
     control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
     telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
     offloads = pack.placement.offloads(pack.layers, parts)
     shared = _shared(offloads)
     linears = {place: _Linear(place, control) for place in pack.placement.places}
-    experts = _Experts(pack, offloads, control, telemetry, report)
+    experts = _Experts(pack, offloads, control, telemetry, report, spread)
     model = _build(pack, linears, experts, report, library=library)
     window, decoder = _decoder(model, pack.placement)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
     decoder.prepare()
+    if spread is not None and isinstance(decoder, FusedDecoder):
+        decoder.divide = spread.divide
+    if spread is not None and spread.group.rank == 0:
+        decoder = Led(decoder, spread.group, control, spread.grid.words())
     places = pack.placement.places
     one, several = (None, shared) if isinstance(shared, Pools) else (shared, None)
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, places[0], one, several, places)
@@ -147,36 +155,26 @@ def load(
     return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A pack whose files were checked, before anything of it is on a device.
+def load_together(
+    find: Callable[[], Path], asked: Load | Open, report: Report, spread: Spread
+) -> tuple[LoadedModel, Loaded]:
+    """As `load`, in all processes of a group: this one's part.
 
-    Attributes:
-        preset: what a token may skip. config: as config.json has it. layers: all experts, in RAM.
-        placement: where to.
+    Args:
+        find: gives the pack's folder here.
+
+    Raises:
+        FloeError: it cannot be opened in one of them.
     """
 
-    packed: PackedModel
-    preset: Preset
-    config: Any
-    layers: Sequence[PackedLayer]
-    placement: Placement
+    def opening() -> tuple[tuple[LoadedModel, Loaded], Ready]:
+        folder, place = find(), spread.place(asked.device)
+        asking = folder, asked.preset, place, report
+        loaded, event = load(*asking, vram=asked.vram, advanced=asked.advanced, spread=spread)
+        return (loaded, event), Ready(file_entry(folder / FILE_NAME).sha256, loaded.window, loaded.device)
 
-    @property
-    def architecture(self) -> Architecture:
-        return self.packed.manifest.architecture
-
-
-def _open(folder: Path, preset: str | None, device: str, vram: int | None, asked: Asked) -> _Opened:
-    """Check the pack, and choose preset and device."""
-    packed = PackedModel.open(folder)
-    manifest = packed.manifest
-    chosen = quality_presets.get(quality_presets.DEFAULT if preset is None else preset, manifest)
-    config: Any = configuration.read(folder)
-    _compare(folder, config, manifest.architecture)
-    layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    where = placement.choose(device, manifest, layers, config, vram, chosen, asked, packed)
-    return _Opened(packed, chosen, config, layers, where)
+    (loaded, event), loaded.window = spread.together(opening)
+    return loaded, replace(event, context_window=loaded.window)
 
 
 def _shared(offloads: Sequence[Offload | None]) -> Offload | Pools | None:
@@ -185,14 +183,14 @@ def _shared(offloads: Sequence[Offload | None]) -> Offload | Pools | None:
     return Pools(each) if len(offloads) > 1 and each else each[0] if each else None
 
 
-def _set_threads(pack: _Opened) -> str:
-    """Set the best number of threads for this model; returns the reason, in words."""
+def _set_threads(pack: Opened, beside: int) -> str:
+    """Set the best number of threads for this model, one of `beside` processes here; returns the reason, in words."""
     threads, why = hardware.choose_threads(pack.architecture.hidden, pack.architecture.intermediate)
-    torch.set_num_threads(threads)
-    return why
+    torch.set_num_threads(max(1, threads // beside))
+    return why if beside == 1 or threads == 1 else f"{max(1, threads // beside)} of {why}"
 
 
-def _build(pack: _Opened, linears: Mapping[str, _Linear], experts: _Experts, report: Report, *, library: bool) -> Any:
+def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, report: Report, *, library: bool) -> Any:
     """The model's modules with their weights: transformers' own if requested or if there are no others."""
     manifest, place, config = pack.packed.manifest, pack.placement.first.place, pack.config
     library = library or not light_modules.knows(config)
@@ -239,7 +237,7 @@ def _decoder(model: Any, where: Placement) -> tuple[int, Decoder]:
 
 
 def _describe(
-    loaded: LoadedModel, pack: _Opened, why_threads: str, nbytes: int, changed: tuple[str, ...], seconds: float
+    loaded: LoadedModel, pack: Opened, why_threads: str, nbytes: int, changed: tuple[str, ...], seconds: float
 ) -> Loaded:
     """Describes what was loaded and how, for people."""
     manifest, shared, place = pack.packed.manifest, loaded.shared, pack.placement.first.place
@@ -292,13 +290,14 @@ class _Experts:
 
     def __init__(
         self,
-        pack: _Opened,
+        pack: Opened,
         offloads: Sequence[Offload | None],
         control: Control,
         telemetry: Telemetry,
         report: Report,
+        spread: Spread | None = None,
     ) -> None:
-        self._pack, self._offloads = pack, offloads
+        self._pack, self._offloads, self._spread = pack, offloads, spread
         self._control, self._telemetry, self._report = control, telemetry, report
         self._made: list[OffloadedLayer] = []
         self.nbytes = 0
@@ -312,6 +311,8 @@ class _Experts:
         where = "gpu" if mix is None else mix.places[index - part.layers.start]
         layer = _to(rows, part.choice.place, up=where != "cpu", rows=where == "gpu")
         self.nbytes += 0 if where == "cpu" else layer.signal.nbytes
+        if self._spread is not None:
+            return SpreadLayer(index, layer, self._control, self._telemetry, self._spread)
         if shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
         if where == "gpu":
@@ -368,19 +369,6 @@ def _need_numbers(folder: Path, model: nn.Module) -> None:
     for name, values in weights.items():
         if not is_finite(values.detach()):
             raise damaged(folder, f"{name} in dense.safetensors has values that are NaN or infinite.")
-
-
-def _compare(folder: Path, config: Any, a: Architecture) -> None:
-    for name, configured, packed in (
-        ("model type", config.model_type, a.model_type),
-        ("number of layers with experts", len(FAMILIES[config.model_type].expert_layers(config)), a.layers),
-        ("number of experts", FAMILIES[config.model_type].experts(config), a.experts),
-        ("experts per token", config.num_experts_per_tok, a.top_k),
-        ("hidden size", config.hidden_size, a.hidden),
-        ("number of neurons per expert", FAMILIES[config.model_type].neurons(config), a.intermediate),
-    ):
-        if configured != packed:
-            raise damaged(folder, f"Its {name} is {packed} in the manifest and {configured} in config.json.")
 
 
 def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer:

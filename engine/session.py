@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .decoder.kv_cache import KVCache
     from .decoder.kv_shelf import KVShelf
     from .loader import LoadedModel
+    from .parallel.spread import Spread
     from .sampling import Allowed
 
 PARKED = 1 / 32  # of the RAM that is free once the model is loaded, for conversations that may come back
@@ -70,6 +72,7 @@ class Session:
         self._loaded: LoadedModel | None = None
         self._kv: KVCache | None = None  # of the loaded model; kept after an answer for the conversation's next turn
         self._shelf: KVShelf | None = None  # of conversations before that one
+        self._spread: Spread | None = None  # over several processes
         self._spilled: set[int] = set()  # chats of which NO_ROOM was said
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
@@ -116,6 +119,9 @@ class Session:
             command = self._waiting.popleft() if self._waiting else self._commands.get()
             if self._closing:
                 self._forget()
+                if self._spread is not None:
+                    with suppress(FloeError):  # another process ended first
+                        self._spread.group.end()
                 return
             try:
                 self._obey(command)
@@ -162,20 +168,26 @@ class Session:
         import_torch()
         from .decoder.kv_cache import KVCache
         from .decoder.kv_shelf import KVShelf
-        from .loader import load
+        from .loader import load, load_together
         from .machine.hardware import ram
+        from .parallel.leading import lead
 
         self._forget()  # the old model's memory goes before the new one's comes
-        loaded, event = load(
-            Path(command.pack),
-            command.preset,
-            command.device,
-            lambda step, share: self._events.put(Loading(step, share)),
-            vram=command.vram,
-            advanced=command.advanced,
-        )
+        folder, parked = Path(command.pack), command.parked
+
+        def report(step: str, share: float) -> None:
+            self._events.put(Loading(step, share))
+
+        self._spread = spread = lead(command, report)
+        if spread is None:
+            loaded, event = load(
+                folder, command.preset, command.device, report, vram=command.vram, advanced=command.advanced
+            )
+        else:
+            loaded, event = load_together(lambda: folder, command, report, spread)
+            parked = 0  # other processes have keys and values too, and no copies
         self._loaded, self._kv = loaded, KVCache()
-        self._shelf = KVShelf(int(PARKED * ram()[1]) if command.parked is None else command.parked)
+        self._shelf = KVShelf(int(PARKED * ram()[1]) if parked is None else parked)
         self._spilled.clear()
         self._events.put(event)
         # Memory is known before the first answer; what was not measured stays None.

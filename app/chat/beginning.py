@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 from click.core import ParameterSource
 
+from ...engine.events import SpreadBy
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..arguments import memory_size, sampling_from
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ...engine.events import Sampling
     from ..history import ChatSetup, Conversation
     from ..settings.settings import Settings
+
+
+_HERE = ("preset", "device", "vram", "parallel", "balance")  # options for models of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,11 @@ def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Loc
     """What makes an engine for models of this machine, by the options about that, which are taken out."""
     device, vram, kept = (options.pop(name, None) for name in ("device", "vram", "kv_memory"))
     parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
+    spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
 
     def make(pack: Path, preset: str | None = None, /) -> ChatClient:
-        return ChatClient(pack, preset, device or "auto", most, settings.advanced, think=think, parked=parked)
+        own = pack, preset, device or "auto", most, settings.advanced
+        return ChatClient(*own, think=think, parked=parked, spread=spread)
 
     return make
 
@@ -138,7 +144,7 @@ def _connected(
     from ..client.remote.client import RemoteClient
     from ..settings.servers import SavedServer, is_name, server
 
-    here = [f"--{name}" for name in ("preset", "device", "vram") if name in given]
+    here = [f"--{name}" for name in _HERE if name in given]
     if here:
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
     kept = server(address) if is_name(address) else SavedServer("", address)

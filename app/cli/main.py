@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ...engine.parallel.place import Place
 from ...models.errors import FloeError, UsageError
 from ...models.hub.privacy import stay_private
 from ..arguments import need_folder, need_terminal
@@ -34,6 +35,9 @@ from .setup.command import setup
 from .transform import transform
 from .tune import tune
 from .verify import verify
+from .working import work
+
+_SPREAD = (None, "ask", "serve")  # commands that several processes do together
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,6 +56,8 @@ def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **op
     """
     need_folder()
     _use_own_models_folder()
+    if (place := Place.of()) is not None and place.rank:  # process 0 does what is asked, the others help it
+        ctx.exit(work(place) if ctx.invoked_subcommand in _SPREAD else 0)
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:
@@ -220,6 +226,8 @@ def main() -> None:
     # it itself), and their advice to programmers would appear between the user's lines.
     stay_private()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Where several processes compute, each would print pages of C++ when one of them ends.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Torch's threads would otherwise spin while they wait and take the cores from the kernels' own threads: a decode
     # step of full width took 1.5 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

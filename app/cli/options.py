@@ -38,6 +38,15 @@ MODEL = (
         metavar="SIZE",
         help="Use at most this much GPU memory, of each card, such as 10gb.  [default: what is free]",
     ),
+    click.option(
+        "--parallel",
+        default="",
+        metavar="PATTERN",
+        help="How several processes (torchrun) divide the experts: tp, ep, etp or s-etp.  [default: what suits them]",
+    ),
+    click.option(
+        "--balance", is_flag=True, help="Of several processes, let those with less to do leave out less of the experts."
+    ),
 )
 SERVER = (
     click.option(

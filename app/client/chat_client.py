@@ -27,6 +27,7 @@ from ...engine.events import (
     SetPreset,
     SetQuality,
     Shutdown,
+    SpreadBy,
     Unload,
 )
 from ...engine.session import Session
@@ -53,11 +54,12 @@ class ChatClient:
         *,
         think: bool = True,
         parked: int | None = None,
+        spread: SpreadBy | None = None,
     ) -> None:
         """`think`: False asks the model for answers without thinking. Others: see `Load`."""
         self._pack = pack
         self.think = think
-        self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked)
+        self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked, spread or SpreadBy())
         self._session = Session()
         self._format: ChatProcess | FloeError | None = None
         self._format_lock, self._format_ready = threading.Lock(), threading.Event()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,25 @@ from ...kernels.entries import CODES, stored
 from ...kernels.step import turned
 from .kv_stores import GrowingStore
 from .layers import DecoderLayer, norm
+
+
+class Part(Protocol):
+    """A part of a pass's tokens: other processes compute the others.
+
+    Attributes:
+        tokens: of the pass. mine: those of this process, at least two.
+    """
+
+    tokens: int
+    mine: slice
+
+    def everything(self, entries: Tensor) -> Tensor:
+        """What all processes give, (tokens, ...), for this one's part of it."""
+        ...
+
+    def last(self, state: Tensor) -> Tensor:
+        """The last token's (1, H), whoever has it, for that of this part."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +56,14 @@ class GroupedAttention:
     """Grouped-query attention in all layers of one pass. An entry of the store is a token's keys, then its values.
 
     Args:
-        rope: (T, 2, D) of the tokens' positions, from `start` on.
+        rope: (T, 2, D) of the tokens' positions, from `start` on; with a `part` of these only.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
+    def __init__(
+        self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int, part: Part | None = None
+    ) -> None:
+        self._layers, self._tokens, self._part = layers, len(rope), part
+        end = start + (len(rope) if part is None else part.tokens)
         self._places = store.places(end)
         heads = layers[0].heads
         # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
@@ -54,17 +77,23 @@ class GroupedAttention:
             groups = store.seen(first, end)
             entries = [layer for group in groups for layer in group.unbind(0)]
             both = [each for group in groups for each in _ready(group, rope.device)]
-            self._views[window] = _View(entries, both, _mask(first, start, end, window, rope.device))
+            mask = _mask(first, start, end, window, rope.device)
+            if part is not None:
+                mask = _seen(mask, part.tokens, rope.device)
+                assert mask is not None
+                mask = mask[part.mine]
+            self._views[window] = _View(entries, both, mask)
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
-        """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of these tokens."""
+        """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of the pass's tokens."""
         layer, heads = self._layers[index], self._layers[index].heads
         qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.head_dim)
         self._prepare(qkv, layer)
         qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
         place = self._places[index]
-        place.copy_(stored(both, place.dtype))
+        entries = stored(both, place.dtype)
+        place.copy_(entries if self._part is None else self._part.everything(entries))
         view = self._views[heads.window]
         attend = self._attend_one if self._tokens == 1 else self._attend_any
         ready = view.both[index]

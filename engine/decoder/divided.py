@@ -112,7 +112,7 @@ class StepOfLayer(Protocol):
     """A pass through some layers, which it counts from 0."""
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
-        """See `_TorchPass.step`."""
+        """See `TorchPass.step`."""
         ...
 
 

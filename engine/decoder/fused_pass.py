@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
 from ...kernels.entries import CODES
 from ...kernels.step import ModelEnds, Stepped
+from ..experts.moe_layer import MoELayer
 from ..sampling import Sampler
 from . import graphs
-from .attention import GroupedAttention, LatentAttention
+from .attention import GroupedAttention, Part
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_parts import CardParts
@@ -35,7 +37,6 @@ from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import GrowingStore, KvForm, Layout, Room
 from .layers import (
-    DecoderLayer,
     Unsupported,
     check_family,
     embedded,
@@ -46,6 +47,7 @@ from .layers import (
     read_rope,
     read_stream,
 )
+from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
 
 _log = logging.getLogger("floe_chat.engine")
@@ -59,7 +61,8 @@ class FusedDecoder:
     Attributes:
         reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and the parts
             before and after them; without them torch's operations compute. rooms: device memory that keys and values
-            may borrow, of each card; None where they have their own.
+            may borrow, of each card; None where they have their own. divide: gives the part of a pass of so many tokens
+            that this process computes where other processes compute the rest of it.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -79,6 +82,7 @@ class FusedDecoder:
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
         self.rooms: list[Room | None] = [None] * max(1, len(self._kv.parts))
+        self.divide: Callable[[int], AbstractContextManager[Part] | None] | None = None
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
@@ -98,6 +102,8 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
+        if any(isinstance(layer.experts, MoELayer) and not layer.experts.alone for layer in self._layers):
+            raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         if self._kv.parts:
@@ -169,13 +175,16 @@ class FusedDecoder:
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
         rope = self._rope.tables(start, end)
+        if self.divide is not None and self._layers[0].latent is None and (part := self.divide(len(ids))) is not None:
+            with part as mine:
+                return self._partly(ids, store, rope, start, mine)
         x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
             last = self._whole.run(x, rope[0], self._kept(store), start)
             store.length = end
             return self._logits(last)
         if len(ids) == 1 and self.steps:
-            step = _NativePass(self.steps, self._layers, store, rope[0], start).step
+            step = NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
             step = self._by_torch(store, rope, start)
         return self._through(step, x, store, end)
@@ -183,12 +192,19 @@ class FusedDecoder:
     def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
         """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
         if not isinstance(store, DividedStore):
-            return _TorchPass(self._layers, store, rope, start).step
+            return TorchPass.of(self._layers, store, rope, start).step
 
-        def made(layers: range, own: GrowingStore, device: torch.device) -> _TorchPass:
-            return _TorchPass(self._layers[layers.start : layers.stop], own, rope.to(device), start)
+        def made(layers: range, own: GrowingStore, device: torch.device) -> TorchPass:
+            return TorchPass.of(self._layers[layers.start : layers.stop], own, rope.to(device), start)
 
         return DividedPass(store, self._kv.parts, made).step
+
+    def _partly(self, ids: Sequence[int], store: GrowingStore, rope: Tensor, start: int, part: Part) -> Tensor:
+        """As `_pass`, of which other processes compute the other parts."""
+        attention = GroupedAttention(self._layers, store, rope[part.mine], start, part)
+        x, added = self._walk(TorchPass(self._layers, attention).step, self._embedded(ids[part.mine]))
+        store.length = start + len(ids)
+        return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
     def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
@@ -346,43 +362,3 @@ class FusedDecoder:
         """
         assert self._step is not None, "no pass is running"
         return self._step(layer + 1, self._stream, output).hidden
-
-
-class _NativePass:
-    """One token's pass through the layers by the compiled step. rope: (2, D) of its position."""
-
-    def __init__(
-        self,
-        steps: Sequence[NativeStep],
-        layers: Sequence[DecoderLayer],
-        store: GrowingStore,
-        rope: Tensor,
-        position: int,
-    ) -> None:
-        self._steps, self._kept, self._rope, self._position = steps, store.layers(), rope, position
-        packed = next((part for part in (layers[0].qkv, layers[0].out) if isinstance(part, PackedLinear)), None)
-        self._x_bits = 22 if packed is None else packed.control.preset.x_bits
-
-    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
-        """Layer `index` before its block, see `kernels.step.dense_step`."""
-        return self._steps[index](x, added, self._rope, self._kept[index], self._position, self._x_bits)
-
-
-class _TorchPass:
-    """A pass of any number of tokens through the layers, by torch's operations.
-
-    Args:
-        rope: (T, 2, D) of their positions, from `start` on.
-    """
-
-    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers = layers
-        kind = GroupedAttention if layers[0].latent is None else LatentAttention
-        self._attention = kind(layers, store, rope, start)
-
-    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
-        """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
-        layer = self._layers[index]
-        stream = x if added is None else x + added
-        stream = stream + self._attention(index, norm(stream, layer.input_layernorm, layer.eps))
-        return layer.stepped(stream)

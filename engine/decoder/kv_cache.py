@@ -131,11 +131,16 @@ class KVCache:
         kept = self.common(prompt, preset)
         if self.store is not None:
             kept = self.store.keeps(kept)
-        del self._tokens[kept:], self._presets[kept:]
+        self.cut(kept)
         if self.store is not None:
-            self.store.crop(kept)
             self.store.trim(len(prompt))
         return kept
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first `length` tokens."""
+        del self._tokens[length:], self._presets[length:]
+        if self.store is not None:
+            self.store.crop(length)
 
     def common(self, prompt: Sequence[int], preset: Preset) -> int:
         """How many tokens of `prompt` are there already, as exact as `preset` wants them."""

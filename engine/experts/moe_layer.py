@@ -109,7 +109,10 @@ class MoELayer(nn.Module):
 
     Attributes:
         ruled: the layer under the last step's preset; `in_force` checks whether that is still in force.
+        alone: whether it computes its output without other processes.
     """
+
+    alone = True
 
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()

@@ -1,0 +1,92 @@
+"""The program itself, started as several processes, as torchrun or a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .processes import DEADLINE_S, free_port
+
+ASK = ("ask", "--no-save", "--temperature", "0", "--max-tokens", "12", "What is an expert?")
+
+
+def run(
+    arguments: Sequence[str], homes: Sequence[Path], environment: dict[str, str] | None = None
+) -> list[tuple[int, str, str]]:
+    """The program in one process for each home: exit codes, stdout and stderr."""
+    shared = {"WORLD_SIZE": str(len(homes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-m", "floe_chat.app", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | shared | {"RANK": str(rank), "HOME": str(home)} | (environment or {}),
+        )
+        for rank, home in enumerate(homes)
+    ]
+    try:
+        ended = [process.communicate(timeout=DEADLINE_S) for process in begun]
+    finally:
+        for process in begun:
+            process.kill()
+    return [(process.returncode, *each) for process, each in zip(begun, ended, strict=True)]
+
+
+def test_a_question(tmp_path: Path):
+    ((code, alone, _),) = run(ASK, [tmp_path])
+    assert code == 0 and len(alone) > 20
+    first, other = run((*ASK, "--preset", "High"), [tmp_path, tmp_path])
+    assert first[0] == other[0] == 0, (first, other)
+    assert other[1] == "" and other[2].count("\n") == 1 and "process 1 of 2 serves process 0" in other[2]
+    ((_, high, _),) = run((*ASK, "--preset", "High"), [tmp_path])
+    assert first[1] == high
+
+
+def test_torchrun(tmp_path: Path):
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "floe_chat.app", *ASK, "--parallel", "ep", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        env=os.environ | {"HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["answer"]
+
+
+def test_packs_that_differ(tmp_path: Path, tiny_pack: Path, exact_pack: Path):
+    homes = [tmp_path / "first", tmp_path / "other"]
+    for home, pack in zip(homes, (tiny_pack, exact_pack), strict=True):
+        shutil.copytree(pack, home / ".local/share/floe-chat/models/same")
+    found = run((*ASK, "--model", "same"), homes)
+    for code, _, said in found:
+        assert "Process 1, on " in said and "has another pack" in said and "Copy the model" in said, found
+        assert code in (0, 2)
+    assert found[0][0] == 2
+
+
+def test_what_cannot_be(tmp_path: Path):
+    ((code, _, said),) = run((*ASK, "--parallel", "tp"), [tmp_path])
+    assert code == 2 and "There are no other processes" in said
+    first, other = run((*ASK, "--parallel", "s-etp:3"), [tmp_path, tmp_path])
+    assert first[0] == 2 and "2 processes cannot hold 3 slices" in first[2] and "2 processes cannot hold" in other[2]
+    ((code, _, said),) = run(ASK, [tmp_path], {"WORLD_SIZE": "2", "RANK": "two"})
+    assert code == 2 and "RANK is 'two'" in said and "torchrun" in said
+    ((code, _, said),) = run(ASK, [tmp_path], {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": ""})
+    assert code == 2 and "MASTER_PORT is not set" in said
+
+
+def test_other_commands_run_once(tmp_path: Path):
+    first, other = run(("paths",), [tmp_path, tmp_path])
+    assert first[0] == other[0] == 0
+    assert first[1] and other[1:] == ("", "")
