@@ -115,7 +115,7 @@ def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Loc
     spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
 
     def make(pack: Path, preset: str | None = None, /) -> ChatClient:
-        own = pack, preset, device or "auto", most, settings.advanced
+        own = pack, preset, "auto" if device is None else device, most, settings.advanced
         return ChatClient(*own, think=think, parked=parked, spread=spread)
 
     return make

@@ -86,9 +86,8 @@ class Members:
         return blamed
 
     def _blamed(self, rank: int) -> GroupLost | None:
-        noted = self._noted(rank)
-        if noted not in ("", _ALIVE):
-            return self._sentence(rank, "has failed", noted)
+        if noted := self._noted(rank):  # one that noticed the loss too is not its cause, whether it has ended or not
+            return None if noted == _ALIVE else self._sentence(rank, "has failed", noted)
         who = self.all[rank]
         if who.host != self.all[self._place.rank].host:
             return None
@@ -103,9 +102,8 @@ class Members:
         except psutil.Error:
             pass
         # A process that fails says why, just before it ends.
-        noted = self._noted(rank)
-        if noted not in ("", _ALIVE):
-            return self._sentence(rank, "has failed", noted)
+        if noted := self._noted(rank):
+            return None if noted == _ALIVE else self._sentence(rank, "has failed", noted)
         return self._sentence(rank, "has ended", "It was stopped, or its machine ran out of memory.")
 
     def _noted(self, rank: int) -> str:

@@ -95,7 +95,7 @@ class TestWhere:
 
     def test_the_demo_is_planned_as_it_is_packed(self) -> None:
         found = plan.make(a_machine(ram=8, disk=0.01), described("demo"))
-        assert found.chosen and len(found.options) == 1 and found.chosen.spec == PackSpec(4, 4, 4, 8, short=False)
+        assert found.chosen and len(found.options) == 1 and found.chosen.spec == PackSpec(4, 4, 4, 8)
         assert found.chosen.disk == {"pack": 0, "peak": 0} and found.pack_s is None and found.download_s is None
         assert "already packed" in found.why[0]
 
