@@ -66,7 +66,7 @@ class Group:
             self._stall = timedelta(seconds=place.stall)
             # Others wait for process 0 as long as a person thinks; it does not wait for one that hears nothing.
             patience = self._stall if place.rank == 0 else _CALM
-            self._told = dist.new_group(timeout=patience, backend="gloo")
+            self._told: Any = dist.new_group(timeout=patience, backend="gloo")
             self.everyone = self.line(range(place.size))
         except (RuntimeError, ValueError, OSError) as error:
             at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
