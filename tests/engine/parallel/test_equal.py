@@ -43,7 +43,7 @@ def test_how_much_chunks_change(alone: dict[str, Alone]):
             last = loaded.decoder.forward(some, kv)
             kv.computed(some, loaded.control.preset)
         logits.append(last)
-    assert 1e-6 < relative_rms(logits[1], logits[0]) < LIMITS["demo"]
+    assert 0 < relative_rms(logits[1], logits[0]) < LIMITS["demo"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
