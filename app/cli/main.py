@@ -23,17 +23,17 @@ from ..terminal.terminal import EXIT_SIGNAL
 from ..text.plain_text import printable
 from .bench.command import bench
 from .command_names import CommandGroup
-from .evaluate import evaluate
 from .harness.command import harness
 from .history import NUMBER, history
 from .models import models, paths
 from .options import MODEL, SAMPLING, SERVER, given_by
 from .pack import pack
 from .plan import plan
+from .quality.evaluate import evaluate
+from .quality.tune import tune
 from .serve import serve
 from .setup.command import setup
 from .transform import transform
-from .tune import tune
 from .verify import verify
 from .working import work
 

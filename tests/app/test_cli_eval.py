@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.cli import evaluate as command
-from floe_chat.app.cli.comparison import text_ids
-from floe_chat.app.cli.evaluate import table
+from floe_chat.app.cli.quality import evaluate as command
+from floe_chat.app.cli.quality.comparison import text_ids
+from floe_chat.app.cli.quality.evaluate import table
 from floe_chat.engine.quality import evaluate, text_windows
 from floe_chat.engine.quality.divergence import Divergence
 from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....models.errors import UsageError
-from ..dials import rule_of, with_dials
+from ..quality.dials import rule_of, with_dials
 from .options import MODEL, TIMING, Option, chosen_device, with_options
 from .table import finish, measuring
 

@@ -342,8 +342,8 @@ def _tune(wanted: Wish, tuning: bool | None, *, ask: bool) -> None:
     if not tuning:
         note(f"To measure its own presets: floe-chat tune {wanted.name}")
         return
-    from ..comparison import OWN_TOKENS
-    from ..tune import by_itself
+    from ..quality.comparison import OWN_TOKENS
+    from ..quality.tune import by_itself
 
     try:
         by_itself(wanted.folder, None, OWN_TOKENS, "auto", as_json=False, err=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...engine.events import Rule
+from ....engine.events import Rule
 from .comparison import Command
 
 DIALS = {

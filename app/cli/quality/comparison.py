@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from ...models.errors import UsageError
-from ..arguments import read_text
+from ....models.errors import UsageError
+from ...arguments import read_text
 
 Command = Callable[..., Any]
 TOKENS = 2048  # of a text that are read
@@ -65,7 +65,7 @@ def source_of(pack: Path, given: Path | None) -> Path | None:
     if given is not None:
         check_source(given)
         return given
-    from ...models.pack.manifest import Manifest
+    from ....models.pack.manifest import Manifest
 
     name = Manifest.read(pack).source.name
     beside = pack.resolve().parent / Path(name).name
@@ -103,9 +103,9 @@ def text_ids(pack: Path, file: Path | None) -> list[int]:
     Raises:
         PackError: the tokenizer cannot be used. UsageError: the file cannot be read.
     """
-    from ...models.catalog import asset
-    from ...models.packing.calibration import read_tokens
-    from ...models.tokenizer.chat_process import encode
+    from ....models.catalog import asset
+    from ....models.packing.calibration import read_tokens
+    from ....models.tokenizer.chat_process import encode
 
     file = file or _beside(pack)
     text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...engine.events import Rule
-from ...engine.quality_presets import CUSTOM
-from ...models.quantities import digits, divergence
-from .. import progress
-from ..progress import rounded
-from ..text import units
-from ..text.plain_text import printable
+from ....engine.events import Rule
+from ....engine.quality_presets import CUSTOM
+from ....models.quantities import digits, divergence
+from ... import progress
+from ...progress import rounded
+from ...text import units
+from ...text.plain_text import printable
 from .comparison import TOKENS, comparing, source_of, text_ids, text_name
 from .dials import DIALS, rule_of, with_dials
 
 if TYPE_CHECKING:
-    from ...engine.quality.divergence import Divergence
-    from ...engine.quality.evaluate import Evaluation, PresetLoss
+    from ....engine.quality.divergence import Divergence
+    from ....engine.quality.evaluate import Evaluation, PresetLoss
 
 _LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
 _HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
@@ -86,9 +86,9 @@ def evaluate(
     Examples: floe-chat eval demo --preset Balanced --tokens 1024
               floe-chat eval mixtral --sparsity 70% --product 80%
     """
-    from ...engine.quality.evaluate import run
-    from ...engine.quality.told import Told
-    from ...models.catalog import find
+    from ....engine.quality.evaluate import run
+    from ....engine.quality.told import Told
+    from ....models.catalog import find
 
     pack = find(model)
     origin = source_of(pack, source)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...models.quantities import divergence
-from .. import progress
-from ..progress import rounded
-from ..text import units
-from ..text.plain_text import printable
+from ....models.quantities import divergence
+from ... import progress
+from ...progress import rounded
+from ...text import units
+from ...text.plain_text import printable
+from ..printing.scatter_plot import scatter
+from ..printing.wrapping import wrapped
 from .comparison import OWN_TOKENS, TOKENS, check_source, comparing, text_ids, text_name
-from .printing.scatter_plot import scatter
-from .printing.wrapping import wrapped
 
 if TYPE_CHECKING:
-    from ...engine.quality.candidates import Candidate
-    from ...engine.quality.frontier import Frontier, Point
-    from ...engine.quality.own_presets import OwnPresets
-    from ...engine.quality.tune import TunedPresets
-    from ...models.pack.manifest import TunedPreset
+    from ....engine.quality.candidates import Candidate
+    from ....engine.quality.frontier import Frontier, Point
+    from ....engine.quality.own_presets import OwnPresets
+    from ....engine.quality.tune import TunedPresets
+    from ....models.pack.manifest import TunedPreset
 
 _PLOT = (86, 20)
 _HEAD = (
@@ -83,9 +83,9 @@ def tune(
     Examples: floe-chat tune mixtral
               floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
     """
-    from ...engine.quality.told import Told
-    from ...engine.quality.tune import fields_of, run
-    from ...models.catalog import find
+    from ....engine.quality.told import Told
+    from ....engine.quality.tune import fields_of, run
+    from ....models.catalog import find
 
     pack = find(model)
     if source is None:
@@ -122,8 +122,8 @@ def by_itself(
     pack: Path, text_file: Path | None, tokens: int, device: str, *, as_json: bool, err: bool = False
 ) -> None:
     """Give a pack the presets that are measured on itself, and tell them; `err`: on stderr."""
-    from ...engine.quality import own_presets
-    from ...engine.quality.told import Told
+    from ....engine.quality import own_presets
+    from ....engine.quality.told import Told
 
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
@@ -143,7 +143,7 @@ def by_itself(
 
 def own_text(found: OwnPresets, measured_on: str) -> str:
     """The presets that a pack got by itself, for people."""
-    from ...engine.quality_presets import LEVELS
+    from ....engine.quality_presets import LEVELS
 
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} tuned on itself with nothing left out",
@@ -174,7 +174,7 @@ def _flat(preset: TunedPreset) -> dict[str, Any]:
 
 def text(found: TunedPresets, measured_on: str) -> str:
     """Everything for people, 100 columns wide."""
-    from ...engine.quality.frontier import PROBES
+    from ....engine.quality.frontier import PROBES
 
     frontier = found.frontier
     presets = {point.setting: name for name, point in frontier.presets().items()}

@@ -1,0 +1,1 @@
+"""`floe-chat eval` and `floe-chat tune`: what packing and presets cost."""
