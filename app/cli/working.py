@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from pathlib import Path
 
 from ...engine.parallel.place import Place
@@ -21,6 +23,7 @@ def work(place: Place) -> int:
     import_torch()
     from ...engine.loader import LoadedModel, load_together
     from ...engine.parallel.leading import group
+    from ...engine.parallel.members import GroupLost
     from ...engine.parallel.messages import Open
     from ...engine.parallel.spread import Spread
     from ...engine.parallel.worker import Worker
@@ -34,6 +37,11 @@ def work(place: Place) -> int:
 
         return load_together(find, asked, lambda _step, _share: None, Spread(joined, asked.spread))[0]
 
+    def stuck(lost: GroupLost) -> None:
+        _say(str(lost))
+        os._exit(1)
+
+    threading.Thread(target=joined.members.watch, args=(stuck,), name="floe-watch", daemon=True).start()
     _say(f"process {place.rank} of {place.size} serves process 0 on {joined.members.all[0].host}")
     Worker(joined, load, _say).run()
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ from .place import Place
 _JOIN = timedelta(seconds=300)  # a process on another machine is started by hand
 _NOTE = timedelta(seconds=2)  # what a store takes that answers
 _GRACE_S = 3.0  # others notice a loss about as soon as this process does
+_LOOK_S = 1.0  # between two looks at process 0
 _ALIVE = "I noticed a loss"
 
 
@@ -84,6 +85,16 @@ class Members:
             first = str(error).split(". This is typically")[0]
             blamed = GroupLost("The processes lost each other", f"{first}.", _AGAIN)
         return blamed
+
+    def watch(self, stuck: Callable[[GroupLost], None]) -> None:
+        """Call `stuck` if this process goes on some seconds after process 0 has noticed a loss, or has ended.
+
+        Gloo may wait for a process that ended just before: until the stall limit, or for ever where there is none.
+        """
+        while self._noted(0) != _ALIVE and self._blamed(0) is None:
+            time.sleep(_LOOK_S)
+        time.sleep(_GRACE_S + _NOTE.total_seconds())
+        stuck(self.lost(None))
 
     def _blamed(self, rank: int) -> GroupLost | None:
         if noted := self._noted(rank):  # one that noticed the loss too is not its cause, whether it has ended or not

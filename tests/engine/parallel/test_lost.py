@@ -31,6 +31,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.kill()
 
 
+def others_end(group: Processes, rank: int) -> None:
+    """All others but the lost one end while process 0 goes on."""
+    for other in range(1, group.size):
+        if other != rank:
+            assert group.all[other].wait(60) == 1
+            assert f"Process {rank} of {group.size}" in group.stderr(other)
+    assert group.all[0].poll() is None
+
+
 def lost(group: Processes, passes: int, rank: int, number: int) -> str:
     """The sentence of process 0 about a signal after so many passes."""
     given = {"prompt": PROMPT, "new": 50, "into": "/dev/null", "rule": {}, "fresh": True}
@@ -47,10 +56,16 @@ def test_a_process_is_killed(start: Start, size: int, rank: int, passes: int):
     assert said.startswith(f"Process {rank} of {size}, on ") and "has ended" in said.splitlines()[0]
     assert "Start floe-chat again" in said
     assert lost(group, 1 << 30, 0, 0) == said  # the next question too
-    for other in range(1, size):  # before process 0 ends, which they would notice too
-        if other != rank:
-            assert group.all[other].wait(60) == 1
-            assert f"Process {rank} of {size}" in group.stderr(other)
+    others_end(group, rank)
+    group.end()
+
+
+def test_a_process_is_killed_between_two_answers(start: Start):
+    group = start(4)
+    group.all[2].kill()  # while all others wait for what process 0 says next
+    group.all[2].wait()
+    assert lost(group, 1 << 30, 0, 0).startswith("Process 2 of 4, on ")
+    others_end(group, 2)
     group.end()
 
 
