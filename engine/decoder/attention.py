@@ -62,13 +62,13 @@ class GroupedAttention:
     def __init__(
         self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int, part: Part | None = None
     ) -> None:
-        self._layers, self._tokens, self._part = layers, len(rope), part
+        self._layers, self.tokens, self._part = layers, len(rope), part
         end = start + (len(rope) if part is None else part.tokens)
         self._places = store.places(end)
         heads = layers[0].heads
         # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
         cos, sin = rope[:, :1], rope[:, 1:]
-        turned, still = heads.num_heads + heads.num_kv_heads, (self._tokens, heads.num_kv_heads, heads.head_dim)
+        turned, still = heads.num_heads + heads.num_kv_heads, (self.tokens, heads.num_kv_heads, heads.head_dim)
         self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
         self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
         self._views: dict[int | None, _View] = {}
@@ -84,10 +84,12 @@ class GroupedAttention:
                 mask = mask[part.mine]
             self._views[window] = _View(entries, both, mask)
 
-    def __call__(self, index: int, x: Tensor) -> Tensor:
-        """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of the pass's tokens."""
+    def __call__(self, index: int, projected: Tensor) -> Tensor:
+        """What heads see, (T, heads * D), by layer `index`'s first projection (T, ...); sets the keys and values of the
+        pass's tokens.
+        """
         layer, heads = self._layers[index], self._layers[index].heads
-        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.head_dim)
+        qkv = projected.view(self.tokens, -1, heads.head_dim)
         self._prepare(qkv, layer)
         qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
@@ -95,12 +97,12 @@ class GroupedAttention:
         entries = stored(both, place.dtype)
         place.copy_(entries if self._part is None else self._part.everything(entries))
         view = self._views[heads.window]
-        attend = self._attend_one if self._tokens == 1 else self._attend_any
+        attend = self._attend_one if self.tokens == 1 else self._attend_any
         ready = view.both[index]
         if ready is None:
-            (ready,) = _split(heads.values(view.entries[index].to(x.device), x.dtype)[None])
-        keys, values = ready[0].to(x.dtype), ready[1].to(x.dtype)
-        return layer.out.forward(attend(layer, queries, keys, values, view.mask))
+            (ready,) = _split(heads.values(view.entries[index].to(qkv.device), qkv.dtype)[None])
+        keys, values = ready[0].to(qkv.dtype), ready[1].to(qkv.dtype)
+        return attend(layer, queries, keys, values, view.mask)
 
     def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
         """The steps of some families before rope: norms of queries and keys, clipping; in place, (T, all heads, D)."""
@@ -108,7 +110,7 @@ class GroupedAttention:
         if heads.q_norm is not None and heads.k_norm is not None:
             parts = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), 1)
             for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
-                normed = norm(part.reshape(self._tokens, -1, len(weight)), weight, layer.eps)
+                normed = norm(part.reshape(self.tokens, -1, len(weight)), weight, layer.eps)
                 part.copy_(normed.view(part.shape))
         if heads.clip is not None:
             qkv.clamp_(-heads.clip, heads.clip)
@@ -137,13 +139,13 @@ class GroupedAttention:
         if heads.sinks is not None:
             sinks = heads.sinks.view(heads.num_kv_heads, groups)
             alike = zip(grouped, keys, values, sinks, strict=True)
-            parts = [_with_sinks(*each, _seen(mask, self._tokens, each[0].device), heads.scale) for each in alike]
-            return torch.stack(parts).permute(2, 0, 1, 3).reshape(self._tokens, -1)
+            parts = [_with_sinks(*each, _seen(mask, self.tokens, each[0].device), heads.scale) for each in alike]
+            return torch.stack(parts).permute(2, 0, 1, 3).reshape(self.tokens, -1)
         keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
-        return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
+        return out.permute(2, 0, 1, 3).reshape(self.tokens, -1)
 
 
 class LatentAttention:
@@ -153,26 +155,25 @@ class LatentAttention:
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
+        self._layers, self.tokens, end = layers, len(rope), start + len(rope)
         self._places = store.places(end)
         self._entries = [layer for group in store.seen(0, end) for layer in group.unbind(0)]
         self._cos, self._sin = rope[:, 0], rope[:, 1]
         self._mask = _mask(0, start, end, None, rope.device)
 
-    def __call__(self, index: int, x: Tensor) -> Tensor:
+    def __call__(self, index: int, joined: Tensor) -> Tensor:
         """As `GroupedAttention`."""
-        layer, heads, latent = self._layers[index], self._layers[index].heads, self._layers[index].latent
+        heads, latent = self._layers[index].heads, self._layers[index].latent
         assert latent is not None
-        joined = layer.qkv.forward(x)
         asked, vector, key = joined.split([joined.shape[1] - heads.head_dim, latent.norm.numel(), latent.turned], 1)
         entry = torch.cat([norm(vector, latent.norm, latent.eps), turned(key, self._cos, self._sin)], 1)
         place = self._places[index]
         place.copy_(stored(entry[:, None], place.dtype))
         if latent.asked is not None and latent.asked_norm is not None:
             asked = latent.asked(norm(asked, latent.asked_norm, latent.eps))
-        still, moved = asked.view(self._tokens, heads.num_heads, -1).split([latent.still, latent.turned], 2)
+        still, moved = asked.view(self.tokens, heads.num_heads, -1).split([latent.still, latent.turned], 2)
         moved = turned(moved, self._cos[:, None], self._sin[:, None])
-        seen = heads.values(self._entries[index].to(x.device), x.dtype)[:, 0]
+        seen = heads.values(self._entries[index].to(joined.device), joined.dtype)[:, 0]
         vectors, shared = seen.split([latent.norm.numel(), latent.turned], 1)
         made = latent.made(vectors).view(len(seen), heads.num_heads, -1)
         keys, values = made.split([latent.still, latent.value], 2)
@@ -180,10 +181,10 @@ class LatentAttention:
         out = F.scaled_dot_product_attention(
             *(part.transpose(0, 1)[None] for part in (torch.cat([still, moved], 2), keys, values)),
             attn_mask=self._mask,
-            is_causal=self._mask is None and self._tokens > 1,
+            is_causal=self._mask is None and self.tokens > 1,
             scale=heads.scale,
         )
-        return layer.out.forward(out[0].transpose(0, 1).reshape(self._tokens, -1))
+        return out[0].transpose(0, 1).reshape(self.tokens, -1)
 
 
 def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
-from ...kernels.cpu.native_step import NativeStep
+from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.cpu.native_token import Draw, NativeToken
 from ..experts.moe_layer import Cancelled, Control, MoELayer
 from ..quality_presets import Preset
@@ -85,34 +85,32 @@ class TokenPass:
         """Whether hooks watch a layer's input or output."""
         return any(self._hooks)
 
-    def run(self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int) -> Tensor:
-        """x (1, H) -> the residual stream (1, H) after the last of len(kv) layers; see `kernels.step.dense_step`.
+    def run(self, x: Tensor, places: Sequence[Place]) -> Tensor:
+        """Tokens of as many texts, x (T, H) -> the residual stream (T, H) after the last of the places' layers.
 
         Raises:
             Cancelled: the answer was stopped.
         """
         token, bits = self._in_force()
-        through = token(x, rope, kv, position, bits, self._control.cancelled.stop)
+        through = token(x, places, bits, self._control.cancelled.stop)
         if through is None:
             raise Cancelled
-        self._count(through.chosen[None], through.counts[None])
+        self._count(through.chosen.transpose(0, 1), through.counts.transpose(0, 1))
         return through.stream
 
-    def decode(
-        self, token: int, rope: Tensor, kv: Sequence[Tensor], position: int, sampler: Sampler, last: Sequence[int]
-    ) -> tuple[list[int], list[float]]:
-        """The next tokens after `token` at `position`, and when each was drawn; see `Decoder.several`.
+    def decode(self, token: int, place: Place, sampler: Sampler, last: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The next tokens after `token` at `place`, and when each was drawn; see `Decoder.several`.
 
         Args:
-            rope: (N, 2, D) from that position on, N >= 1: the most tokens to draw. kv: as in `run`.
+            place: its rope is (N, 2, D), N >= 1: the most tokens to draw.
 
         Raises:
             Cancelled: the answer was stopped before the first.
         """
         native, bits = self._in_force()
-        how = Draw(sampler.filters, sampler.uniforms(len(rope)), sampler.seen(self._ends.vocabulary), last)
+        how = Draw(sampler.filters, sampler.uniforms(len(place.rope)), sampler.seen(self._ends.vocabulary), last)
         stop = self._control.cancelled.stop
-        drawn = native.decode(self._ends, token, rope, kv, position, bits, stop, how, _SECONDS)
+        drawn = native.decode(self._ends, token, place, bits, stop, how, _SECONDS)
         if drawn is None:
             raise Cancelled
         sampler.took(drawn.tokens)

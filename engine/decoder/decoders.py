@@ -60,6 +60,19 @@ class Decoder(Protocol):
         """
         ...
 
+    def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> Tensor | None:
+        """Logits (N, V) after a token of each of N texts, which follow what `kvs` hold, computed together; see
+        `forward`. N is 8 at most. None if texts go through the model one by one.
+
+        Raises:
+            Cancelled: an answer was stopped; no text has the token then.
+        """
+        ...
+
+    def beside(self) -> KVCache | None:
+        """For a text that goes through the model together with the one in the usual place; None as `together`."""
+        ...
+
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """In words, the first part of the model whose values are not finite for these tokens, computed again.
 
@@ -108,6 +121,12 @@ class LibraryDecoder:
 
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
         """See `Decoder`: the library does not draw."""
+
+    def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> None:
+        """See `Decoder`: the library's passes are one text's here."""
+
+    def beside(self) -> None:
+        """See `Decoder`: as `together`."""
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:

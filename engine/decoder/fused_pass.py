@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
-from ...kernels.cpu.native_step import NativeStep
+from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.entries import CODES
 from ...kernels.step import ModelEnds, Stepped
 from ..experts.moe_layer import MoELayer
@@ -86,6 +86,8 @@ class FusedDecoder:
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
+        experts = [layer.experts for layer in self._layers if isinstance(layer.experts, MoELayer)]
+        self._apart = not all(layer.alone for layer in experts)
         self._card: CardToken | None = None
         self._graphs: CardLayers | CardParts | None = None
         self._declined = ""  # why they were given up
@@ -102,7 +104,7 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
-        if any(isinstance(layer.experts, MoELayer) and not layer.experts.alone for layer in self._layers):
+        if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window)
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
@@ -180,11 +182,11 @@ class FusedDecoder:
                 return self._partly(ids, store, rope, start, mine)
         x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
-            last = self._whole.run(x, rope[0], self._kept(store), start)
+            last = self._whole.run(x, [Place(rope[0], self._kept(store), start)])
             store.length = end
             return self._logits(last)
         if len(ids) == 1 and self.steps:
-            step = NativePass(self.steps, self._layers, store, rope[0], start).step
+            step = NativePass(self.steps, self._layers, [Place(rope[0], store.layers(), start)]).step
         else:
             step = self._by_torch(store, rope, start)
         return self._through(step, x, store, end)
@@ -192,10 +194,10 @@ class FusedDecoder:
     def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
         """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
         if not isinstance(store, DividedStore):
-            return TorchPass.of(self._layers, store, rope, start).step
+            return TorchPass.of(self._layers, (store, rope, start)).step
 
         def made(layers: range, own: GrowingStore, device: torch.device) -> TorchPass:
-            return TorchPass.of(self._layers[layers.start : layers.stop], own, rope.to(device), start)
+            return TorchPass.of(self._layers[layers.start : layers.stop], (own, rope.to(device), start))
 
         return DividedPass(store, self._kv.parts, made).step
 
@@ -290,10 +292,44 @@ class FusedDecoder:
             return None
         start, most = kv.length, min(most, MOST)
         store = self._room_for(most, kv)
-        rope = self._rope.tables(start, start + most)
-        tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
+        place = Place(self._rope.tables(start, start + most), self._kept(store), start)
+        tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
+
+    @torch.inference_mode()
+    def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> Tensor | None:
+        """See `Decoder`."""
+        if self._apart or self._kv.parts:
+            return None
+        stores, starts = [self._room_for(1, kv) for kv in kvs], [kv.length for kv in kvs]
+        ropes, x = [self._rope.tables(start, start + 1) for start in starts], self._embedded(tokens)
+        try:
+            if self.steps:
+                found = zip(ropes, stores, starts, strict=True)
+                places = [Place(rope[0], self._kept(store), start) for rope, store, start in found]
+                step = NativePass(self.steps, self._layers, places).step
+            else:
+                places, step = [], TorchPass.of(self._layers, *zip(stores, ropes, starts, strict=True)).step
+            if self._whole is not None and not self._whole.watched:
+                x, added = self._whole.run(x, places), None
+            else:
+                x, added = self._walk(step, x)
+        finally:
+            self._step = None
+        for store, start in zip(stores, starts, strict=True):
+            store.length = start + 1
+        return self._logits(x if added is None else x + added)
+
+    def beside(self) -> KVCache | None:
+        """See `Decoder`."""
+        if self._apart or self._kv.parts:
+            return None
+        kv, layout = KVCache(), self._layout(self._kv.bits)
+        if self.device.type != "cpu" or self.rooms[0] is not None:
+            layout = replace(layout, most=0)  # device memory is planned for one
+        kv.store_of(GrowingStore, lambda: GrowingStore(layout))
+        return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
         """`several` on a card."""

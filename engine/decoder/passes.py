@@ -1,12 +1,15 @@
-"""A pass through the layers, one by one: of one token by the compiled step, or of any number by torch's operations."""
+"""A pass through the layers, one by one: of a token of each of some texts by the compiled step, or of any number of
+tokens of one by torch's operations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from ...kernels.cpu.native_step import NativeStep
+from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.step import Stepped
 from .attention import GroupedAttention, LatentAttention
 from .kv_stores import GrowingStore
@@ -15,40 +18,35 @@ from .quantized_linear import PackedLinear
 
 
 class NativePass:
-    """One token's pass through the layers by the compiled step. rope: (2, D) of its position."""
+    """The pass of a token of each of some texts through the layers, by the compiled step."""
 
-    def __init__(
-        self,
-        steps: Sequence[NativeStep],
-        layers: Sequence[DecoderLayer],
-        store: GrowingStore,
-        rope: Tensor,
-        position: int,
-    ) -> None:
-        self._steps, self._kept, self._rope, self._position = steps, store.layers(), rope, position
+    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[DecoderLayer], places: Sequence[Place]) -> None:
+        self._steps, self._where = steps, steps[0].places(places)
         packed = next((part for part in (layers[0].qkv, layers[0].out) if isinstance(part, PackedLinear)), None)
         self._x_bits = 22 if packed is None else packed.control.preset.x_bits
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, see `kernels.step.dense_step`."""
-        return self._steps[index](x, added, self._rope, self._kept[index], self._position, self._x_bits)
+        return self._steps[index].together(index, x, added, self._where, self._x_bits)
 
 
 class TorchPass:
-    """A pass of any number of tokens through the layers, by torch's operations."""
+    """A pass of any number of tokens of each of some texts through the layers, by torch's operations."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], attention: GroupedAttention | LatentAttention) -> None:
-        self._layers, self._attention = layers, attention
+    def __init__(self, layers: Sequence[DecoderLayer], *texts: GroupedAttention | LatentAttention) -> None:
+        self._layers, self._texts, self._tokens = layers, texts, [text.tokens for text in texts]
 
     @classmethod
-    def of(cls, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> TorchPass:
-        """rope: (T, 2, D) of their positions, from `start` on."""
+    def of(cls, layers: Sequence[DecoderLayer], *texts: tuple[GrowingStore, Tensor, int]) -> TorchPass:
+        """texts: each one's store, rope (T, 2, D) of its tokens' positions, and the first position."""
         kind = GroupedAttention if layers[0].latent is None else LatentAttention
-        return cls(layers, kind(layers, store, rope, start))
+        return cls(layers, *(kind(layers, *text) for text in texts))
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
         layer = self._layers[index]
         stream = x if added is None else x + added
-        stream = stream + self._attention(index, norm(stream, layer.input_layernorm, layer.eps))
+        projected = layer.qkv.forward(norm(stream, layer.input_layernorm, layer.eps)).split(self._tokens)
+        seen = [text(index, own) for text, own in zip(self._texts, projected, strict=True)]
+        stream = stream + layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen))
         return layer.stepped(stream)

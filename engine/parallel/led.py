@@ -55,6 +55,12 @@ class Led:
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
         """See `Decoder`: tokens are drawn one at a time."""
 
+    def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> None:
+        """See `Decoder`: a pass is one text's."""
+
+    def beside(self) -> None:
+        """See `Decoder`: as `together`."""
+
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
         return self._leading(Look(tuple(ids)), lambda: self._inner.first_nonfinite(ids))

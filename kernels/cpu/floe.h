@@ -208,15 +208,15 @@ typedef struct {
 } floe_dense_layer;
 
 // Where a token is. rope: (2, D) cosines and sines of its position, of what rope turns of a head if that is not all;
-// the first half of the sines negated. capacity: how many tokens the store of keys and values has room for.
+// the first half of the sines negated. kv: of each layer, (capacity) entries of its text; its own is written.
 typedef struct {
     const float *rope;
+    void *const *kv;
     int64_t capacity, position;
 } floe_place;
 
-// What the experts of a layer are given. stream (H): the residual after attention and what is beside the experts.
-// hidden (H). index, weights: the
-// top_k experts; unused without a router. scores: (experts) of all of them.
+// What a layer's experts are given, for each token. stream (H): the residual after attention and what is beside the
+// experts. hidden (H). index, weights: the top_k experts; unused without a router. scores: (experts) of all.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;
@@ -226,11 +226,13 @@ typedef struct {
 // Whether the sizes of a layer fit each other.
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
 
-// One token before a layer's experts. x (H) is the residual stream, added (H) what the block before gave. kv:
-// (capacity) entries of the tokens before, their keys and values; the token's own are written at its position. Fills
-// routed.
-FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, FLOE_OPTIONAL const float *added, void *kv,
-                             const floe_place *place, int digits, int threads, const floe_routed *routed);
+enum { FLOE_MOST_TOGETHER = 8 }; // tokens, each of another text
+
+// So many tokens before a layer's experts; `number` is the layer's in their places. x (tokens, H) is the residual
+// stream, added (tokens, H) what the block before gave. Fills routed.
+FLOE_API int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t tokens, const float *x,
+                             FLOE_OPTIONAL const float *added, const floe_place *places, int digits, int threads,
+                             const floe_routed *routed);
 
 // ---- a token through all layers
 
@@ -262,7 +264,7 @@ typedef struct {
     const floe_stop *stop;
 } floe_pace;
 
-// What is filled for each token and layer. index, weights: (layers, top_k). counts: (layers, top_k, 2, 2), of an
+// What is filled for each layer and token. index, weights: (layers, tokens, top_k). counts: (..., 2, 2), of an
 // expert's halves, or of the whole in the first place, how many neurons were active and how many not left out; -1 for
 // what was left out whole, and of a layer without experts.
 typedef struct {
@@ -271,10 +273,9 @@ typedef struct {
     int64_t *counts;
 } floe_trace;
 
-// One token: floe_dense_step, floe_select and floe_moe_step, layer after layer. x (H): its embedding, in the end the
-// residual stream with what the last layer added. kv: of each layer. FLOE_STOPPED if somebody asked for it; x is of no
-// use then.
-FLOE_API int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const floe_place *place,
+// floe_dense_step, floe_select and floe_moe_step, layer after layer. x (tokens, H): embeddings, in the end the residual
+// stream with what the last layer added. FLOE_STOPPED if somebody asked for it; x is of no use then.
+FLOE_API int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const floe_place *places,
                              const floe_pace *pace, const floe_trace *trace);
 
 // What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of
@@ -316,9 +317,10 @@ typedef struct {
 } floe_draws;
 
 // An answer continues: floe_token_step, floe_head and floe_draw, again with the token drawn. place.rope: of positions
-// from place.position on; trace: of each token. Returns how many tokens were drawn, FLOE_STOPPED if that was none.
+// from place.position on; trace: of one token after the other. Returns how many tokens were drawn, FLOE_STOPPED if that
+// was none.
 FLOE_API int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe_sampling *sampling,
-                             void *const *kv, const floe_place *place, const floe_pace *pace, const floe_draws *draws,
+                             const floe_place *place, const floe_pace *pace, const floe_draws *draws,
                              const floe_trace *trace);
 
 // ---- rows

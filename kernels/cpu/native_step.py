@@ -1,12 +1,14 @@
-"""`step.dense_step` compiled from C++ (dense_step.cpp): a layer's weights are passed once, not in every call.
+"""`step.dense_step` compiled from C++ (dense_step.cpp): a layer's weights are passed once, not in every call. Texts may
+go through it together, a token of each, so that weights are read once for all of them.
 
 At small sizes that call takes as long as two of the two dozen operations that torch would need.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +16,20 @@ from torch import Tensor
 from ..checks import Shape, index, require
 from ..entries import CODES
 from ..step import DenseLayer, Heads, Latent, Router, Stepped, Swiglu
-from .binding import check, codes, library, records
+from .binding import addresses_of, array_of, check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
 _STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
+
+
+class Place(NamedTuple):
+    """Where a token is: rope (2, D) of its position, or (N, 2, D) from that on; and of its text, of each layer, kv
+    (capacity, *entry).
+    """
+
+    rope: Tensor
+    kv: Sequence[Tensor]
+    position: int
 
 
 class NativeStep:
@@ -25,7 +37,7 @@ class NativeStep:
 
     Attributes:
         kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several. routes:
-            whether it has experts. rope: the shape of a position's tables.
+            whether it has experts. rope: the shape of a position's tables. scores: the router's, by token.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -70,9 +82,9 @@ class NativeStep:
         self._stored = heads.entry  # of a token
         self.kept = heads.cache_dtype
         self.routes = router is not None
-        self._scores = None if router is None else router.scores
-        if self._scores is not None:
-            require("scores", self._scores, FLOAT32, (len(self._scores), self.layer.router.experts))
+        self.scores = None if router is None else router.scores
+        if self.scores is not None:
+            require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
 
     @property
     def stored(self) -> tuple[Shape, torch.dtype]:
@@ -87,22 +99,50 @@ class NativeStep:
         Raises:
             ValueError: tensors of other sizes or forms or not in one piece, or a position that kv has no room for.
         """
-        capacity = kv.shape[0] if kv.shape else 0
-        index("position", position, capacity)
-        stream, hidden = torch.empty(1, self._hidden), torch.empty(1, self._hidden)
+        return self.together(0, x, added, self.places([Place(rope, [kv], position)]), x_bits)
+
+    def together(self, number: int, x: Tensor, added: Tensor | None, where: Any, x_bits: int = 22) -> Stepped:
+        """T tokens, each of another text: x (T, H), and added; see `__call__`.
+
+        Args:
+            where: their places, see `places`. number: of this layer in their keys and values.
+        """
+        shape = tokens, _ = len(where), self._hidden
+        stream, hidden = torch.empty(shape), torch.empty(shape)
         routed: tuple[Tensor, ...] = ()
         chosen, weights = None, None
         if self._top_k:
-            routed = chosen, weights = torch.empty(1, self._top_k, dtype=torch.int64), torch.empty(1, self._top_k)
-        require("x", x, FLOAT32, (1, self._hidden))
+            routed = chosen, weights = (
+                torch.empty(tokens, self._top_k, dtype=torch.int64),
+                torch.empty(tokens, self._top_k),
+            )
+        require("x", x, FLOAT32, shape)
         if added is not None:
-            require("added", added, FLOAT32, (1, self._hidden))
-        require("rope", rope, FLOAT32, self.rope)
-        require("kv", kv, (self.kept,), (capacity, *self._stored))
-        place = records.place(rope=rope, capacity=capacity, position=position)
-        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self._scores)
-        check(self._step(self.layer, x, added, kv, place, digits(x_bits), torch.get_num_threads(), filled))
+            require("added", added, FLOAT32, shape)
+        if self.scores is not None and len(self.scores) < tokens:
+            raise ValueError(f"{tokens} tokens, but room for the scores of {len(self.scores)}")
+        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self.scores)
+        given = (self.layer, number, tokens, x, added, where, digits(x_bits), torch.get_num_threads(), filled)
+        check(self._step(*given))
         return Stepped(stream, hidden, routed)
+
+    def places(self, places: Sequence[Place], *more: int) -> Any:
+        """The places as the library takes them. more: of rope's sizes, before those of one position.
+
+        Raises:
+            ValueError: as `__call__`.
+        """
+        made = [self._place(place, (*more, *self.rope)) for place in places]
+        found: Any = array_of(made)
+        found.held = made
+        return found
+
+    def _place(self, place: Place, rope: Shape) -> Any:
+        capacity = place.kv[0].shape[0] if place.kv and place.kv[0].ndim else 0
+        index("position", place.position, capacity)
+        stores = addresses_of([required("kv", part, (capacity, *self._stored), (self.kept,)) for part in place.kv])
+        given = required("rope", place.rope, rope)
+        return records.place(rope=given, kv=stores, capacity=capacity, position=place.position)
 
 
 def _check_heads(heads: Heads) -> None:

@@ -1,5 +1,5 @@
-"""One token's pass through all layers in one call of the compiled library (token_step.cpp), or several tokens'
-(decode.cpp).
+"""A token's pass through all layers in one call of the compiled library, or that of a token of each of some texts
+(token_step.cpp), or those of several tokens of one text (decode.cpp).
 
 The interpreter and its lock are not needed meanwhile: a layer costs what its kernels cost, and other work, such as
 drawing a screen, continues in parallel.
@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import BYTES, CPU, Shape, index, require
+from ..checks import BYTES, CPU, index, require
 from ..layouts import check_roles
 from ..sampling import Filters
 from ..step import ExpertLayer
 from .binding import Stop, addresses_of, check, codes, library, records
 from .native_ends import NativeEnds, sampling_record
-from .native_step import NativeStep
+from .native_step import NativeStep, Place
 from .weights import digits, optional, required, rows_record, rule_record, signal_record
 
 
 class Through(NamedTuple):
-    """The result of a token's pass.
+    """The result of the pass of T tokens.
 
     Attributes:
-        stream: (1, H) the residual stream after the last layer. chosen, weights: (L, K) of each layer's router.
-        counts: (L, K, 2, 2) of each expert's halves, or of the whole in the first place, how many neurons were active
-            and how many of those reached the second threshold; -1 for what was left out whole.
+        stream: (T, H) the residual stream after the last layer. chosen, weights: (L, T, K) of each layer's router.
+        counts: (L, T, K, 2, 2) of each expert's halves, or of the whole in the first place, how many neurons were
+            active and how many of those reached the second threshold; -1 for what was left out whole.
     """
 
     stream: Tensor
@@ -57,8 +57,8 @@ class Drawn(NamedTuple):
     """N tokens.
 
     Attributes:
-        at: when each was drawn, in seconds since the call. chosen: (N, L, K), counts: (N, L, K, 2, 2) as in `Through`,
-            of the tokens before them, whose keys and values are there now.
+        at: when each was drawn, in seconds since the call. chosen: (N, L, K), counts: (N, L, K, 2, 2) as of one token
+            in `Through`, of the tokens before them, whose keys and values are there now.
     """
 
     tokens: list[int]
@@ -89,30 +89,26 @@ class NativeToken:
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden = one.hidden
-        self._rope, self._stored, self._form = dense[0].rope, *dense[0].stored  # of a token
         if any(step.stored != dense[0].stored for step in dense):
             raise ValueError("layers store keys and values in different shapes or types")
 
-    def __call__(
-        self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: Stop
-    ) -> Through | None:
-        """Run one token; None if `stop`, checked in each layer, was set.
+    def __call__(self, x: Tensor, places: Sequence[Place], bits: tuple[int, int], stop: Stop) -> Through | None:
+        """Run T tokens, each of another text; None if `stop`, checked in each layer, was set.
 
         Args:
-            x: (1, H) float32 its embedding. rope, kv, position: as `step.dense_step` takes them; kv of each of the
-                first L layers, which are the layers it runs.
+            x: (T, H) float32 their embeddings. places: with the keys and values of each of the first L layers, which
+                are the layers it runs.
             bits: how much of x's precision the dense part and the experts keep (`kernels.X_BITS`).
 
         Raises:
             ValueError: sizes that do not fit each other, or a position that kv has no room for.
         """
-        layers = len(kv)
-        require("x", x, (torch.float32,), (1, self._hidden), whole=False)
+        require("x", x, (torch.float32,), (len(places), self._hidden), whole=False)
         stream = x.clone(memory_format=torch.contiguous_format)
-        chosen, weights, counts = self._room(layers)
-        where = self._where(rope, self._rope, kv, position)
+        first, where = self._where(places)
+        chosen, weights, counts = self._room(first.count, len(places))
         trace = records.trace(index=chosen, weights=weights, counts=counts)
-        code = self._step(self._first(layers), stream, *where, self._pace(bits, stop), trace)
+        code = self._step(first, len(places), stream, where, self._pace(bits, stop), trace)
         if code == codes.STOPPED:
             return None
         check(code)
@@ -122,26 +118,24 @@ class NativeToken:
         self,
         ends: NativeEnds,
         token: int,
-        rope: Tensor,
-        kv: Sequence[Tensor],
-        position: int,
+        place: Place,
         bits: tuple[int, int],
         stop: Stop,
         how: Draw,
         seconds: float,
     ) -> Drawn | None:
-        """Draw as many tokens after `token`, at `position`, as there are random numbers, but at least one.
+        """Draw as many tokens after `token`, at `place`, as there are random numbers, but at least one.
 
         Fewer if `seconds` have passed, if one of `how.last` was drawn or if `stop`, checked in each layer, is set. None
         if it was set before the first.
 
         Args:
-            rope: (N, 2, D) from that position on. kv: as in the call of one token. bits: the head has the experts'.
+            place: its rope is (N, 2, D), of as many positions. bits: the head has the experts'.
 
         Raises:
             ValueError: as the call of one token; logits that nothing can be drawn from.
         """
-        most, layers = len(how.uniforms), len(kv)
+        most = len(how.uniforms)
         if not most:
             raise ValueError("no number to draw a token by")
         if ends.hidden != self._hidden:
@@ -149,7 +143,8 @@ class NativeToken:
         index("token", token, ends.vocabulary)
         if not all(0 <= uniform < 1 for uniform in how.uniforms):
             raise ValueError("tokens are drawn by numbers from 0 up to 1")
-        chosen, weights, counts = self._room(most, layers)
+        first, where = self._where([place], most)
+        chosen, weights, counts = self._room(most, first.count)
         tokens, at = (c_int64 * most)(), (c_double * most)()
         draws = records.draws(
             token=token,
@@ -163,19 +158,21 @@ class NativeToken:
             at=at,
         )
         trace = records.trace(index=chosen, weights=weights, counts=counts)
-        where = self._where(rope, (most, *self._rope), kv, position)
         sampling = sampling_record(how.filters)
-        found = self._decode(self._first(layers), ends.record, sampling, *where, self._pace(bits, stop), draws, trace)
+        found = self._decode(first, ends.record, sampling, where, self._pace(bits, stop), draws, trace)
         if found == codes.STOPPED:
             return None
         check(found)
         return Drawn(tokens[:found], at[:found], chosen[:found], counts[:found])
 
-    def _first(self, count: int) -> Any:
-        """`floe_layers`."""
+    def _where(self, places: Sequence[Place], *more: int) -> tuple[Any, Any]:
+        """`floe_layers` of those that the places have keys and values of, and their `floe_place`."""
+        count = len(places[0].kv) if places else 0
+        if not 0 < count <= len(self._dense) or any(len(place.kv) != count for place in places):
+            raise ValueError(f"keys and values of {count} layers; there are {len(self._dense)}")
         if self._layers is None or count != self._layers.count:
             self._layers = records.layers(count=count, top_k=self._top_k, dense=self._dense, experts=self._experts)
-        return self._layers
+        return self._layers, self._held[0][0].places(places, *more)
 
     def _pace(self, bits: tuple[int, int], stop: Stop) -> Any:
         """`floe_pace`."""
@@ -190,15 +187,6 @@ class NativeToken:
         """Output buffers for each layer: its experts, their weights, and counts."""
         shape = *sizes, self._top_k
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(*shape, 2, 2, dtype=torch.int64)
-
-    def _where(self, rope: Tensor, shape: Shape, kv: Sequence[Tensor], position: int) -> tuple[Any, Any]:
-        """Addresses of the keys and values of each layer, and `floe_place`."""
-        if not 0 < len(kv) <= len(self._dense):
-            raise ValueError(f"keys and values of {len(kv)} layers; there are {len(self._dense)}")
-        capacity = kv[0].shape[0] if kv[0].ndim else 0
-        index("position", position, capacity)
-        stores = addresses_of([required("kv", part, (capacity, *self._stored), (self._form,)) for part in kv])
-        return stores, records.place(rope=required("rope", rope, shape), capacity=capacity, position=position)
 
 
 def _expert_record(layer: ExpertLayer) -> Any:

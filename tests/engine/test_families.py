@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import families
 from ..helpers import make_pack, reference_model, relative_rms
-from .driver import open_model
+from .driver import layer_by_layer, open_model
 from .offloading import EVERYTHING, offloaded
 
 LIMIT, KL_LIMIT = 1e-5, 1e-9
@@ -110,6 +110,42 @@ def ends(pieces: Sequence[int]) -> list[int]:
 def test_in_ram(case: Case, pieces: list[int]) -> None:
     ids = case.prompt(sum(pieces))
     agree(read(case.exact, ids, KVCache(), pieces), case.expected(ids)[ends(pieces)])
+
+
+def together(loaded: LoadedModel, texts: list[list[int]], steps: int) -> Tensor:
+    """Logits (steps, texts, V) after each of the last so many tokens of texts, which go through the model together."""
+    kvs, logits = [KVCache(), *(loaded.decoder.beside() for _ in texts[1:])], list[Tensor]()
+    for text, kv in zip(texts, kvs, strict=True):
+        assert kv is not None
+        read(loaded, text, kv, [len(text) - steps])
+    for step in range(-steps, 0):
+        tokens, some = [text[step] for text in texts], [kv for kv in kvs if kv is not None]
+        found = loaded.decoder.together(tokens, some)
+        assert found is not None
+        logits.append(found.clone())
+        for token, kv in zip(tokens, some, strict=True):
+            kv.computed([token], loaded.control.preset)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("by", ["all layers at once", "each layer", "torch", "a pool", "a virtual card"])
+def test_texts_together(case: Case, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four texts of different lengths, a token of each at a time, and in the end one of them alone again."""
+    exact, texts, steps = case.exact, [case.prompt(length) for length in (9, 30, 4, 17)], 3
+    if isinstance(exact.decoder, LibraryDecoder):
+        assert exact.decoder.beside() is None and exact.decoder.together([5], [KVCache()]) is None
+        return
+    wanted = torch.stack([case.expected(text)[-steps:] for text in texts], 1)
+    if by == "each layer":
+        layer_by_layer(monkeypatch)
+    if by in ("a pool", "a virtual card"):
+        with offloaded(exact, EVERYTHING, 0.3, kind="virtual" if "card" in by else "throttled"):
+            agree(together(exact, texts, steps).flatten(0, 1), wanted.flatten(0, 1))
+    else:
+        if by == "torch":
+            monkeypatch.setattr(exact.decoder, "steps", [])
+            monkeypatch.setattr(exact.decoder, "_whole", None)
+        agree(together(exact, texts, steps).flatten(0, 1), wanted.flatten(0, 1))
 
 
 def test_past_the_length_that_rope_was_made_for(case: Case) -> None:

@@ -19,6 +19,7 @@ from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.binding import Stop
+from floe_chat.kernels.cpu.native_step import Place
 from floe_chat.kernels.cpu.native_token import NativeToken
 from floe_chat.kernels.types import Limits
 from floe_chat.models.packing.pack import PackSpec
@@ -191,9 +192,9 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim).half() for _ in layers]
     raised = Stop()
     raised.set(True)
-    assert token(x, rope, kv, 2, (22, 22), Stop()) is not None
-    assert token(x, rope, kv, 2, (22, 22), raised) is None
-    for wrong in (
+    assert token(x, [Place(rope, kv, 2)], (22, 22), Stop()) is not None
+    assert token(x, [Place(rope, kv, 2)], (22, 22), raised) is None
+    for given, *place in (
         (x[:, 1:], rope, kv, 2),
         (x.double(), rope, kv, 2),
         (x, rope, kv, 3),
@@ -206,7 +207,7 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
         (x, rope, [part.float() for part in kv], 2),
     ):
         with pytest.raises(ValueError):
-            token(*wrong, (22, 22), Stop())
+            token(given, [Place(*place)], (22, 22), Stop())  # pyright: ignore[reportArgumentType]
     one = layers[0].ruled.as_one()
     for broken in (
         dataclasses.replace(one, limits=Limits(one.limits.signal.double())),
@@ -215,4 +216,4 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
         dataclasses.replace(one, limits=Limits(one.limits.signal, one.limits.signal[1:])),
     ):
         with pytest.raises(ValueError):
-            NativeToken(decoder.steps, [broken, one])(x, rope, kv, 2, (22, 22), Stop())
+            NativeToken(decoder.steps, [broken, one])(x, [Place(rope, kv, 2)], (22, 22), Stop())

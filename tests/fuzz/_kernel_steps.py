@@ -12,7 +12,7 @@ from floe_chat.kernels import sampling
 from floe_chat.kernels.cpu import native, native_ends
 from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds
-from floe_chat.kernels.cpu.native_step import NativeStep
+from floe_chat.kernels.cpu.native_step import NativeStep, Place
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
 from floe_chat.kernels.entries import CODES, stored, values
 from floe_chat.kernels.rule import Rule
@@ -210,15 +210,15 @@ def token(rng: Random) -> Case:
     def run(_m: Any, g: dict[str, Any]) -> Any:
         kept = ExpertLayer(g["up"], g["rows"], Limits(g["thresholds"], g.get("products")), rule)
         whole = NativeToken(stack * layers, [kept] * layers)
-        stores, bits, stop = [g["kv"]] * layers, (22, g["bits"]), Stop()
+        place, bits, stop = Place(g["rope"], [g["kv"]] * layers, g["position"]), (22, g["bits"]), Stop()
         if not several:
-            found = whole(g["x"], g["rope"], stores, g["position"], bits, stop)
+            found = whole(g["x"], [place], bits, stop)
             assert found is not None
             assert int(found.chosen.min()) >= 0 and int(found.chosen.max()) < experts
             return found.stream.shape
         how = Draw(Filters(g["temperature"]), [g["uniform"]] * 3, g["seen"], [g["stop_id"]])
         ends = NativeEnds(_ends_of(g))
-        drawn = whole.decode(ends, g["first"], g["rope"], stores, g["position"], bits, stop, how, g["seconds"])
+        drawn = whole.decode(ends, g["first"], place, bits, stop, how, g["seconds"])
         assert drawn is not None and 1 <= len(drawn.tokens) <= 3
         assert all(0 <= one < ends.vocabulary for one in drawn.tokens)
         return None

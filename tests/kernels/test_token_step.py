@@ -14,7 +14,7 @@ from floe_chat.kernels.codes import group_size, pack_codes
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
-from floe_chat.kernels.cpu.native_step import NativeStep
+from floe_chat.kernels.cpu.native_step import NativeStep, Place
 from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import VectorLayout
@@ -80,11 +80,37 @@ def test_it_is_layer_after_layer(
         x, _, rope, store = make_input(sizes, position)
         kv = [store.nan_to_num(0.1 * i) for i in range(layers)]
         wanted, index, counts = expected(dense, chosen, x, rope, [part.clone() for part in kv], position)
-        found = NativeToken(dense, chosen)(x, rope, kv, position, (22, 22), Stop())
-        assert found is not None and torch.equal(found.stream, wanted) and found.chosen.tolist() == index
+        found = NativeToken(dense, chosen)(x, [Place(rope, kv, position)], (22, 22), Stop())
+        assert found is not None and torch.equal(found.stream, wanted) and found.chosen[:, 0].tolist() == index
         computed = [pair for pair in found.counts.view(-1, 2).tolist() if pair[0] >= 0]
         assert computed == counts and (rule.drop < 99 or not counts)
         assert (found.counts[..., 1, :] == -1).all() or parts == 2
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_texts_together_are_each_alone(
+    shape: tuple[Sizes, tuple[int, int, int, int], tuple[int, int, int]], rule: Rule
+) -> None:
+    sizes, (experts, neurons, hidden, group), widths = shape
+    dense = [NativeStep(replace(make_layer(sizes), eps=1e-5 * (1 + i))) for i in range(2)]
+    stored = [make_experts((rule.parts * experts, neurons, hidden, group), widths, seed=i) for i in range(2)]
+    limits = Limits(torch.full((rule.parts * experts,), 0.1))
+    token = NativeToken(dense, [ExpertLayer(one.stored, one.rows, limits, rule) for one in stored])
+    inputs = [(*make_input(sizes, position), position) for position in (200, 0, 5, 64)]
+    places = [Place(rope, [kv.nan_to_num(0.1 * i) for i in range(2)], at) for _, _, rope, kv, at in inputs]
+    copies = [place._replace(kv=[part.clone() for part in place.kv]) for place in places]
+    x = torch.cat([given[0] for given in inputs])
+    found = token(x, places, (22, 22), Stop())
+    assert found is not None
+    for row, place in enumerate(copies):
+        alone = token(x[row : row + 1], [place], (22, 22), Stop())
+        assert alone is not None and relative_rms(found.stream[row], alone.stream[0]) <= 1e-5
+        assert torch.equal(found.chosen[:, row], alone.chosen[:, 0])
+        assert (found.counts[:, row] - alone.counts[:, 0]).abs().max() <= 1  # a neuron just at its limit
+        for mine, own in zip(places[row].kv, place.kv, strict=True):
+            assert torch.allclose(mine.float(), own.float(), rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_a_number_reaches_the_result() -> None:
@@ -93,9 +119,9 @@ def test_what_is_not_a_number_reaches_the_result() -> None:
     layer = ExpertLayer(one.stored, one.rows, Limits(torch.ones(5), torch.ones(5)), Rule(drop=0.3, weighed=True))
     x, _, rope, kv = make_input(sizes, 2)
     x[0, 3] = NAN
-    found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), Stop())
+    found = NativeToken(dense, [layer])(x, [Place(rope, [kv.nan_to_num(0.1)], 2)], (22, 22), Stop())
     assert found is not None and found.stream.isnan().all()
-    assert found.counts[0, :, 0].tolist() == [[7, 7], [7, 7]]
+    assert found.counts[0, 0, :, 0].tolist() == [[7, 7], [7, 7]]
 
 
 VOCABULARY = 30
@@ -132,7 +158,7 @@ class Model:
         stop = Stop()
         stop.set(bool(how.get("stop", 0)))
         return self.token.decode(
-            *(self.ends, 7, self.rope[:most], self.kv, POSITION, (22, 15), stop),
+            *(self.ends, 7, Place(self.rope[:most], self.kv, POSITION), (22, 15), stop),
             *(Draw(filters, uniforms, seen, last), how.get("seconds", 1e9)),
         )
 
@@ -195,9 +221,9 @@ def test_tokens_of_one_call_are_those_of_several(filters: Filters, bits: int) ->
     token = 7
     for i, uniform in enumerate(uniforms):
         place = POSITION + i
-        through = other.token(other.embedding[token, None], other.rope[i], other.kv, place, (22, 15), Stop())
+        through = other.token(other.embedding[token, None], [Place(other.rope[i], other.kv, place)], (22, 15), Stop())
         assert through is not None
-        assert torch.equal(found.chosen[i], through.chosen) and torch.equal(found.counts[i], through.counts)
+        assert torch.equal(found.chosen[i], through.chosen[:, 0]) and torch.equal(found.counts[i], through.counts[:, 0])
         token = draw(other.ends.logits(through.stream, 15)[0], filters, uniform, seen if there is not None else None)
         assert found.tokens[i] == token
         seen[token] = 1
@@ -228,7 +254,7 @@ def test_several_tokens_that_do_not_fit_are_refused() -> None:
 
     def decode(token: int = 7, rope: Tensor = model.rope[:3], place: int = POSITION, how: Draw = how, **with_: object):
         kv, ends = with_.get("kv", model.kv), with_.get("ends", model.ends)
-        return model.token.decode(ends, token, rope, kv, place, (22, 22), Stop(), how, 1.0)  # pyright: ignore[reportArgumentType]
+        return model.token.decode(ends, token, Place(rope, kv, place), (22, 22), Stop(), how, 1.0)  # pyright: ignore[reportArgumentType]
 
     assert len(tokens_of(decode())) == len(tokens_of(decode(kv=model.kv[:1]))) == 3
     capacity = len(model.kv[0])

@@ -95,8 +95,8 @@ constexpr int64_t kSmall = 128 * 1024; // bytes that one thread reads before ano
 // Whether a matrix of floats or codes is of this size.
 bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns);
 
-// y = W · x + bias.
-int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y);
+// y = x · Wᵀ + bias: x (tokens, columns) -> y (tokens, rows).
+int multiply(const floe_matrix &m, const float *x, int64_t tokens, int digits, int threads, float *y);
 
 // Numbers of a head that rope turns.
 inline int64_t turned(const floe_dense_layer &l) { return l.latent == nullptr ? l.dim : l.latent->turned; }

@@ -23,7 +23,7 @@ float reach_of(const floe_sampling &s, const uint8_t *seen) {
 
 using namespace floe;
 
-int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe_sampling *sampling, void *const *kv,
+int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe_sampling *sampling,
                     const floe_place *place, const floe_pace *pace, const floe_draws *draws, const floe_trace *trace) {
     thread_local Buffer buffer;
     const floe_draws &d = *draws;
@@ -39,10 +39,10 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     for (int64_t n = 0; n < d.most;) {
         if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
         for (int64_t i = 0; i < hidden; i++) x[i] = ends->scale * ends->embedding[token * hidden + i];
-        const floe_place here = {place->rope + n * turn, place->capacity, place->position + n};
+        const floe_place here = {place->rope + n * turn, place->kv, place->capacity, place->position + n};
         const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
                                    trace->counts + 4 * n * chosen};
-        int code = floe_token_step(layers, x, kv, &here, pace, &filled);
+        int code = floe_token_step(layers, 1, x, &here, pace, &filled);
         if (code == FLOE_STOPPED && n > 0) return n;
         if (code == FLOE_OK) code = floe_head(ends, x, reach, pace->expert_digits, pace->threads, logits);
         if (code != FLOE_OK) return code;

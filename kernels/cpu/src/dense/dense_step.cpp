@@ -1,4 +1,4 @@
-// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router.
+// What comes before a layer's experts, for a token of each of some texts, in float32: norm, attention, norm, router.
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
 // tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -34,16 +35,17 @@ bool fits(const floe_dense_layer &l) {
 
 struct Floats {
     const float *w, *x;
-    int64_t rows, n;
+    int64_t tokens, rows, n;
     float *y;
 };
 
-void multiply_floats(const float *w, const float *x, int64_t rows, int64_t n, int threads, float *y) {
-    Floats floats = {w, x, rows, n, y};
+void multiply_floats(const float *w, const float *x, int64_t tokens, int64_t rows, int64_t n, int threads, float *y) {
+    Floats floats = {w, x, tokens, rows, n, y};
     const auto work = [](void *opaque, int64_t item, int) {
         const Floats &f = *(const Floats *)opaque;
         const int64_t first = item * kItemRows, count = f.rows - first < kItemRows ? f.rows - first : kItemRows;
-        dense_ops().multiply(f.w + first * f.n, f.x, count, f.n, f.y + first);
+        for (int64_t t = 0; t < f.tokens; t++)
+            dense_ops().multiply(f.w + first * f.n, f.x + t * f.n, count, f.n, f.y + t * f.rows + first);
     };
     parallel_for(4 * rows * n < kSmall ? 1 : threads, (rows + kItemRows - 1) / kItemRows, work, &floats);
 }
@@ -102,25 +104,94 @@ void join_spans(const Attention &a, int64_t spans, float *out) {
     }
 }
 
-// y (H) += what every token is given besides experts, of x (H).
-int add_beside(const floe_swiglu &s, const float *x, int digits, int threads, float *y) {
-    thread_local Buffer buffer;
-    const int64_t hidden = s.down.rows;
-    uint8_t *memory = buffer.take(aligned(8 * s.neurons) + aligned(4 * hidden));
-    if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *both = carve<float>(memory, 2 * s.neurons), *out = carve<float>(memory, hidden);
-    int code = multiply(s.both, x, digits, threads, both);
-    if (code != FLOE_OK) return code;
-    for (int64_t n = 0; n < s.neurons; n++) both[n] *= both[s.neurons + n] / (1 + std::exp(-both[n]));
-    code = multiply(s.down, both, digits, threads, out);
-    if (code != FLOE_OK) return code;
-    float factor = 1;
-    if (s.scale != nullptr) {
-        multiply_floats(s.scale, x, 1, hidden, 1, &factor);
-        factor = 1 / (1 + std::exp(-factor));
+// What the sizes of a token's attention are in a layer.
+struct Seen {
+    Heads heads;
+    int64_t first, tokens, spans;
+
+    Seen(const floe_dense_layer &l, int64_t position)
+        : heads{l.heads, l.kv_heads, l.dim, l.stored, l.latent == nullptr ? 0 : l.latent->rank},
+          first(l.window > 0 && l.window <= position ? position + 1 - l.window : 0), tokens(position + 1 - first),
+          spans((tokens + kSpan - 1) / kSpan) {}
+
+    int64_t bytes(const floe_dense_layer &l, int threads) const {
+        return aligned(4 * threads * l.heads * kSpan) + aligned(4 * spans * l.heads * heads.value()) +
+               aligned(8 * spans * l.heads) + (l.latent == nullptr ? 0 : Latent::bytes(l, threads));
     }
-    for (int64_t i = 0; i < hidden; i++) y[i] += factor * out[i];
+};
+
+// One token: qkv as projected -> attended (out.row.n). Its keys and values are stored.
+int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int digits, int threads, uint8_t *memory,
+           float *qkv, float *attended) {
+    const Seen seen(l, place.position);
+    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim;
+    Attention a = {seen.heads, qkv, kv + seen.first * width, seen.tokens, nullptr, nullptr, nullptr, l.sinks};
+    a.scores = carve<float>(memory, threads * l.heads * kSpan);
+    a.sums = carve<float>(memory, seen.spans * l.heads * a.h.value());
+    a.shares = carve<Share>(memory, seen.spans * l.heads);
+    float *own = qkv + queries; // what is stored of the token
+    std::optional<Latent> through;
+    if (l.latent != nullptr) through.emplace(l, place.rope, digits, threads, qkv, memory);
+    if (!through) {
+        prepare_heads(l, qkv);
+        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, place.rope, l.dim);
+        for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
+    } else {
+        const int code = through->prepare();
+        if (code != FLOE_OK) return code;
+        a.queries = through->queries, own = through->vector;
+    }
+    dense_ops().keep(a.h, own, kv + place.position * width);
+    // The more heads share a key, the more there is to compute by what is read.
+    parallel_for(a.tokens * width * (1 + a.h.group() / 8) < kSmall ? 1 : threads, seen.spans, attend_span, &a);
+    join_spans(a, seen.spans, through ? a.sums : attended);
+    if (!through) return FLOE_OK;
+    const int code = through->release(a.sums);
+    std::copy_n(through->out, l.out.row.n, attended);
+    return code;
+}
+
+// y (tokens, H) += what every token is given besides experts, of x (tokens, H).
+int add_beside(const floe_swiglu &s, const float *x, int64_t tokens, int digits, int threads, float *y) {
+    thread_local Buffer buffer;
+    const int64_t hidden = s.down.rows, neurons = s.neurons;
+    uint8_t *memory = buffer.take(aligned(8 * tokens * neurons) + aligned(4 * tokens * hidden));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    float *both = carve<float>(memory, 2 * tokens * neurons), *out = carve<float>(memory, tokens * hidden);
+    int code = multiply(s.both, x, tokens, digits, threads, both);
+    if (code != FLOE_OK) return code;
+    for (int64_t t = 0; t < tokens; t++) { // each token's go where those of earlier ones were
+        const float *const gate = both + 2 * t * neurons, *const up = gate + neurons;
+        for (int64_t n = 0; n < neurons; n++) both[t * neurons + n] = gate[n] * (up[n] / (1 + std::exp(-gate[n])));
+    }
+    code = multiply(s.down, both, tokens, digits, threads, out);
+    if (code != FLOE_OK) return code;
+    for (int64_t t = 0; t < tokens; t++, x += hidden, y += hidden, out += hidden) {
+        float factor = 1;
+        if (s.scale != nullptr) {
+            multiply_floats(s.scale, x, 1, 1, hidden, 1, &factor);
+            factor = 1 / (1 + std::exp(-factor));
+        }
+        for (int64_t i = 0; i < hidden; i++) y[i] += factor * out[i];
+    }
     return FLOE_OK;
+}
+
+// The experts of each token of hidden (tokens, H), and on the streams what is added whatever they are.
+void route_all(const floe_router &r, int64_t hidden, int64_t tokens, int threads, uint8_t *memory,
+               const floe_routed &routed) {
+    float *scores = carve<float>(memory, tokens * r.experts), *const ranked = carve<float>(memory, r.experts);
+    multiply_floats(r.weight, routed.hidden, tokens, r.experts, hidden, threads, scores);
+    floe_routed one = routed;
+    for (int64_t t = 0; t < tokens; t++, scores += r.experts) {
+        route(r, scores, ranked, one);
+        for (int64_t k = 0; r.down_bias != nullptr && k < r.top_k; k++) {
+            const float *const bias = r.down_bias + one.index[k] * hidden;
+            for (int64_t i = 0; i < hidden; i++) one.stream[i] += one.weights[k] * bias[i];
+        }
+        one.stream += hidden, one.index += r.top_k, one.weights += r.top_k;
+        if (one.scores != nullptr) one.scores += r.experts;
+    }
 }
 
 } // namespace
@@ -141,13 +212,14 @@ bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
     return m.rows == rows && m.row.n == columns && row_bytes(m) > 0;
 }
 
-int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y) {
+int multiply(const floe_matrix &m, const float *x, int64_t tokens, int digits, int threads, float *y) {
     if (m.row.bits == 32) {
-        multiply_floats((const float *)m.q, x, m.rows, m.row.n, threads, y);
-        for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
+        multiply_floats((const float *)m.q, x, tokens, m.rows, m.row.n, threads, y);
+        for (int64_t t = 0; m.bias != nullptr && t < tokens; t++)
+            for (int64_t i = 0; i < m.rows; i++) y[t * m.rows + i] += m.bias[i];
         return FLOE_OK;
     }
-    return floe_linear(x, 1, &m, digits, m.rows * row_bytes(m) < kSmall ? 1 : threads, y);
+    return floe_linear(x, tokens, &m, digits, m.rows * row_bytes(m) < kSmall ? 1 : threads, y);
 }
 
 void normalize(const float *x, const float *weight, int64_t n, float eps, float *y) {
@@ -163,73 +235,40 @@ using namespace floe;
 
 int floe_dense_check(const floe_dense_layer *layer) { return fits(*layer) ? FLOE_OK : FLOE_BAD_SHAPE; }
 
-int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, void *kv,
-                    const floe_place *place, int digits, int threads, const floe_routed *routed) {
+int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t tokens, const float *x, const float *added,
+                    const floe_place *places, int digits, int threads, const floe_routed *routed) {
     thread_local Buffer buffer;
     const floe_dense_layer &l = *layer;
-    const int64_t position = place->position;
-    float *const stream = routed->stream, *const hidden = routed->hidden;
     const floe_router &r = l.router;
+    float *const stream = routed->stream, *const hidden = routed->hidden;
     if (!fits(l) || (r.weight != nullptr && (routed->index == nullptr || routed->weights == nullptr)))
         return FLOE_BAD_SHAPE;
-    if (position < 0 || position >= place->capacity) return FLOE_BAD_INDEX;
+    if (tokens < 1 || tokens > FLOE_MOST_TOGETHER || number < 0) return FLOE_BAD_SHAPE;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
-
-    const floe_latent *const latent = l.latent;
-    const Heads heads = {l.heads, l.kv_heads, l.dim, l.stored, latent == nullptr ? 0 : latent->rank};
-    Attention a = {heads, nullptr, nullptr, 0, nullptr, nullptr, nullptr, l.sinks};
-    const int64_t first = l.window > 0 && l.window <= position ? position + 1 - l.window : 0;
-    a.tokens = position + 1 - first;
-    a.kv = (const uint8_t *)kv + first * a.h.bytes();
-    const int64_t spans = (a.tokens + kSpan - 1) / kSpan, queries = l.heads * l.dim,
-                  sums = spans * l.heads * a.h.value();
-    const int64_t scores = threads * l.heads * kSpan, logits = r.weight != nullptr ? r.experts : 0;
-    uint8_t *memory =
-        buffer.take(aligned(4 * l.qkv.rows) + aligned(4 * scores) + aligned(4 * sums) + aligned(8 * spans * l.heads) +
-                    2 * aligned(4 * logits) + (latent == nullptr ? 0 : Latent::bytes(l, threads)));
+    int64_t most = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+        if (places[t].position < 0 || places[t].position >= places[t].capacity) return FLOE_BAD_INDEX;
+        const int64_t bytes = Seen(l, places[t].position).bytes(l, threads);
+        most = bytes > most ? bytes : most;
+    }
+    const int64_t logits = r.weight == nullptr ? 0 : aligned(4 * tokens * r.experts) + aligned(4 * r.experts);
+    uint8_t *memory = buffer.take(aligned(4 * tokens * l.qkv.rows) + aligned(4 * tokens * l.out.row.n) +
+                                  (most > logits ? most : logits));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *qkv = carve<float>(memory, l.qkv.rows);
-    a.queries = qkv;
-    a.scores = carve<float>(memory, scores);
-    a.sums = carve<float>(memory, sums);
-    a.shares = carve<Share>(memory, spans * l.heads);
-    float *router_scores = carve<float>(memory, logits), *ranked = carve<float>(memory, logits);
+    float *const qkv = carve<float>(memory, tokens * l.qkv.rows);
+    float *const attended = carve<float>(memory, tokens * l.out.row.n);
 
-    for (int64_t i = 0; i < l.hidden; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
-    normalize(stream, l.before, l.hidden, l.eps, hidden);
-    int code = multiply(l.qkv, hidden, digits, threads, qkv);
+    const int64_t width = l.hidden, numbers = tokens * width;
+    for (int64_t i = 0; i < numbers; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
+    for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.before, width, l.eps, hidden + i);
+    int code = multiply(l.qkv, hidden, tokens, digits, threads, qkv);
+    for (int64_t t = 0; t < tokens && code == FLOE_OK; t++)
+        code = attend(l, places[t], (uint8_t *)places[t].kv[number], digits, threads, memory, qkv + t * l.qkv.rows,
+                      attended + t * l.out.row.n);
+    if (code == FLOE_OK) code = multiply(l.out, attended, tokens, digits, threads, hidden);
     if (code != FLOE_OK) return code;
-    float *own = qkv + queries, *attended = a.sums; // what is stored of the token, and what heads have seen
-    std::optional<Latent> through;
-    if (latent != nullptr) through.emplace(l, place->rope, digits, threads, qkv, memory);
-    if (!through) {
-        prepare_heads(l, qkv);
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, place->rope, l.dim);
-        for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
-    } else {
-        code = through->prepare();
-        if (code != FLOE_OK) return code;
-        a.queries = through->queries, own = through->vector, attended = through->out;
-    }
-    dense_ops().keep(a.h, own, (uint8_t *)kv + position * a.h.bytes());
-
-    // The more heads share a key, the more there is to compute by what is read.
-    parallel_for(a.tokens * a.h.bytes() * (1 + a.h.group() / 8) < kSmall ? 1 : threads, spans, attend_span, &a);
-    join_spans(a, spans, a.sums);
-    if (through) code = through->release(a.sums);
-    if (code != FLOE_OK) return code;
-    code = multiply(l.out, attended, digits, threads, hidden);
-    if (code != FLOE_OK) return code;
-    for (int64_t i = 0; i < l.hidden; i++) stream[i] += hidden[i];
-    normalize(stream, l.after, l.hidden, l.eps, hidden);
-    if (r.weight != nullptr) {
-        multiply_floats(r.weight, hidden, r.experts, l.hidden, threads, router_scores);
-        route(r, router_scores, ranked, *routed);
-        for (int64_t k = 0; r.down_bias != nullptr && k < r.top_k; k++) {
-            const float *const bias = r.down_bias + routed->index[k] * l.hidden;
-            const float weight = routed->weights[k];
-            for (int64_t i = 0; i < l.hidden; i++) stream[i] += weight * bias[i];
-        }
-    }
-    return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, digits, threads, stream);
+    for (int64_t i = 0; i < numbers; i++) stream[i] += hidden[i];
+    for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.after, width, l.eps, hidden + i);
+    if (r.weight != nullptr) route_all(r, width, tokens, threads, memory, *routed);
+    return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, tokens, digits, threads, stream);
 }

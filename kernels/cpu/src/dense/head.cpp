@@ -136,7 +136,7 @@ int add_whole(const floe_ends &e, const float *x, int digits, int threads, float
     uint8_t *memory = buffer.take(aligned(4 * e.vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *more = carve<float>(memory, e.vocabulary);
-    const int code = multiply(*e.rest, x, digits, threads, more);
+    const int code = multiply(*e.rest, x, 1, digits, threads, more);
     for (int64_t i = 0; code == FLOE_OK && i < e.vocabulary; i++) logits[i] += more[i];
     return code;
 }
@@ -191,7 +191,7 @@ int floe_head(const floe_ends *ends, const float *x, float reach, int digits, in
     float *normed = carve<float>(memory, e.hidden);
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
     normalize(x, e.norm, e.hidden, e.eps, normed);
-    const int code = multiply(e.head, normed, digits, threads, logits);
+    const int code = multiply(e.head, normed, 1, digits, threads, logits);
     if (code != FLOE_OK || e.rest == nullptr) return code;
     if (e.spread == nullptr || !(reach < INFINITY)) return add_whole(e, normed, digits, threads, logits);
     return add_rest(e, normed, reach, digits, threads, logits);

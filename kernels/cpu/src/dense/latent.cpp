@@ -80,7 +80,7 @@ int Latent::prepare() {
     turn(vector + l_.rank, rope_, l_.turned);
     if (l_.asked != nullptr) {
         normalize(joined_, l_.asked_norm, l_.asked->row.n, l_.eps, joined_);
-        const int code = multiply(*l_.asked, joined_, digits_, threads_, asked_);
+        const int code = multiply(*l_.asked, joined_, 1, digits_, threads_, asked_);
         if (code != FLOE_OK) return code;
     }
     parallel_for(threads_, layer_.heads, absorb, this);
@@ -113,7 +113,7 @@ void Latent::make_values(void *opaque, int64_t head, int) {
         const int64_t skipped = own.row.scale_bytes * first * groups_of(own.row);
         own.scale += skipped, own.zero += skipped;
     }
-    const int code = multiply(own, a.seen_ + head * a.l_.rank, a.digits_, 1, a.out + head * a.l_.value);
+    const int code = multiply(own, a.seen_ + head * a.l_.rank, 1, a.digits_, 1, a.out + head * a.l_.value);
     if (code != FLOE_OK) shared(a.failed_).store(code, std::memory_order_relaxed);
 }
 
