@@ -1,4 +1,4 @@
-"""Prompt ids in, answer ids out: prefill in chunks, then decode steps of a token or some. A plain generator."""
+"""Prompt ids in, answer ids out: prefill in chunks, then decode steps of a token or some."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
 from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
+from .quality_presets import Preset
 from .sampling import Allowed, Sampler
 from .telemetry import Telemetry
 
@@ -38,6 +39,168 @@ class Progress:
     chance: Chance | None = None
 
 
+class Answer:
+    """One answer, computed step by step: by itself, or with others in between or together with them.
+
+    The part of the prompt that is in `kv` is not computed again, except for the last token; if there is any, it is
+    reported first. What it does counts for the answer that telemetry began last before it was made.
+
+    Args:
+        model: what computes the next tokens; a transformers model is called as it is.
+
+    Attributes:
+        counts: what it counts by itself.
+        end: why it ended: "stop" (a stop id was drawn; it is not reported), "length" (max_new_tokens), "context" (the
+            window is full); "" before that.
+
+    Raises:
+        ValueError: an empty prompt, or one that leaves no room in the window. UsageError: see `Sampler`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | nn.Module,
+        kv: KVCache,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        window: int,
+        control: Control,
+        telemetry: Telemetry,
+        extras: Extras | None = None,
+        allowed: Allowed | None = None,
+    ) -> None:
+        if not 0 < len(prompt) < window:
+            raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
+        self.decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
+        self.kv, self.end = kv, ""
+        self._prompt, self._stop_ids, self._control = prompt, stop_ids, control
+        self._sampler = Sampler(sampling, prompt, extras, allowed)
+        self._telemetry, self.counts = telemetry, telemetry.answer
+        self._most = min(max_new_tokens, window - len(prompt))
+        self._ended = "length" if len(prompt) + self._most < window else "context"
+        self._began: float | None = None
+        self._logits: Tensor | None = None  # of the prompt
+        self._drawn: list[int] = []
+
+    @property
+    def reading(self) -> bool:
+        """Whether it still reads its prompt."""
+        return not self._drawn and self._logits is None
+
+    @property
+    def token(self) -> int:
+        """The token that is to be computed next, once the first was drawn."""
+        return self._drawn[-1]
+
+    @property
+    def joins(self) -> bool:
+        """Whether its next step may be one of `step_together`."""
+        return bool(self._drawn)
+
+    def step(self) -> list[Progress]:
+        """The next chunk of the prompt, or the next tokens.
+
+        Raises:
+            PackError: no token can be drawn from the logits: they are not finite.
+            Cancelled: `control.cancelled` was set; takes effect at the next layer. `kv` stays valid with what was
+                computed.
+        """
+        self._telemetry.answer = self.counts
+        return self._read() if self.reading else self._write()
+
+    def take(self, logits: Tensor, began: float, preset: Preset) -> list[Progress]:
+        """The next token from logits (1, V) behind `token`, which others computed too, since `began`, at `preset`.
+
+        Raises:
+            PackError: as `step`.
+        """
+        self._telemetry.answer = self.counts
+        self.kv.computed([self.token], preset)
+        token = self._draw(logits)
+        now = self._telemetry.clock()
+        self._telemetry.decoded(now - began)
+        return self._took([token], [now])
+
+    def _read(self) -> list[Progress]:
+        kv, prompt, control, telemetry = self.kv, self._prompt, self._control, self._telemetry
+        if self._began is None:
+            kept, self._began = kv.keep(prompt, control.preset), telemetry.clock()
+            if kept:
+                telemetry.reused(kept)
+                return [Progress(None, kept)]
+        control.counting = False
+        start = kv.length
+        with telemetry.prompt():
+            logits = _forward(self.decoder, kv, prompt[start : start + control.chunk], control)
+        if kv.length == len(prompt):
+            telemetry.prefill_done(telemetry.clock() - self._began)
+            self._logits = logits
+            if not self._most:
+                self.end = self._ended
+        return [Progress(None, kv.length)]
+
+    def _write(self) -> list[Progress]:
+        control, telemetry = self._control, self._telemetry
+        control.counting = True
+        if self._logits is not None:
+            logits, self._logits = self._logits, None
+            return self._took([self._draw(logits)], [telemetry.clock()])
+        began, preset = telemetry.clock(), control.preset
+        try:
+            several = self.decoder.several(self.token, self.kv, self._sampler, self._most, self._stop_ids)
+        except NotNumbersError as error:
+            raise self._not_finite() from error
+        if several is None:
+            token = self._draw(_forward(self.decoder, self.kv, [self.token], control))
+            several = [token], [telemetry.clock() - began]
+        else:
+            self.kv.computed([self.token, *several[0][:-1]], preset)
+        telemetry.decoded(telemetry.clock() - began, len(several[0]))
+        return self._took(several[0], [began + after for after in several[1]])
+
+    def _draw(self, logits: Tensor) -> int:
+        try:
+            return self._sampler.draw(logits)
+        except NotNumbersError as error:
+            raise self._not_finite() from error
+
+    def _took(self, tokens: Sequence[int], at: Sequence[float]) -> list[Progress]:
+        """These tokens were drawn, and when."""
+        found: list[Progress] = []
+        for token, when in zip(tokens, at, strict=True):
+            if token in self._stop_ids:
+                self.end = "stop"
+                break
+            self._telemetry.token(when)
+            self._drawn.append(token)
+            found.append(Progress(token, len(self._prompt), when, self._sampler.chance))
+        self._most -= len(tokens)
+        if not self._most:
+            self.end = self.end or self._ended
+        return found
+
+    def _not_finite(self) -> PackError:
+        return _not_finite(self.decoder.first_nonfinite([*self._prompt, *self._drawn]))
+
+
+def step_together(answers: Sequence[Answer], control: Control) -> Tensor | None:
+    """Logits (N, V) behind the next token of each of N answers, for their `take`. None if the decoder computes them one
+    by one, or has no memory for more.
+
+    Raises:
+        Cancelled: an answer was stopped; all are as before.
+    """
+    control.counting = True
+    try:
+        return answers[0].decoder.together([answer.token for answer in answers], [answer.kv for answer in answers])
+    except torch.OutOfMemoryError as error:
+        _log.warning("out of memory: %s", error)
+        return None
+
+
 def generate(
     model: Decoder | nn.Module,
     kv: KVCache,
@@ -49,52 +212,19 @@ def generate(
     window: int,
     control: Control,
     telemetry: Telemetry,
-    extras: Extras | None = None,
-    allowed: Allowed | None = None,
 ) -> Generator[Progress, None, str]:
-    """Yield the progress of every prefill chunk and every new token; the generator's return value says why it ended.
-
-    The part of the prompt that is in `kv` is not computed again, except for the last token; if there is any, it is
-    reported first.
-
-    Args:
-        model: what computes the next tokens; a transformers model is called as it is.
-
-    Returns (through StopIteration):
-        "stop": a stop id was drawn (it is not yielded); "length": max_new_tokens; "context": the window is full.
-
-    Raises:
-        ValueError: an empty prompt, or one that leaves no room in the window.
-        PackError: no token can be drawn from the logits: they are not finite.
-        Cancelled: `control.cancelled` was set; takes effect at the next layer. `kv` stays valid with what was computed.
-    """
-    if not 0 < len(prompt) < window:
-        raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
-    decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
-    sampler = Sampler(sampling, prompt, extras, allowed)
-    if kept := kv.keep(prompt, control.preset):
-        telemetry.reused(kept)
-        yield Progress(None, kept)
-    started = telemetry.clock()
-    control.counting = False
-    logits = torch.empty(0)
-    for start in range(kept, len(prompt), control.chunk):
-        logits = _forward(decoder, kv, prompt[start : start + control.chunk], control)
-        yield Progress(None, kv.length)
-    telemetry.prefill_done(telemetry.clock() - started)
-    control.counting = True
-    most = min(max_new_tokens, window - len(prompt))
-    drawn: list[int] = []
-    try:
-        for token, at in _drawn(decoder, kv, logits, sampler, most, stop_ids, control, telemetry):
-            if token in stop_ids:
-                return "stop"
-            telemetry.token(at)
-            drawn.append(token)
-            yield Progress(token, len(prompt), at, sampler.chance)
-    except NotNumbersError as error:
-        raise _not_finite(decoder.first_nonfinite([*prompt, *drawn])) from error
-    return "length" if len(prompt) + most < window else "context"
+    """Yield what the steps of an `Answer` report; the generator's return value says why it ended. Raises as that."""
+    answer = Answer(
+        *(model, kv, prompt, sampling),
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        window=window,
+        control=control,
+        telemetry=telemetry,
+    )
+    while not answer.end:
+        yield from answer.step()
+    return answer.end
 
 
 def _not_finite(part: str) -> PackError:
@@ -104,34 +234,6 @@ def _not_finite(part: str) -> PackError:
         " pack's weights there are damaged, or far too large.",
         "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
     )
-
-
-def _drawn(
-    decoder: Decoder,
-    kv: KVCache,
-    logits: Tensor,
-    sampler: Sampler,
-    most: int,
-    stop_ids: Sequence[int],
-    control: Control,
-    telemetry: Telemetry,
-) -> Generator[tuple[int, float]]:
-    """At most this many tokens, and when each was drawn; the first from the prompt's logits."""
-    if not most:
-        return
-    token = sampler.draw(logits)
-    yield token, telemetry.clock()
-    while most := most - 1:
-        began, preset = telemetry.clock(), control.preset
-        several = decoder.several(token, kv, sampler, most, stop_ids)
-        if several is None:
-            several = [sampler.draw(_forward(decoder, kv, [token], control))], [telemetry.clock() - began]
-        else:
-            kv.computed([token, *several[0][:-1]], preset)
-        telemetry.decoded(telemetry.clock() - began, len(several[0]))
-        for token, after in zip(*several, strict=True):
-            yield token, began + after
-        most -= len(several[0]) - 1
 
 
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:

@@ -38,8 +38,7 @@ from .outcomes import explained
 from .torch_import import import_torch
 
 if TYPE_CHECKING:
-    from .decoder.kv_cache import KVCache
-    from .decoder.kv_shelf import KVShelf
+    from .answers import Answers, Running, Step
     from .loader import LoadedModel
     from .parallel.spread import Spread
     from .sampling import Allowed
@@ -56,6 +55,7 @@ _log = logging.getLogger("floe_chat.engine")
 class Session:
     """One engine on a daemon thread of its own.
 
+    Some answers are computed at the same time where that is faster (`answers.py`), else one after the other.
     `send` never blocks and `poll` returns events since the last call; both may be called from any thread. A cancel is
     seen within one layer, since it does not queue behind the running answer.
     """
@@ -67,11 +67,10 @@ class Session:
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._allowed: dict[int, Allowed] = {}
-        self._running: int | None = None
+        self._running: set[int] = set()
         self._closing = False
         self._loaded: LoadedModel | None = None
-        self._kv: KVCache | None = None  # of the loaded model; kept after an answer for the conversation's next turn
-        self._shelf: KVShelf | None = None  # of conversations before that one
+        self._answers: Answers | None = None  # of the loaded model
         self._spread: Spread | None = None  # over several processes
         self._spilled: set[int] = set()  # chats of which NO_ROOM was said
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
@@ -88,7 +87,7 @@ class Session:
                     self._cancelled.add(command.request)
                 else:
                     self._closing = True
-                if self._loaded is not None and self._must_stop(self._running):
+                if self._loaded is not None and any(map(self._must_stop, self._running)):
                     self._loaded.control.cancelled.set()
         if not isinstance(command, Cancel):
             self._commands.put(command)
@@ -111,8 +110,8 @@ class Session:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _must_stop(self, request: int | None) -> bool:
-        return request is not None and (self._closing or request in self._cancelled)
+    def _must_stop(self, request: int) -> bool:
+        return self._closing or request in self._cancelled
 
     def _run(self) -> None:
         while True:
@@ -125,19 +124,10 @@ class Session:
                 return
             try:
                 self._obey(command)
-            except FloeError as error:
-                self._fail(error.title, error.cause, error.hint, command, error.exit_code)
             # The thread's border: every failure below must reach the user, and the engine must survive it. A panic of a
             # Rust library, such as the one that reads weights, is not an Exception.
             except BaseException as error:  # noqa: BLE001
-                if (known := explained(error)) is not None:
-                    _log.warning("%s: %s", type(command).__name__, error)
-                    self._fail(known.title, known.cause, known.hint, command, known.exit_code)
-                    continue
-                _log.exception("%s failed", type(command).__name__)
-                title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
-                hint = "This is a bug in floe-chat; the log has the details. Try again, or load the model again."
-                self._fail(title, f"{type(error).__name__}: {error}", hint, command, 1)
+                self._fail(error, command)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -153,20 +143,30 @@ class Session:
             case Cancel() | Shutdown():  # dealt with where they arrive
                 pass
 
-    def _fail(self, title: str, cause: str, hint: str, command: Command, exit_code: int) -> None:
+    def _fail(self, error: BaseException, command: Command) -> None:
         request = command.request if isinstance(command, Generate) else None
-        self._events.put(Failed(title, cause, hint, request, exit_code))
+        known = error if isinstance(error, FloeError) else explained(error)
+        if known is None:
+            _log.error("%s failed", type(command).__name__, exc_info=error)
+            title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
+            hint = "This is a bug in floe-chat; the log has the details. Try again, or load the model again."
+            known = FloeError(title, f"{type(error).__name__}: {error}", hint)
+        elif known is not error:
+            _log.warning("%s: %s", type(command).__name__, error)
+        if isinstance(known, PackError) and request is not None and self._loaded is not None:
+            known = PackError(known.title, known.cause, verify_hint(self._loaded.packed.folder))
+        self._events.put(Failed(known.title, known.cause, known.hint, request, known.exit_code))
 
     def _forget(self) -> None:
         """Unload the model and everything computed with it."""
-        loaded, self._loaded, self._kv, self._shelf = self._loaded, None, None, None
+        loaded, self._loaded, self._answers = self._loaded, None, None
         if loaded is not None:
             loaded.close()
 
     def _load(self, command: Load) -> None:
         self._events.put(Loading("Starting torch", 0.0))
         import_torch()
-        from .decoder.kv_cache import KVCache
+        from .answers import Answers
         from .decoder.kv_shelf import KVShelf
         from .loader import load, load_together
         from .machine.hardware import ram
@@ -186,8 +186,8 @@ class Session:
         else:
             loaded, event = load_together(lambda: folder, command, report, spread)
             parked = 0  # other processes have keys and values too, and no copies
-        self._loaded, self._kv = loaded, KVCache()
-        self._shelf = KVShelf(int(PARKED * ram()[1]) if parked is None else parked)
+        self._loaded = loaded
+        self._answers = Answers(loaded, KVShelf(int(PARKED * ram()[1]) if parked is None else parked))
         self._spilled.clear()
         self._events.put(event)
         # Memory is known before the first answer; what was not measured stays None.
@@ -215,96 +215,111 @@ class Session:
         return self._loaded
 
     def _generate(self, command: Generate) -> None:
-        from .decoder.kv_cache import KVCache
+        """Compute answers until none runs."""
         from .experts.moe_layer import Cancelled
 
-        loaded = self._need_model()
-        loaded.telemetry.begin(command.request, len(command.prompt), loaded.telemetry.clock())
-        kv = self._kv = self._kv or KVCache()
+        self._need_model().control.cancelled.clear()
+        self._begin(command)
+        assert self._answers is not None
+        while self._answers.running:
+            try:
+                for step in self._answers.step():
+                    self._report(step)
+            except Cancelled:
+                for running in self._answers.running:
+                    if self._must_stop(running.request):
+                        self._end(running, "cancelled")
+            self._obey_between_tokens()
+
+    def _begin(self, command: Generate) -> None:
+        loaded, answers = self._need_model(), self._answers
+        assert answers is not None
         with self._lock:
-            loaded.control.cancelled.clear()
-            self._running = command.request
+            self._running.add(command.request)
             if self._must_stop(command.request):
                 loaded.control.cancelled.set()
         try:
-            reason = self._answer(command, loaded, kv)
-        except Cancelled:
-            reason = "cancelled"
-        finally:
-            with self._lock:
-                self._running = None
-                self._cancelled.discard(command.request)
-                self._allowed.pop(command.request, None)
-        self._events.put(Finished(command.request, reason, self._stats(loaded, kv, command)))
+            answers.begin(command, self._allowed.get(command.request))
+        except BaseException as error:  # noqa: BLE001 - as in `_run`: others may go on
+            self._leave(command)
+            self._fail(error, command)
 
-    def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:
-        from .generate import generate
+    def _leave(self, command: Generate) -> None:
+        """It does not run any more; others are stopped only if they have to be."""
+        with self._lock:
+            for kept in (self._running, self._cancelled):
+                kept.discard(command.request)
+            self._allowed.pop(command.request, None)
+            if self._loaded is not None and not any(map(self._must_stop, self._running)):
+                self._loaded.control.cancelled.clear()
 
-        if self._shelf is not None:
-            self._shelf.turn_to(kv, command.prompt, loaded.control.preset)
-        steps = generate(
-            loaded.decoder,
-            kv,
-            command.prompt,
-            command.sampling,
-            max_new_tokens=command.max_new_tokens,
-            stop_ids=command.stop_ids,
-            window=loaded.window,
-            control=loaded.control,
-            telemetry=loaded.telemetry,
-            extras=command.extras,
-            allowed=self._allowed.get(command.request),
-        )
-        told = time.perf_counter()
-        while True:
-            try:
-                step = next(steps)
-            except StopIteration as end:
-                return str(end.value)
-            except PackError as error:
-                raise PackError(error.title, error.cause, verify_hint(loaded.packed.folder)) from error
-            if step.token is None:
-                self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
+    def _end(self, running: Running, why: str | BaseException) -> None:
+        assert self._answers is not None
+        self._leave(running.command)
+        if isinstance(why, str):
+            self._events.put(Finished(running.request, why, self._stats(running)))
+        else:
+            self._fail(why, running.command)
+        self._answers.end(running)
+
+    def _report(self, step: Step) -> None:
+        running = step.running
+        for one in step.progress:
+            if one.token is None:
+                self._events.put(PrefillProgress(running.request, one.done, len(running.command.prompt)))
             else:
-                chances = () if step.chance is None else (step.chance,)
-                self._events.put(NewTokens(command.request, (step.token,), chances))
-            self._tell(loaded, kv, command.conversation)
-            self._obey_between_tokens()
-            if time.perf_counter() - told > STATS_EVERY_S:
-                told = time.perf_counter()
-                self._events.put(self._stats(loaded, kv, command))
+                chances = () if one.chance is None else (one.chance,)
+                self._events.put(NewTokens(running.request, (one.token,), chances))
+        self._tell(running)
+        if step.error is not None or running.answer.end:
+            self._end(running, step.error or running.answer.end)
+        elif time.perf_counter() - running.told > STATS_EVERY_S:
+            running.told = time.perf_counter()
+            self._events.put(self._stats(running))
 
-    def _tell(self, loaded: LoadedModel, kv: KVCache, conversation: int) -> None:
-        if conversation not in self._spilled and kv.spilled():
-            self._spilled.add(conversation)
+    def _tell(self, running: Running) -> None:
+        loaded, kv, chat = self._need_model(), running.answer.kv, running.command.conversation
+        assert self._answers is not None
+        if kv is self._answers.kv and chat not in self._spilled and kv.spilled():
+            self._spilled.add(chat)
             self._events.put(NO_ROOM)
         for notices in (loaded.control.notices, loaded.shared.notices if loaded.shared is not None else []):
             while notices:
                 self._events.put(notices.pop(0))
 
     def _obey_between_tokens(self) -> None:
-        """Apply a preset change at once; everything else waits for the answer to end.
+        """Apply a preset change at once, and begin answers that may join those that run; everything else waits for
+        these to end.
 
         A change sent after a load or unload is meant for the next model, so it waits for that.
         """
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
             other_model = any(isinstance(waiting, Load | Unload) for waiting in self._waiting)
             if isinstance(command, SetPreset | SetQuality) and not other_model:
                 try:
                     self._set_preset(command)
                 except FloeError as error:
-                    self._fail(error.title, error.cause, error.hint, command, error.exit_code)
+                    self._fail(error, command)
             else:
                 self._waiting.append(command)
+        for command in [one for one in self._waiting if isinstance(one, Generate) and self._must_stop(one.request)]:
+            self._waiting.remove(command)
+            self._leave(command)
+            loaded = self._need_model()
+            stats = loaded.telemetry.nothing(command.request, len(command.prompt), loaded.window)
+            self._events.put(Finished(command.request, "cancelled", stats))
+        while self._waiting and isinstance(command := self._waiting[0], Generate):
+            if self._answers is None or not self._answers.running or not self._answers.joins(command):
+                return
+            self._begin(self._waiting.popleft())  # pyright: ignore[reportArgumentType]
 
-    def _stats(self, loaded: LoadedModel, kv: KVCache, command: Generate) -> Stats:
+    def _stats(self, running: Running) -> Stats:
+        loaded, kv = self._need_model(), running.answer.kv
+        loaded.telemetry.answer = running.answer.counts
         return loaded.telemetry.stats(
             kv_bytes=kv.nbytes(),
             vram_bytes=loaded.vram_bytes(),
-            context_used=max(kv.length, len(command.prompt)),
+            context_used=max(kv.length, len(running.command.prompt)),
             context_window=loaded.window,
         )

@@ -1,4 +1,4 @@
-"""Counters of one answer. The MoE layers and the decode loop write, `stats` reads.
+"""Counters of an answer, or of some computed together. The MoE layers and the decode loop write, `stats` reads.
 
 Counting is cheap: a layer adds a few integers per step. What it counts may still be on a device that computes it: then
 only `stats` waits for it.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import psutil
 from torch import Tensor
 
 from .events import CardRows, Rows, Stats
 from .host_copies import to_host
+
+N = TypeVar("N", int, float)
 
 
 def hidden(moved: float, busy: float, waited: float, unused: float) -> float | None:
@@ -104,8 +107,34 @@ class PoolReport(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class AnswerCounts:
+    """What one answer counts by itself.
+
+    Attributes:
+        asked_at, recent: by the telemetry's clock, when it was sent, and when its last tokens were drawn. prefill_s,
+            decode_s: seconds, with those in which others were computed. decoded: tokens of that.
+    """
+
+    request: int
+    prompt_tokens: int
+    asked_at: float
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    decode_s: float = 0.0
+    new_tokens: int = 0
+    decoded: int = 0
+    reused: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=4096))
+
+
 class Telemetry:
-    """Counts one answer at a time; `begin` starts the next one.
+    """Counts one answer at a time, or some that are computed together: `begin` starts the next one.
+
+    Layers and links count for all of those; times are each one's own.
+
+    Attributes:
+        answer: the one that is being computed.
 
     Times are seconds of `clock`, which is a virtual device's own if there is one. Decode counts leave the prompt
     out: its tokens share each expert's weights, so bytes per token would mean something else there.
@@ -121,45 +150,76 @@ class Telemetry:
         self._uncounted: list[Uncounted] = []
         self.begin(-1, 0, self.clock())
 
-    def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
-        """Start counting the answer to `request`, which was sent at `asked_at`."""
+    def begin(self, request: int, prompt_tokens: int, asked_at: float, *, beside: bool = False) -> None:
+        """Start counting the answer to `request`, which was sent at `asked_at`. beside: others go on being computed."""
+        self.answer = AnswerCounts(request, prompt_tokens, asked_at)
+        if beside:
+            return
         self.settle()  # what the last answer left on the device is not this one's
         self.layers[:] = [LayerCounts(self._experts) for _ in self.layers]
-        self.request = request
-        self._prompt_tokens = prompt_tokens
-        self._asked_at = asked_at
-        self._prefill_s: float | None = None
-        self._first_token_s: float | None = None
-        self._decode_s = 0.0
-        self._new_tokens = 0
         self._decoded = 0
-        self._recent: deque[float] = deque(maxlen=4096)
-        self._reused = 0
         self._moved_before, self._prefilled_at = (0, 0.0), asked_at
         self._cards_before: dict[str, CardRows] = {}
 
     def reused(self, tokens: int) -> None:
         """This many prompt tokens are in the KV cache already."""
-        self._reused = tokens
+        self.answer.reused = tokens
+
+    def nothing(self, request: int, prompt_tokens: int, context_window: int) -> Stats:
+        """Of an answer that was not begun, while others go on."""
+        answer = self.answer
+        self.begin(request, prompt_tokens, self.clock(), beside=True)
+        found = self.stats(kv_bytes=0, vram_bytes=None, context_used=prompt_tokens, context_window=context_window)
+        self.answer = answer
+        return found
+
+    @contextmanager
+    def prompt(self) -> Generator[None]:
+        """A part of the prompt is computed: neither its time nor what links move for it counts as decode's, where
+        others have begun that.
+        """
+        if not self._decoded:
+            yield
+            return
+        began, moved, cards = self.clock(), *self._moved()
+        yield
+        self._prefilled_at += self.clock() - began
+        now, now_cards = self._moved()
+        self._moved_before = (
+            _later(self._moved_before[0], moved[0], now[0]),
+            _later(self._moved_before[1], moved[1], now[1]),
+        )
+        for name, card in cards.items():
+            before = self._cards_before.get(name, card)
+            busy, there = (_later(before.busy, card.busy, now_cards[name].busy), now_cards[name].moved)
+            self._cards_before[name] = replace(card, moved=_later(before.moved, card.moved, there), busy=busy)
+
+    def _moved(self) -> tuple[tuple[int, float], dict[str, CardRows]]:
+        """What links have moved so far, and each card's."""
+        if self.memory is None:
+            return (0, 0.0), {}
+        return self.memory.moved(), {card.name: card for card in self.memory.cards()}
 
     def prefill_done(self, seconds: float) -> None:
         """The whole prompt is in the KV cache; it took `seconds` of computing."""
-        self._prefill_s, self._prefilled_at = seconds, self.clock()
-        if self.memory is not None:
-            self._moved_before = self.memory.moved()
-            self._cards_before = {card.name: card for card in self.memory.cards()}
+        self.answer.prefill_s = seconds
+        if self._decoded:
+            return  # others had begun before
+        self._prefilled_at = self.clock()
+        self._moved_before, self._cards_before = self._moved()
 
     def decoded(self, seconds: float, tokens: int = 1) -> None:
         """Decode steps of this many tokens ended; they took `seconds`."""
-        self._decode_s += seconds
+        self.answer.decode_s += seconds
+        self.answer.decoded += tokens
         self._decoded += tokens
 
     def token(self, at: float) -> None:
         """A token of the answer was drawn at time `at`."""
-        self._new_tokens += 1
-        self._recent.append(at)
-        if self._first_token_s is None:
-            self._first_token_s = at - self._asked_at
+        self.answer.new_tokens += 1
+        self.answer.recent.append(at)
+        if self.answer.first_token_s is None:
+            self.answer.first_token_s = at - self.answer.asked_at
 
     def count(self, count: Callable[..., None], *tensors: Tensor) -> None:
         """Call `count` with these tensors of a layer's step, once they are on the host, in this answer."""
@@ -190,18 +250,19 @@ class Telemetry:
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
         """The counters so far. What was not measured yet is None. Between two tokens: the device is done then."""
         self.settle()
-        now = self.clock()
-        while self._recent and now - self._recent[0] > 1.0:
-            self._recent.popleft()
+        now, answer = self.clock(), self.answer
+        recent = answer.recent
+        while recent and now - recent[0] > 1.0:
+            recent.popleft()
         neurons = sum(layer.neurons for layer in self.layers)
         return Stats(
-            request=self.request,
-            prompt_tokens=self._prompt_tokens,
-            new_tokens=self._new_tokens,
-            decode_tps=_rate(len(self._recent) - 1, now - self._recent[0] if self._recent else 0.0),
-            decode_tps_mean=_rate(self._decoded, self._decode_s),
-            prefill_tps=_rate(self._prompt_tokens - self._reused, self._prefill_s or 0.0),
-            first_token_s=self._first_token_s,
+            request=answer.request,
+            prompt_tokens=answer.prompt_tokens,
+            new_tokens=answer.new_tokens,
+            decode_tps=_rate(len(recent) - 1, now - recent[0] if recent else 0.0),
+            decode_tps_mean=_rate(answer.decoded, answer.decode_s),
+            prefill_tps=_rate(answer.prompt_tokens - answer.reused, answer.prefill_s or 0.0),
+            first_token_s=answer.first_token_s,
             active_neurons=sum(layer.active for layer in self.layers) / neurons if neurons else None,
             bytes_per_token=sum(layer.bytes for layer in self.layers) / self._decoded if self._decoded else None,
             layer_activity=tuple(la.active / la.neurons for la in self.layers if la.neurons),
@@ -213,7 +274,7 @@ class Telemetry:
             kv_bytes=kv_bytes,
             context_used=context_used,
             context_window=context_window,
-            reused_tokens=self._reused,
+            reused_tokens=answer.reused,
             rows=None if self.memory is None else self._rows(self.memory, now),
             vram_budget=self.budget,
         )
@@ -262,6 +323,10 @@ class Telemetry:
             cards=tuple(map(self._card, memory.cards())),
             **memory.sizes(),
         )
+
+
+def _later(before: N, then: N, now: N) -> N:
+    return before + now - then
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -32,19 +32,28 @@ class KVShelf:
         return sum(parked.nbytes() for parked in self._parked)
 
     @torch.inference_mode()
-    def turn_to(self, kv: KVCache, prompt: Sequence[int], preset: Preset) -> None:
-        """Before `kv.keep`: park what that would drop, and bring back what has more of `prompt`."""
+    def turn_to(self, kv: KVCache, prompt: Sequence[int], preset: Preset, others: Sequence[KVCache] = ()) -> None:
+        """Before `kv.keep`: park what that would drop, and bring back what has more of `prompt`, which one of `others`
+        may have too.
+        """
         kept = kv.common(prompt, preset)
         best, found = None, kept + LEAST - 1
-        for parked in self._parked:
+        nearest = max(others, key=lambda other: other.common(prompt, preset), default=None)
+        copies = [] if nearest is None or nearest.common(prompt, preset) <= found else [nearest.parked(self._most)]
+        for parked in (*filter(None, copies), *self._parked):
             if (shared := parked.common(prompt, preset)) > found:
                 best, found = parked, shared
-        if kv.length - kept >= LEAST and (dropped := kv.parked(self._most)) is not None:
-            self._put(dropped)
+        if kv.length - kept >= LEAST:
+            self.leave(kv)
         if best is not None and kv.resume(best, found):
             self._parked = [parked for parked in self._parked if parked is not best]
             if found < len(best.tokens):  # the rest is another conversation's
                 self._put(best)
+
+    def leave(self, kv: KVCache) -> None:
+        """Park a copy of what is going to be dropped there."""
+        if kv.length >= LEAST and (dropped := kv.parked(self._most)) is not None:
+            self._put(dropped)
 
     def _put(self, new: Parked) -> None:
         """Park one, and drop those that it contains, and as many of the oldest as have no room beside it."""

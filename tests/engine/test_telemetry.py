@@ -167,19 +167,22 @@ def test_an_answer_that_stops_at_once_measured_no_token(engine: Engine) -> None:
 
 
 def test_each_answer_starts_counting_anew(engine: Engine) -> None:
-    engine.send(asking(1, PROMPT, tokens=30), asking(2, PROMPT, tokens=5), asking(3, PROMPT, tokens=5))
-    finished(engine, 1)
-    second, third = finished(engine, 2), finished(engine, 3)
+    found: list[Stats] = []
+    for request, tokens in ((1, 30), (2, 5), (3, 5)):
+        engine.send(asking(request, PROMPT, tokens=tokens))
+        found.append(finished(engine, request))
+    _, second, third = found
     assert second.new_tokens == third.new_tokens == 5
     assert second.active_neurons == third.active_neurons and second.bytes_per_token == third.bytes_per_token
 
 
 def test_counters_are_told_while_the_answer_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("floe_chat.engine.session.STATS_EVERY_S", 0.0)
-    engine.send(asking(1, PROMPT, tokens=6))
+    engine.send(asking(1, PROMPT, tokens=200))
     finished(engine, 1)
     told = [event.new_tokens for event in engine.seen if isinstance(event, Stats) and event.request == 1]
-    assert told == [0, 1, 2, 3, 4, 5, 6]
+    # After the prompt, the first token, and each call that draws some.
+    assert told[:2] == [0, 1] and told == sorted(told) and 1 < told[-1] < 200
 
 
 def test_recall_by_layer(tiny_pack: Path) -> None:
