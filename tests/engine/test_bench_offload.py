@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.answers import MOST
 from floe_chat.engine.bench.cards import baselines
 from floe_chat.engine.bench.cards.mixes import static
 from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
-from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, layers_held, play, room
+from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Stage, layers_held, play, room
+from floe_chat.engine.bench.cards.replay import run as replayed
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.bench.cards.width import Width
 from floe_chat.engine.bench.measure import ResultTable
@@ -115,6 +117,29 @@ def test_every_active_neuron_is_counted_once(trace: Trace) -> None:
         assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active
         assert 0.3 < layer.active / (14 * 2 * WIDTH.neurons) < 0.7
     assert played.seconds > 0 and played.hidden is not None and 0 <= played.hidden <= 1
+
+
+@pytest.mark.parametrize("together", [1, MOST])
+def test_lanes_end_together(trace: Trace, together: int) -> None:
+    """Where RAM limits neither, the CPU and the link end a step within a tenth of its time: Algorithm 2's aim."""
+    stage = Stage(SMALL, MIXTRAL, trace.widened(8, 2), HALF, Parts(), ahead=False, pool=20_000)
+    stage.device.rates.ram_bytes_s = math.inf
+    played = replayed(stage, WARM, together)
+    assert len(stage.apart) == 2 * (len(trace.index) - WARM) and played.apart is not None
+    assert played.apart <= 0.1 and played.apart == pytest.approx(np.mean(stage.apart))
+
+
+def test_texts_that_need_the_same_move_it_once(trace: Trace) -> None:
+    def played(tokens: list[list[int]]) -> tuple[int, float]:
+        stage = Stage(SMALL, WIDTH, trace, HALF, Parts(cpu=False), ahead=False)
+        for step in tokens:
+            stage.step(step)
+        return stage.device.link.bytes_moved, stage.device.now()
+
+    one, same = (played([[token] * count for token in range(8)]) for count in (1, MOST))
+    apart = played([[token + text for text in range(MOST)] for token in range(8)])
+    assert same[0] == pytest.approx(one[0], rel=0.1) and same[0] < apart[0]
+    assert one[1] < same[1] < apart[1]
 
 
 def test_a_slower_link_makes_it_slower(trace: Trace) -> None:
@@ -342,7 +367,10 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
             assert ours == row and "host" not in ours.note
         else:
             assert ours.ms != row.ms and "host" in ours.note and "host" not in row.note
+    *first, together = first
     assert all("first tokens" in section.title for section in first) and len(first) == 2
+    assert "texts together" in together.title and len(together.rows) == 3 * MOST
+    assert all((row.peer is None) == row.name.startswith("1 text,") for row in together.rows)
     with pytest.raises(UsageError, match="The text has"):
         run(
             tiny_pack,

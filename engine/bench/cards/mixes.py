@@ -49,17 +49,15 @@ def planned(card: Card, width: Width, *, host: bool) -> Placed | None:
     return None if found is None else found[0]
 
 
-def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool) -> Played | None:
-    """The planner's mix for the whole model, in the trace's proportion."""
+def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1) -> Played | None:
+    """The planner's mix for the whole model, in the trace's proportion. together: see `play`."""
     chosen = planned(card, width, host=host)
     if chosen is None:
         return None
 
     def one(mix: Mix) -> list[Played]:
-        parts = Parts(mix=mix)
-        return [
-            play(card, width, trace, balanced(), parts, ahead=False, cpu_share=cpu_reached(card), warm=warm, host=host)
-        ]
+        given, share = (card, width, trace, balanced(), Parts(mix=mix)), cpu_reached(card)
+        return [play(*given, ahead=False, cpu_share=share, warm=warm, host=host, together=together)]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
 

@@ -6,7 +6,8 @@ is added in turn.
 
 Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
 none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth. First tokens
-of prompts follow (prompts.py). Several cards of one machine are compared with the first of them (several.py).
+of prompts follow (prompts.py), and texts that are computed together (batches.py). Several cards of one machine are
+compared with the first of them (several.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...offload.offload import Parts
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from ..synthetic import sizes_of
-from . import baselines, mixes, prompts, several
+from . import baselines, batches, mixes, prompts, several
 from .replay import Played, play
 from .trace import Trace, record
 from .width import Width
@@ -77,6 +78,7 @@ def run(
             continue
         sections += _sections(card, width, traces, tokens // 3, report)
         sections += prompts.sections(card, width, trace, tokens // 3, report)
+        sections += batches.sections(card, width, trace, tokens // 3, report)
     facts: dict[str, str | int] = {
         "model": f"the width of {synthetic}, {trace.index.shape[1]} of {width.layers} layers, memory scaled to them",
         "routing": trace.source,
@@ -101,6 +103,7 @@ _NOTES = (
     "The CPU's rows and copies share the memory: rows are divided so that both together need no more than it gives. "
     "Rows read in place are not packed.",
     prompts.NOTE,
+    batches.NOTE,
 )
 
 

@@ -8,7 +8,8 @@ one as it takes. Time is the virtual device's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,6 +135,8 @@ class Played:
     Attributes:
         seconds: of one token, all layers of the whole model. moved: bytes over the link, likewise.
         waited: seconds in which the GPU did nothing but wait for the link. busy: seconds in which the link was busy.
+        apart: of the time of a layer's step in which link and CPU both have work, the mean share for which one of them
+            goes on after the other; None where there are no such steps.
         counts: of the engine's own layers; empty for baselines. host: seconds of our own code on the host, as measured;
             0 where they were not counted. unused: bytes that were fetched ahead and not needed.
     """
@@ -145,6 +148,7 @@ class Played:
     counts: tuple[LayerCounts, ...] = ()
     host: float = 0.0
     unused: float = 0.0
+    apart: float | None = None
 
     @property
     def hidden(self) -> float | None:
@@ -181,6 +185,7 @@ class Stage:
         self.control, self.telemetry = Control(preset), Telemetry(layers, experts)
         self._turns, row_bytes = Turns(), packed[0].rows.layout.nbytes
         self._layers: list[MoELayer] = []
+        self.apart: list[float] = []  # see `Played`, of each such step
         self.devices: list[ReplayDevice] = []
         self._of: list[ReplayDevice] = []  # of each layer
         for one, mix in ((card, parts.mix or Mix(pool=layers)), *others):
@@ -218,11 +223,22 @@ class Stage:
             chosen, weights = self.trace.index[at, index], self.trace.weights[at, index]
             if self.trace.heard is not None and index in self._heard and len(at) <= len(self._heard[index]):
                 self._heard[index][: len(at)] = torch.from_numpy(self.trace.heard[at, index])
-            layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
+            with self._lanes(self._of[index]):
+                layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
         self._turns.take(self.device)
         self.device.arrive(len(at))
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()
+
+    @contextmanager
+    def _lanes(self, device: ReplayDevice) -> Generator[None]:
+        """How far apart link and CPU end in a layer's step that is computed inside."""
+        clock = device.clock
+        began, link, cpu = clock.now, clock.busy("link"), clock.busy("cpu")
+        yield
+        if clock.busy("link") > link and clock.busy("cpu") > cpu:
+            first, last = sorted((clock.end("link"), clock.end("cpu")))
+            self.apart.append((last - first) / (last - began))
 
     def spent(self) -> tuple[float, float, float, float, float]:
         """Of all layers so far: seconds, bytes, seconds waited for rows, of the link, and of our own code."""
@@ -245,10 +261,12 @@ def play(
     pool: int | None = None,
     host: bool = False,
     others: Sequence[tuple[Card, Mix]] = (),
+    together: int = 1,
 ) -> Played:
-    """The engine on a card, token by token.
+    """The engine on a card, token by token, or a token of each of some texts at a time.
 
     Args:
+        together: see `run`.
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
         pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
             Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
@@ -258,18 +276,31 @@ def play(
         ValueError: the card has no room for a pool.
     """
     given = (card, width, trace, preset, parts)
-    stage = Stage(*given, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host, others=others)
+    return run(Stage(*given, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host, others=others), warm, together)
+
+
+def run(stage: Stage, warm: int, together: int = 1) -> Played:
+    """Play a stage. warm: as in `play`.
+
+    Args:
+        together: how many texts, which are the trace from places far from each other on.
+    """
+    length = len(stage.trace.index)
+
+    def step(token: int) -> None:
+        stage.step([(token + text * length // together) % length for text in range(together)])
+
     for token in range(warm):
-        stage.step([token])
-    before, tokens = stage.spent(), len(trace.index) - warm
-    stage.control.counting = True
-    for token in range(warm, len(trace.index)):
-        stage.step([token])
-    return played_since(stage, before, tokens)
+        step(token)
+    before, stage.control.counting = stage.spent(), True
+    stage.apart.clear()
+    for token in range(warm, length):
+        step(token)
+    return played_since(stage, before, (length - warm) * together)
 
 
 def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
-    """What each of so many passes cost since `Stage.spent` was `before`."""
+    """What each of so many passes, or tokens of them, cost since `Stage.spent` was `before`."""
     seconds, moved, waited, busy, host = (
         (after - earlier) / (passes * stage.share) for after, earlier in zip(stage.spent(), before, strict=True)
     )
@@ -277,7 +308,8 @@ def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
     if stage.control.counting:  # a prompt's waits are known to the device alone, a token's to its layers
         waited = sum(layer.waited for layer in counts) / (passes * stage.share)
         unused = sum(layer.unused for layer in counts) / (passes * stage.share)
-    return Played(seconds, moved, waited, busy, counts, host, unused)
+    apart = sum(stage.apart) / len(stage.apart) if stage.apart else None
+    return Played(seconds, moved, waited, busy, counts, host, unused, apart)
 
 
 def layers_held(card: Card, width: Width, trace: Trace) -> float:
