@@ -54,12 +54,14 @@ class Answers:
     """Those of a loaded model.
 
     Attributes:
-        running: the first to begin first. kv: of the chat that the device's memory is planned for.
+        running: the first to begin first. together: of how many the last tokens came.
+        kv: of the chat that the device's memory is planned for.
     """
 
     def __init__(self, loaded: LoadedModel, shelf: KVShelf) -> None:
         self._loaded, self._shelf, self._pace = loaded, shelf, Pace()
         self.running: list[Running] = []
+        self.together = 1
         self.kv = KVCache()
         self._beside: list[KVCache] = []  # free ones
 
@@ -148,10 +150,10 @@ class Answers:
         telemetry, preset = self._loaded.telemetry, self._loaded.control.preset
         began = telemetry.clock()
         steps = self._together(group) if len(group) > 1 else None
-        together = 1 if steps is None else len(group)
+        self.together = 1 if steps is None else len(group)
         steps = steps or [self._one(group[0])]
         if tokens := sum(len(step.progress) for step in steps):
-            self._pace.observed(preset, together, telemetry.clock() - began, tokens)
+            self._pace.observed(preset, self.together, telemetry.clock() - began, tokens)
         return steps
 
     def _together(self, group: Sequence[Running]) -> list[Step] | None:

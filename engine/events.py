@@ -327,6 +327,7 @@ class Stats:
         context_used, context_window: tokens; a window of 0 is not known.
         reused_tokens: of the prompt, those that the KV cache held from the turn before.
         rows: None if all rows are in the memory of the device that computes them.
+        together: how many answers were computed together with its last token, this one among them.
     """
 
     request: int
@@ -348,6 +349,7 @@ class Stats:
     reused_tokens: int = 0
     rows: Rows | None = None
     vram_budget: int | None = None
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)

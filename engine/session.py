@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -316,10 +317,12 @@ class Session:
 
     def _stats(self, running: Running) -> Stats:
         loaded, kv = self._need_model(), running.answer.kv
+        assert self._answers is not None
         loaded.telemetry.answer = running.answer.counts
-        return loaded.telemetry.stats(
+        found = loaded.telemetry.stats(
             kv_bytes=kv.nbytes(),
             vram_bytes=loaded.vram_bytes(),
             context_used=max(kv.length, len(running.command.prompt)),
             context_window=loaded.window,
         )
+        return replace(found, together=self._answers.together)

@@ -275,6 +275,14 @@ def test_virtual_time_is_never_taken_for_this_machines() -> None:
     assert "virtual" not in footer(AnswerStats.of(real.stats, "stop"))
 
 
+def test_an_answer_among_others_says_so() -> None:
+    several = figures(None)
+    assert several.stats is not None
+    several.stats = dataclasses.replace(several.stats, together=3)
+    assert "last answer" in draw.speed_heading(several, 32).plain
+    assert "one of 3 at once" in draw.speed_heading(dataclasses.replace(several, running=True), 32).plain
+
+
 def test_the_strip_has_the_hit_rate() -> None:
     first = lines(draw.strip, figures(ROWS), 76)[0]
     assert "hits 62 %" in first and "neurons 38 %" in first

@@ -1,6 +1,6 @@
 """Texts that go through a model of full width together, against one after the other.
 
-    python tests/bench/together.py [--synthetic mixtral-8x7b] [--layers 2] [--tokens 64] [--rounds 7] [--presets Balanced]
+    python tests/bench/together.py [--synthetic mixtral-8x7b] [--layers 3] [--tokens 64] [--rounds 7]
 
 Each round draws nothing and computes a token of each of 1 to 4 texts, in turns. The figure is milliseconds per layer
 and token, and how many times as many tokens come in a second as with one text.

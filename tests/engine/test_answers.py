@@ -98,6 +98,7 @@ def test_four_together_are_each_alone(engine: Engine, widths: list[int]) -> None
         assert engine.tokens_of(one.request) == wanted and len(wanted) == length
         assert end.reason == "length" and end.stats.new_tokens == length and end.stats.request == one.request
         assert end.stats.prompt_tokens == len(one.prompt) and end.stats.decode_tps_mean
+        assert 1 <= end.stats.together <= MOST
     assert max(widths) == MOST and widths == [*sorted(widths[: widths.index(4)]), *widths[widths.index(4) :]]
     assert alone(engine, 20, asked[0]) == apart[0]  # nothing is left behind
 

@@ -83,7 +83,10 @@ def speed_heading(figures: PanelFigures, width: int) -> Content:
         return heading("Speed", width, "paused", virtual=is_virtual(figures))
     if stats is None or (stats.first_token_s is None and not figures.running):
         return heading("Speed", width, "not measured yet")
-    return heading("Speed", width, "this answer" if figures.running else "last answer", virtual=is_virtual(figures))
+    which = "last answer"
+    if figures.running:
+        which = "this answer" if stats.together == 1 else f"one of {stats.together} at once"
+    return heading("Speed", width, which, virtual=is_virtual(figures))
 
 
 def speed(figures: PanelFigures) -> float | None:
