@@ -9,7 +9,7 @@ from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
 from ..background import in_background
 from ..client.bridge import EngineBridge
-from ..client.interface import UNKNOWN_WINDOW
+from ..client.interface import UNKNOWN_WINDOW, Question
 from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
@@ -74,7 +74,8 @@ class Answering:
         try:
             begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
             sampling, number = dialogue.setup.sampling, dialogue.id or 0
-            submitted = client.prepare(turns, sampling, self._max_new_tokens, begun, number, thought)
+            question = Question(turns, sampling, self._max_new_tokens, begun, number, thought)
+            submitted = client.prepare(question)
         except FloeError as error:
             await messages.explain(error)
             return False

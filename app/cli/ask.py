@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
 from .. import progress
 from ..chat.exchange import ask_anew, ask_in
-from ..client.interface import Client, TextDelta, ThoughtDelta
+from ..client.interface import Client, Question, TextDelta, ThoughtDelta
 from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
@@ -32,7 +32,7 @@ _WAIT = 60.0  # seconds to wait at the end for a lock or a full disk
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Asked:
     """The question, and which model answers it.
 
     Attributes:
@@ -48,42 +48,43 @@ class Question:
     thinking: str = "fold"
 
 
-def ask(client: Client, question: Question, form: Form) -> int:
+def ask(client: Client, asked: Asked, form: Form) -> int:
     """Ask, print the answer in this form, save both, and return the exit code.
 
     Raises:
         FloeError: there is nothing to continue, the model cannot be loaded, or the question does not fit.
     """
     with ending_in_order():
-        return _ask(client, question, form)
+        return _ask(client, asked, form)
 
 
-def _ask(client: Client, question: Question, form: Form) -> int:
+def _ask(client: Client, asked: Asked, form: Form) -> int:
     client.start()
     file = history_file()
     # An unsaved question may still continue a saved chat: that is read, and nothing is written.
-    history = History(file if question.saved or (question.number is not None and file.exists()) else None)
+    history = History(file if asked.saved or (asked.number is not None and file.exists()) else None)
     wait = 0.0
     try:
-        if question.number is not None and (failure := history.failure()) is not None:
+        if asked.number is not None and (failure := history.failure()) is not None:
             history.poll()  # which would report it again
             raise failure
         loaded = wait_until_loaded(client)
-        setup = replace(question.setup, model=client.reference, preset=loaded.preset)
-        if question.thinking == "off" and (limit := limit_of_off(client.thinking)):
+        setup = replace(asked.setup, model=client.reference, preset=loaded.preset)
+        if asked.thinking == "off" and (limit := limit_of_off(client.thinking)):
             sys.stderr.write(f"floe-chat: {limit}.\n")
-        if question.number is not None:
-            exchange = ask_in(history, question.number, question.text, setup)
+        if asked.number is not None:
+            exchange = ask_in(history, asked.number, asked.text, setup)
         else:
-            exchange = ask_anew(history, question.text, setup)
+            exchange = ask_anew(history, asked.text, setup)
         # Drawn here, so that --json can report the seed that reproduces this answer.
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
-        request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not saved
+        question = Question(exchange.turns, drawn, asked.max_tokens)
+        request = client.submit(question).request  # what does not fit is not saved
         wait = _WAIT
-        with exchange.keep() if question.saved else unsaved() as kept:
+        with exchange.keep() if asked.saved else unsaved() as kept:
             try:
-                _answer(client, request, drawn, loaded, kept, _Output(form, shown=question.thinking == "show"))
+                _answer(client, request, drawn, loaded, kept, _Output(form, shown=asked.thinking == "show"))
             except BrokenPipeError:  # the reader has closed the pipe
                 kept.finish(None, "stopped")
                 raise

@@ -153,7 +153,7 @@ def ask(
     """
     from ..arguments import question
     from ..chat.beginning import begin
-    from .ask import Question
+    from .ask import Asked
     from .ask import ask as answer
 
     if as_json and as_lines:
@@ -164,7 +164,7 @@ def ask(
         click.echo(printable(f"floe-chat: {beginning.remark}"), err=True)
     number = None if beginning.chat is None else beginning.chat.number
     saved = beginning.settings.save_history and not no_save
-    asked = Question(text, beginning.setup, beginning.max_tokens, number, saved, beginning.thinking)
+    asked = Asked(text, beginning.setup, beginning.max_tokens, number, saved, beginning.thinking)
     ctx.exit(answer(beginning.client, asked, "json" if as_json else "lines" if as_lines else "text"))
 
 

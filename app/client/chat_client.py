@@ -34,7 +34,19 @@ from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .interface import NO_TOOLS, Choice, Cost, Likely, PromptTurn, Spelled, Submitted, ThoughtDelta, Tools, Update
+from .interface import (
+    NO_TOOLS,
+    Choice,
+    Cost,
+    Likely,
+    PromptTurn,
+    Question,
+    Spelled,
+    Submitted,
+    ThoughtDelta,
+    Tools,
+    Update,
+)
 from .loading import foreign_token
 from .prompt import fit, updates_of, whole
 
@@ -190,42 +202,26 @@ class ChatClient:
                 self._session.send(Cancel(request))
         return updates_of(request, pushed, calls=self._calls)
 
-    def submit(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
-        submitted = self.prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
+    def submit(self, question: Question) -> Submitted:
+        """Ask a question: `prepare` and `begin` in one."""
+        submitted = self.prepare(question)
         self.begin()
         return submitted
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Make a prompt of `messages` (the last one is the user's) for an answer that continues `answer`, or `thought`.
+    def prepare(self, question: Question) -> Submitted:
+        """Make a prompt of the question.
 
         From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`. Takes
-        as long as template and tokenizer do, a few seconds at most. `conversation`: see `Generate`.
+        as long as template and tokenizer do, a few seconds at most.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
                 template refuses the turns, fails, or takes too long. A sampling value out of range arrives as `Failed`.
         """
-        chat, most = self._free_format(), self.most_new(max_new_tokens)
-        fitted = fit(chat, self._window, messages, most, answer, thought, think=self.think, begin=True)
-        self._left, self._calls = None if most == max_new_tokens else max_new_tokens, False
-        return self._take(chat, fitted, sampling, most, conversation)
+        chat, most = self._free_format(), self.most_new(question.max_new_tokens)
+        fitted = fit(chat, self._window, replace(question, max_new_tokens=most), think=self.think, begin=True)
+        self._left, self._calls = None if most == question.max_new_tokens else question.max_new_tokens, False
+        return self._take(chat, fitted, question.sampling, most, question.conversation)
 
     def submit_whole(
         self,
@@ -327,8 +323,8 @@ class ChatClient:
             return None
         asked = [] if messages and messages[-1].role == "user" else [PromptTurn("user", "")]
         try:
-            most = self.most_new(max_new_tokens)
-            fitted = fit(chat, self._window, (*messages, *asked), most, think=self.think)
+            question = Question((*messages, *asked), Sampling(), self.most_new(max_new_tokens))
+            fitted = fit(chat, self._window, question, think=self.think)
         except FloeError:
             return None
         return len(fitted.ids), fitted.dropped

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.events import Failed, Finished, Loaded, Rule, Sampling, Stats
+from ...engine.events import Failed, Finished, Loaded, Rule, Stats
 from ..settings.servers import SavedServer
 from .chat_client import ChatClient
-from .interface import Choice, Client, Cost, PromptTurn, Submitted, Update
+from .interface import Choice, Client, Cost, PromptTurn, Question, Submitted, Update
 
 
 @dataclass(slots=True)
@@ -184,29 +184,13 @@ class Engines:
         """See `Client`."""
         return self._asked.thinking
 
-    def submit(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
+    def submit(self, question: Question) -> Submitted:
         """See `Client`."""
-        return self._asked.submit(messages, sampling, max_new_tokens, answer, conversation, thought)
+        return self._asked.submit(question)
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
+    def prepare(self, question: Question) -> Submitted:
         """See `Client`."""
-        return self._asked.prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
+        return self._asked.prepare(question)
 
     def begin(self) -> None:
         """See `Client`."""

@@ -99,6 +99,23 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        messages: the last one is the user's. max_new_tokens: of the answer; thinking before it does not count.
+        answer, thought: where the answer goes on. conversation: see `Generate`.
+    """
+
+    messages: Sequence[PromptTurn]
+    sampling: Sampling
+    max_new_tokens: int
+    answer: str = ""
+    conversation: int = 0
+    thought: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     """A question accepted by the engine.
 
@@ -207,28 +224,12 @@ class Client(Protocol):
         """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
         ...
 
-    def submit(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
+    def submit(self, question: Question) -> Submitted:
+        """Ask a question: `prepare` and `begin` in one."""
         ...
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Make a prompt of `messages`, the last one the user's. Raises FloeError: it cannot be asked now."""
+    def prepare(self, question: Question) -> Submitted:
+        """Make a prompt of the question. Raises FloeError: it cannot be asked now."""
         ...
 
     def begin(self) -> None:

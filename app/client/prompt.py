@@ -9,7 +9,7 @@ from typing import Any
 
 from ...models.errors import UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, WrongSchema, most_text
-from .interface import CallDelta, PromptTurn, TextDelta, ThoughtDelta, Tools, Update
+from .interface import CallDelta, PromptTurn, Question, TextDelta, ThoughtDelta, Tools, Update
 
 
 class TooLongPromptError(UsageError):
@@ -24,17 +24,7 @@ class FieldError(UsageError):
         self.field = field
 
 
-def fit(
-    chat: ChatProcess,
-    window: int,
-    messages: Sequence[PromptTurn],
-    max_new_tokens: int,
-    answer: str = "",
-    thought: str = "",
-    *,
-    think: bool = True,
-    begin: bool = False,
-) -> Fitted:
+def fit(chat: ChatProcess, window: int, question: Question, *, think: bool = True, begin: bool = False) -> Fitted:
     """The prompt of as many of the latest messages as fit `window` tokens, with the beginning of the answer (`thought`,
     then `answer`).
 
@@ -44,13 +34,13 @@ def fit(
     """
     from ...engine import context
 
-    limit = window - context.room_for_answer(window, max_new_tokens)
-    offered = offered_turns(messages, most_text(limit, chat.longest))
+    limit = window - context.room_for_answer(window, question.max_new_tokens)
+    offered = offered_turns(question.messages, most_text(limit, chat.longest))
     if isinstance(offered, TooLong):
         raise _too_long(offered, limit, window)
     kept, left_out = offered
     given = [{"role": m.role, "content": m.text, "thought": m.thought} for m in kept]
-    fitted = chat.fit(given, limit, answer, thought, think=think, begin=begin)
+    fitted = chat.fit(given, limit, question.answer, question.thought, think=think, begin=begin)
     if isinstance(fitted, TooLong):
         raise _too_long(fitted, limit, window)
     return replace(fitted, dropped=fitted.dropped + left_out)

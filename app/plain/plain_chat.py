@@ -173,7 +173,7 @@ class PlainChat:
     def _submit(self, instead: Message | None = None) -> Submitted:
         turns, seen = self.dialogue.turns(self._window or UNKNOWN_WINDOW, instead)
         sampling, number = self.dialogue.setup.sampling, self.dialogue.id or 0
-        submitted = self.client.submit(turns, sampling, self._max_tokens, conversation=number)
+        submitted = self.client.submit(Question(turns, sampling, self._max_tokens, conversation=number))
         if submitted.dropped:
             left_out = f"{submitted.dropped} of {len(seen)} messages"
             remark(f"The model does not see the oldest {left_out}: they no longer fit its window.")

@@ -171,15 +171,7 @@ class ScriptedClient(ChatClient):
         updates, self._updates = self._updates, []
         return updates
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
+    def prepare(self, question: Question) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error

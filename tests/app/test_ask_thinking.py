@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from floe_chat.app.cli.ask import Form, Question, ask
+from floe_chat.app.cli.ask import Asked, Form, ask
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, history_file, open_history
 from floe_chat.engine.events import Finished
@@ -30,7 +30,7 @@ class Thinker(ScriptedClient):
 
 
 def asked(client: Thinker, thinking: str, form: Form = "text", *, saved: bool = False) -> int:
-    return ask(client, Question("hi", ChatSetup(), 100, saved=saved, thinking=thinking), form)
+    return ask(client, Asked("hi", ChatSetup(), 100, saved=saved, thinking=thinking), form)
 
 
 @pytest.mark.parametrize(

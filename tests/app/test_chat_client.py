@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Submitted, TextDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
 
@@ -56,7 +56,7 @@ def answered(client: ChatClient) -> tuple[str, Finished]:
 def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
     texts: list[str] = []
     for number in (1, 2):
-        submitted = client.submit(HI, GREEDY, 8)
+        submitted = client.submit(Question(HI, GREEDY, 8))
         assert (submitted.request, submitted.prompt_tokens, submitted.dropped) == (number, AROUND + 2, 0)
         text, finished = answered(client)
         assert finished.request == number and finished.stats.prompt_tokens == AROUND + 2
@@ -65,16 +65,16 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
 
 
 def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> None:
-    submitted = client.prepare(HI, GREEDY, 8)
+    submitted = client.prepare(Question(HI, GREEDY, 8))
     assert submitted == Submitted(1, AROUND + 2, 0)
     assert not [update for update in client.poll(timeout=0.3) if not isinstance(update, Stats)]
     with pytest.raises(TryAgainError, match="still"):
-        client.prepare(HI, GREEDY, 8)
+        client.prepare(Question(HI, GREEDY, 8))
     client.begin()
     text, finished = answered(client)
     assert (finished.request, finished.reason) == (1, "length") and text
     client.begin()  # nothing is left to begin
-    client.prepare(HI, GREEDY, 8)
+    client.prepare(Question(HI, GREEDY, 8))
     client.cancel()
     client.begin()
     text, finished = answered(client)
@@ -85,22 +85,22 @@ def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
     begun = "once upon"
     held = client.count(begun)
     assert held and client.count("") == 0
-    submitted = client.submit(HI, GREEDY, 8, begun)
+    submitted = client.submit(Question(HI, GREEDY, 8, begun))
     assert submitted.prompt_tokens == AROUND + 2 + held
     rest, finished = answered(client)
     assert finished.reason == "length" and finished.stats.prompt_tokens == submitted.prompt_tokens
-    client.submit(HI, GREEDY, 8)
+    client.submit(Question(HI, GREEDY, 8))
     assert answered(client)[0] != rest
 
 
 def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_words(client: ChatClient) -> None:
     asked = (*HI, PromptTurn("assistant", "there"), PromptTurn("user", ""))
-    submitted = client.submit(asked, GREEDY, 1)
+    submitted = client.submit(Question(asked, GREEDY, 1))
     answered(client)
     assert client.context_of(asked[:-1], 1) == client.context_of(asked, 1) == (submitted.prompt_tokens, 0)
     assert client.context_of(HI, 1) == (AROUND + 2, 0)
     long = [PromptTurn(role, "word " * 30) for _ in range(40) for role in ("user", "assistant")]
-    submitted = client.submit((*long, PromptTurn("user", "")), GREEDY, 60)
+    submitted = client.submit(Question((*long, PromptTurn("user", "")), GREEDY, 60))
     answered(client)
     assert client.context_of(long, 60) == (submitted.prompt_tokens, submitted.dropped)
     fewer = client.context_of(long, 4000)
@@ -124,41 +124,41 @@ def test_presets_with_what_they_cost(client: ChatClient) -> None:
 
 def test_long_chats_are_cut_where_the_window_ends(client: ChatClient) -> None:
     for count in (1, 2, 3, 7, 40, 301):
-        submitted = client.submit(turns(count, 20), GREEDY, 100)
+        submitted = client.submit(Question(turns(count, 20), GREEDY, 100))
         answered(client)
         if count <= 7:
             assert submitted.dropped == 0
         else:
-            one_more = client.submit(turns(count, 20)[submitted.dropped :], GREEDY, 100)
+            one_more = client.submit(Question(turns(count, 20)[submitted.dropped :], GREEDY, 100))
             assert (one_more.dropped, one_more.prompt_tokens) == (0, submitted.prompt_tokens)
             answered(client)
-            assert client.submit(turns(count, 20)[submitted.dropped - 2 :], GREEDY, 100).dropped == 2
+            assert client.submit(Question(turns(count, 20)[submitted.dropped - 2 :], GREEDY, 100)).dropped == 2
             answered(client)
 
 
 def test_before_the_model_is_ready_nothing_can_be_asked(tiny_pack: Path) -> None:
     client = ChatClient(tiny_pack, None, "cpu")
     with pytest.raises(TryAgainError):
-        client.submit(HI, GREEDY, 8)
+        client.submit(Question(HI, GREEDY, 8))
 
 
 def test_a_second_question_has_to_wait(client: ChatClient) -> None:
-    client.submit(HI, GREEDY, 400)
+    client.submit(Question(HI, GREEDY, 400))
     with pytest.raises(TryAgainError, match="still"):
-        client.submit(HI, GREEDY, 8)
+        client.submit(Question(HI, GREEDY, 8))
     client.cancel()
     _, finished = answered(client)
     assert finished.reason == "cancelled"
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
 
 def test_cancelling_nothing_harms_nobody(client: ChatClient) -> None:
     client.cancel()
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
     client.cancel()
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
 
@@ -170,44 +170,44 @@ def turns(count: int, length: int) -> list[PromptTurn]:
 def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
     # The window holds 512; 70 are kept for the answer. Without three messages the rest would fit, but begin with
     # an answer to nothing.
-    submitted = client.submit(turns(4, 100), GREEDY, 70)
+    submitted = client.submit(Question(turns(4, 100), GREEDY, 70))
     assert submitted.dropped == 4 and (submitted.prompt_tokens or 999) <= 442
     answered(client)
-    alone = client.submit(turns(4, 100)[4:], GREEDY, 70)
+    alone = client.submit(Question(turns(4, 100)[4:], GREEDY, 70))
     assert (alone.dropped, alone.prompt_tokens) == (0, submitted.prompt_tokens)
     answered(client)
 
 
 def test_instructions_never_leave(client: ChatClient) -> None:
     system = PromptTurn("system", "s" * 50)
-    with_system = client.submit([system, *turns(4, 100)], GREEDY, 100)
+    with_system = client.submit(Question([system, *turns(4, 100)], GREEDY, 100))
     answered(client)
     assert with_system.dropped == 4
-    alone = client.submit([system, *turns(4, 100)[4:]], GREEDY, 100)
+    alone = client.submit(Question([system, *turns(4, 100)[4:]], GREEDY, 100))
     assert alone.prompt_tokens == with_system.prompt_tokens
     answered(client)
 
 
 def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(client: ChatClient) -> None:
     with pytest.raises(UsageError) as caught:
-        client.submit([*turns(2, 10)[:2], PromptTurn("user", "x" * 600)], GREEDY, 8)
+        client.submit(Question([*turns(2, 10)[:2], PromptTurn("user", "x" * 600)], GREEDY, 8))
     assert "512" in caught.value.cause and caught.value.hint
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
 
 def test_turns_that_the_template_refuses_leave_the_client_usable(client: ChatClient) -> None:
     with pytest.raises(UsageError, match="template"):
-        client.submit([PromptTurn("narrator", "x")], GREEDY, 8)
-    client.submit(HI, GREEDY, 4)
+        client.submit(Question([PromptTurn("narrator", "x")], GREEDY, 8))
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
 
 def test_sampling_out_of_range_is_told_and_the_next_is_answered(client: ChatClient) -> None:
-    client.submit(HI, Sampling(top_p=7), 8)
+    client.submit(Question(HI, Sampling(top_p=7), 8))
     failed, _ = until(client, Failed, Finished)
     assert isinstance(failed, Failed) and failed.exit_code == 2 and "top_p" in failed.title
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
 
@@ -236,7 +236,7 @@ def test_a_model_that_cannot_be_used_is_told_once(
     failed, _ = until(client, Failed, Loaded)
     assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == code
     with pytest.raises(TryAgainError):
-        client.submit(HI, GREEDY, 8)
+        client.submit(Question(HI, GREEDY, 8))
     client.close()
     assert not [update for update in client.poll() if isinstance(update, Failed | Loaded)]
 
@@ -278,10 +278,10 @@ def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path, to
     client, failed = opened(pack)
     assert isinstance(failed, Failed) and "tokenizer" in failed.title and str(pack) in failed.hint
     with pytest.raises(TryAgainError):
-        client.submit(HI, GREEDY, 4)
+        client.submit(Question(HI, GREEDY, 4))
     client.open(tiny_pack)  # another model answers as ever
     assert isinstance(until(client, Loaded, Failed)[0], Loaded)
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
     client.close()
 
@@ -297,9 +297,9 @@ def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pa
     client, loaded = opened(pack)
     assert isinstance(loaded, Loaded)
     with pytest.raises(PackError, match="chat template"):
-        client.submit([PromptTurn("user", "loop")], GREEDY, 4)
+        client.submit(Question([PromptTurn("user", "loop")], GREEDY, 4))
     assert client.count("hi") is None and client.context_of(HI, 4) is None  # nothing is started for a figure alone
-    client.submit(HI, GREEDY, 4)
+    client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
     client.close()
 
@@ -320,18 +320,18 @@ def test_a_tokenizer_that_fails_in_an_answer_ends_it(tiny_pack: Path, tmp_path: 
 
     client, loaded = opened(crafted(tiny_pack, tmp_path / "pack", "tokenizer.json", grow))
     assert isinstance(loaded, Loaded)
-    submitted = client.submit(HI, GREEDY, 40)
+    submitted = client.submit(Question(HI, GREEDY, 40))
     failed = until(client, Failed)[0]
     assert failed.request == submitted.request and "tokenizer" in failed.title
-    client.submit(HI, GREEDY, 1)
+    client.submit(Question(HI, GREEDY, 1))
     client.close()
 
 
 def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
     with pytest.raises(UsageError, match="message is too long") as caught:
-        client.submit([PromptTurn("user", "word " * 3_000_000)], GREEDY, 4)
+        client.submit(Question([PromptTurn("user", "word " * 3_000_000)], GREEDY, 4))
     assert "more text than fits" in caught.value.cause
     with pytest.raises(UsageError, match="system prompt is too long"):
-        client.submit([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4)
+        client.submit(Question([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4))
     old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
-    assert client.submit([*old, *HI], GREEDY, 4).dropped == 4
+    assert client.submit(Question([*old, *HI], GREEDY, 4)).dropped == 4

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, TextDelta, ThoughtDelta, Update
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.app.client.remote.stream import MOST_LINE
@@ -51,7 +51,7 @@ def loaded(client: RemoteClient) -> Loaded:
 
 
 def asked(client: RemoteClient, sampling: Sampling | None = None, **given: Any) -> list[Update]:
-    client.submit(ASKED, sampling or Sampling(temperature=0, min_p=0), 64, **given)
+    client.submit(Question(ASKED, sampling or Sampling(temperature=0, min_p=0), 64, **given))
     return heard(client, Finished, Failed)
 
 
@@ -179,7 +179,7 @@ def test_an_answer_is_continued() -> None:
         loaded(client)
         asked(client, answer="An exp")
         with pytest.raises(FloeError, match="cannot continue thinking"):
-            client.prepare(ASKED, Sampling(), 64, thought="Hm")
+            client.prepare(Question(ASKED, Sampling(), 64, thought="Hm"))
     body = server.questions[0].body
     assert body["messages"][-1] == {"role": "assistant", "content": "An exp"}
     assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
@@ -205,7 +205,7 @@ def test_stop_closes_the_connection() -> None:
     hanging = Reply(parts=said(HELLO, reason=None), end="hang")
     with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
         loaded(client)
-        client.submit(ASKED, Sampling(), 64)
+        client.submit(Question(ASKED, Sampling(), 64))
         heard(client, TextDelta)
         client.cancel()
         ended = heard(client, Finished, Failed)[-1]
@@ -218,7 +218,7 @@ def test_stop_closes_the_connection() -> None:
 def test_stop_before_it_begins() -> None:
     with serving(ModelServer(models("tiny"), Reply(parts=said(HELLO)))) as server, connected(server.url) as client:
         loaded(client)
-        client.prepare(ASKED, Sampling(), 64)
+        client.prepare(Question(ASKED, Sampling(), 64))
         client.cancel()
         client.begin()
         ended = heard(client, Finished, Failed)[-1]
@@ -353,11 +353,11 @@ def test_what_no_longer_fits_is_left_out() -> None:
     with serving(ModelServer(models("tiny", max_model_len=200), answer)) as server, connected(server.url) as client:
         loaded(client)
         old = [PromptTurn("user", "o" * 300), PromptTurn("assistant", "p" * 300)]
-        submitted = client.submit([ASKED[0], *old, ASKED[1]], Sampling(), 64)
+        submitted = client.submit(Question([ASKED[0], *old, ASKED[1]], Sampling(), 64))
         heard(client, Finished, Failed)
         assert submitted.dropped == 2 and submitted.prompt_tokens is None
         long = [ASKED[0], PromptTurn("user", "q" * 5000)]  # the server decides about that
-        assert client.submit(long, Sampling(), 64).dropped == 0
+        assert client.submit(Question(long, Sampling(), 64)).dropped == 0
         heard(client, Finished, Failed)
     assert [len(one.body["messages"]) for one in server.questions] == [2, 2]
 
@@ -366,12 +366,12 @@ def test_one_question_at_a_time() -> None:
     with serving(ModelServer(models("tiny"), Reply(parts=said(HELLO)))) as server:
         client = RemoteClient(Address.parse(server.url), Key())
         with pytest.raises(FloeError, match="not connected yet"):
-            client.prepare(ASKED, Sampling(), 64)
+            client.prepare(Question(ASKED, Sampling(), 64))
         client.start()
         loaded(client)
-        client.prepare(ASKED, Sampling(), 64)
+        client.prepare(Question(ASKED, Sampling(), 64))
         with pytest.raises(FloeError, match="still answering"):
-            client.prepare(ASKED, Sampling(), 64)
+            client.prepare(Question(ASKED, Sampling(), 64))
         client.close()
 
 
@@ -385,7 +385,7 @@ def test_the_thread_ends() -> None:
     hanging = Reply(parts=said(HELLO, reason=None), end="hang")
     with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
         loaded(client)
-        client.submit(ASKED, Sampling(), 64)
+        client.submit(Question(ASKED, Sampling(), 64))
         heard(client, TextDelta)
         client.close()
         assert server.left.wait(20)

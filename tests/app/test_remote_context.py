@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from floe_chat.app.client.interface import PromptTurn
+from floe_chat.app.client.interface import PromptTurn, Question
 from floe_chat.engine.events import Failed, Finished, Sampling
 
 from .model_server import ModelServer, Reply, models, refusing, said, serving
@@ -62,7 +62,7 @@ def test_all_of_a_chat_goes_there() -> None:
     hi = Reply(parts=said({"content": "Hi"}))
     with serving(ModelServer(models("tiny"), hi)) as server, connected(server.url) as client:
         loaded(client)
-        assert client.submit([*turns, PromptTurn("user", "?")], Sampling(), 64).dropped == 0
+        assert client.submit(Question([*turns, PromptTurn("user", "?")], Sampling(), 64)).dropped == 0
         heard(client, Finished, Failed)
     assert len(server.questions[0].body["messages"]) == 7
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.interface import PromptTurn
+from floe_chat.app.client.interface import PromptTurn, Question
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
@@ -63,7 +63,7 @@ def test_a_certificate_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         client = RemoteClient(Address.parse(asked.url), Key(KEY))
         client.start()
         assert loaded(client).model == "tiny" and "encrypted on the way" in client.privacy
-        client.submit([PromptTurn("user", "Hi")], Sampling(), 8)
+        client.submit(Question([PromptTurn("user", "Hi")], Sampling(), 8))
         assert text(heard(client, Finished, Failed)) == ANSWER
         client.close()
     assert {one.headers["authorization"] for one in asked.asked} == {f"Bearer {KEY}"}

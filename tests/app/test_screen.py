@@ -57,19 +57,11 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
+    def prepare(self, question: Question) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
-        return super().prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
+        return super().prepare(question)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from floe_chat.app.arguments import sampling_from
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, TextDelta
+from floe_chat.app.client.interface import PromptTurn, Question, TextDelta
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.models import catalog
@@ -160,7 +160,7 @@ def _asked(folder: Path, rng: Random, device: str) -> str:
         outcome = "answered"
         for how in (Sampling(temperature=0), Sampling(**{**_fields(sampling), "seed": 1})):
             try:
-                client.submit([*hello, PromptTurn("user", "hi 🎉")], how, 4)
+                client.submit(Question([*hello, PromptTurn("user", "hi 🎉")], how, 4))
             except FloeError as error:
                 _check(error.title, error.cause, error.hint)
                 outcome = "refused the question"

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule, Sampling
+from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule
 from ....engine.mailbox import Mailbox
 from ....models.errors import FloeError, TryAgainError, UsageError
 from ...settings.servers import SavedServer
-from ..interface import Choice, Cost, PromptTurn, Submitted, Update
+from ..interface import Choice, Cost, PromptTurn, Question, Submitted, Update
 from .address import Address, Key
 from .meter import Meter
 from .models import Offered, as_name
@@ -130,30 +130,14 @@ class RemoteClient:
                 self._asked = None
         return updates
 
-    def submit(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
-        submitted = self.prepare(messages, sampling, max_new_tokens, answer, conversation, thought)
+    def submit(self, question: Question) -> Submitted:
+        """Ask a question: `prepare` and `begin` in one."""
+        submitted = self.prepare(question)
         self.begin()
         return submitted
 
-    def prepare(
-        self,
-        messages: Sequence[PromptTurn],
-        sampling: Sampling,
-        max_new_tokens: int,
-        answer: str = "",
-        conversation: int = 0,
-        thought: str = "",
-    ) -> Submitted:
-        """Make the request for an answer to `messages` that continues where `answer` ends.
+    def prepare(self, question: Question) -> Submitted:
+        """Make the request for an answer.
 
         Only the server can count tokens: which of the oldest messages no longer fit is estimated from the characters
         per token that it counted so far.
@@ -167,12 +151,12 @@ class RemoteClient:
             raise TryAgainError(f"{self.remote} is not connected yet", "", "Wait until it answers.")
         if self._asked is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        if thought and not answer:
+        if question.thought and not question.answer:
             raise UsageError("A server cannot continue thinking", "", "Ask again instead.")
-        kept, dropped = self._fitting(messages, max_new_tokens)
-        needed, others = body(self._model, kept, sampling, max_new_tokens, answer, think=self.think)
+        kept, dropped = self._fitting(question.messages, question.max_new_tokens)
+        needed, others = body(self._model, replace(question, messages=kept), think=self.think)
         self._last_request += 1
-        characters = sum(len(turn.text) for turn in kept) + len(answer)
+        characters = sum(len(turn.text) for turn in kept) + len(question.answer)
         self._asked = _Asked(self._last_request, (needed, without(others, [*self._refused])), characters)
         return Submitted(self._last_request, None, dropped)
 

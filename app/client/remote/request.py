@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ....engine.events import Sampling
-from ..interface import PromptTurn
+from ..interface import Question
 from .models import Offered
 
 _REFUSING = re.compile(
@@ -16,19 +15,18 @@ _REFUSING = re.compile(
 _CONTINUES = ("vLLM", "SGLang")
 
 
-def body(
-    model: Offered, messages: Sequence[PromptTurn], sampling: Sampling, most: int, answer: str, *, think: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def body(model: Offered, question: Question, *, think: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields that every server knows, and those that some refuse (see `refused`).
 
-    Sampling values that are off are not sent. An `answer` is to be continued where it ends.
+    Sampling values that are off are not sent. The question's `answer` is to be continued where it ends.
     """
-    turns = [{"role": turn.role, "content": turn.text} for turn in messages]
+    sampling, answer = question.sampling, question.answer
+    turns = [{"role": turn.role, "content": turn.text} for turn in question.messages]
     if answer:
         turns.append({"role": "assistant", "content": answer})
     needed = {"model": model.id, "messages": turns, "stream": True, "temperature": sampling.temperature}
     options: dict[str, Any] = {"include_usage": True}
-    others: dict[str, Any] = {"stream_options": options, "max_tokens": most}
+    others: dict[str, Any] = {"stream_options": options, "max_tokens": question.max_new_tokens}
     if model.maker in _CONTINUES:
         options["continuous_usage_stats"] = True
     elif model.maker == "llama-server":

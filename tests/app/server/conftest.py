@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, TextDelta
+from floe_chat.app.client.interface import PromptTurn, Question, TextDelta
 from floe_chat.app.client.loading import wait_until_loaded
 from floe_chat.engine.events import Finished, Sampling
 from floe_chat.models.catalog import asset
@@ -38,7 +38,7 @@ def expected() -> dict[str, str]:
     try:
         wait_until_loaded(client)
         for question in QUESTIONS:
-            client.submit([PromptTurn("user", question)], Sampling(temperature=0.0), 200)
+            client.submit(Question([PromptTurn("user", question)], Sampling(temperature=0.0), 200))
             pieces, done = list[str](), False
             while not done:
                 for update in client.poll(1.0):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from floe_chat.app.client.interface import PromptTurn, TextDelta
+from floe_chat.app.client.interface import PromptTurn, Question, TextDelta
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
@@ -92,7 +92,7 @@ def test_our_own_client_keeps_what_came_and_connects_again(long_winded: Path) ->
         client = RemoteClient(Address.parse(url), Key())
         client.start()
         heard(client, Loaded)
-        client.submit([PromptTurn("user", "hi")], Sampling(temperature=5.0), 30_000)
+        client.submit(Question([PromptTurn("user", "hi")], Sampling(temperature=5.0), 30_000))
         heard(client, TextDelta)
         process.kill()
         updates = heard(client, Finished)
@@ -102,7 +102,7 @@ def test_our_own_client_keeps_what_came_and_connects_again(long_winded: Path) ->
     try:
         with start("--model", str(long_winded), "--port", url.rpartition(":")[2].removesuffix("/v1")) as process:
             address(process)
-            client.submit([PromptTurn("user", "hi")], Sampling(temperature=5.0), 3)
+            client.submit(Question([PromptTurn("user", "hi")], Sampling(temperature=5.0), 3))
             assert isinstance(heard(client, Finished)[-1], Finished)
     finally:
         client.close()

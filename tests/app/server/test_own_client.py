@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from floe_chat.app.client.interface import PromptTurn, TextDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, TextDelta, Update
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
@@ -38,7 +38,7 @@ def test_a_talk_is_answered_as_here(demo: Served) -> None:
         assert isinstance(loaded, Loaded)
         assert (loaded.model, loaded.context_window) == ("demo", 1024)
         for question in ("And a neuron?", "And the router?"):
-            client.submit(talk, GREEDY, 60)
+            client.submit(Question(talk, GREEDY, 60))
             updates = heard(client, Finished)
             answer = "".join(update.text for update in updates if isinstance(update, TextDelta))
             messages = [{"role": turn.role, "content": turn.text} for turn in talk]
@@ -57,7 +57,7 @@ def test_stopping_frees_the_server(slow: Served) -> None:
     client = connected(slow)
     try:
         heard(client, Loaded)
-        client.submit(ASKED, Sampling(temperature=5.0), 30_000)
+        client.submit(Question(ASKED, Sampling(temperature=5.0), 30_000))
         heard(client, TextDelta)
         client.cancel()
         finished = heard(client, Finished)[-1]
@@ -71,7 +71,7 @@ def test_a_server_that_ends_says_so(long_winded: Path) -> None:
     with serving(long_winded) as served:
         client = connected(served)
         heard(client, Loaded)
-        client.submit(ASKED, Sampling(temperature=5.0), 30_000)
+        client.submit(Question(ASKED, Sampling(temperature=5.0), 30_000))
         heard(client, TextDelta)
     try:
         failed = heard(client, Finished)[-1]
