@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .decoder.kv_cache import KVCache
 from .decoder.kv_shelf import KVShelf
 from .decoder.kv_stores import GrowingStore
+from .events import MOST_TOGETHER as MOST
 from .events import Generate
 from .experts.moe_layer import Cancelled
 from .generate import Answer, Progress, step_together
@@ -22,7 +23,6 @@ from .machine.hardware import ram
 from .pace import Pace
 from .sampling import Allowed
 
-MOST = 4
 _LIKELY = 1024  # tokens of an answer that memory has to be there for
 _RAM = 1 / 4  # of what is free, that another answer may take
 

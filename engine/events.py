@@ -116,6 +116,10 @@ class Load:
     spread: SpreadBy = SpreadBy()
 
 
+MOST_TOGETHER = 4
+"""How many answers are computed at once at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generate:
     """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn.

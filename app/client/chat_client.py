@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...engine.events import (
+    MOST_TOGETHER,
     Advanced,
     Cancel,
     Event,
@@ -34,21 +36,10 @@ from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
-from .interface import (
-    NO_TOOLS,
-    Choice,
-    Cost,
-    Likely,
-    PromptTurn,
-    Question,
-    Spelled,
-    Submitted,
-    ThoughtDelta,
-    Tools,
-    Update,
-)
+from .interface import NO_TOOLS, Choice, Cost, PromptTurn, Question, Submitted, Tools, Update
 from .loading import foreign_token
-from .prompt import fit, updates_of, whole
+from .prompt import fit, whole
+from .speaking import Speaking, apart
 
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 
@@ -79,10 +70,8 @@ class ChatClient:
         self._held: Loaded | None = None
         self._window = self._vocabulary = 0
         self._last_request = 0
-        self._running: int | None = None
-        self._prepared: Generate | None = None
-        self._calls = False  # whether calls of tools come apart from the text
-        self._left: int | None = None  # tokens that the answer may still have; None: the engine counts them
+        self._running: dict[int, Speaking] = {}  # by request
+        self._prepared: list[Generate] = []
         self._heard: Callable[[], None] = lambda: None
 
     @property
@@ -99,6 +88,11 @@ class ChatClient:
     def reference(self) -> str:
         """The name by which `catalog.find` finds the pack again."""
         return catalog.reference(self.pack)
+
+    @property
+    def together(self) -> int:
+        """How many answers may be asked for at once."""
+        return MOST_TOGETHER
 
     @property
     def remote(self) -> str:
@@ -150,57 +144,30 @@ class ChatClient:
         if self._held is not None and self._format_ready.is_set():
             events.insert(0, self._held)
             self._held = None
-        ids: list[int] = []  # of the running answer: all that came since the last call become text at once
+        ids: dict[int, list[int]] = {}  # of each answer: all that came since the last call become text at once
         for event in events:
             match event:
-                case NewTokens() if event.chances and event.request == self._running:
-                    updates += self._likely(event)
+                case NewTokens(request=request) if (speaking := self._running.get(request)) is not None:
+                    if event.chances:
+                        updates += speaking.likely(event)
+                    else:
+                        ids.setdefault(request, []).extend(event.ids)
                 case NewTokens():
-                    if event.request == self._running:
-                        ids += event.ids
+                    pass
                 case Loaded():
                     updates += self._model_ready(event)
-                case Finished() | Failed():
-                    updates += self._text(ids, last=event.request == self._running)
-                    ids = []
-                    if event.request == self._running:
-                        self._running = None
-                        if isinstance(event, Finished) and self._left == 0:
-                            event = replace(event, reason="length")
+                case Finished(request=int(request)) | Failed(request=int(request)) if request in self._running:
+                    speaking = self._running.pop(request)
+                    updates += speaking.text(ids.pop(request, []), last=True)
+                    if isinstance(event, Finished) and speaking.left == 0:
+                        event = replace(event, reason="length")
                     updates.append(event)
                 case _:
                     updates.append(event)
-        return updates + self._text(ids)
-
-    def _likely(self, event: NewTokens) -> list[Update]:
-        """The text of each of these tokens, and before it how likely that was, unless it is thinking."""
-        chat, found = self._format, list[Update]()
-        for token, chance in zip(event.ids, event.chances, strict=True):
-            text = self._text([token])
-            if isinstance(chat, ChatProcess) and not any(isinstance(each, ThoughtDelta | Failed) for each in text):
-                spelled = chat.spelled([token, *(number for number, _ in chance.likeliest)])
-                logprobs = chance.logprob, *(logprob for _, logprob in chance.likeliest)
-                mine, *others = map(Spelled, spelled, logprobs)
-                found.append(Likely(event.request, mine, tuple(others)))
-            found += text
-        return found
-
-    def _text(self, ids: list[int], *, last: bool = False) -> list[Update]:
-        """The text of these tokens of the running answer, or `Failed` if the model's tokenizer fails."""
-        request = self._running
-        if request is None or not (ids or last) or not isinstance(self._format, ChatProcess):
-            return []
-        try:
-            pushed = self._format.push(ids, last=last, most=self._left)
-        except FloeError as error:
-            self._session.send(Cancel(request))
-            self._running = None
-            return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
-        if self._left is not None and self._left > 0:
-            self._left = max(0, self._left - (len(ids) - pushed.thought))
-            if self._left == 0 and not last:
-                self._session.send(Cancel(request))
-        return updates_of(request, pushed, calls=self._calls)
+        for request, some in ids.items():
+            updates += self._running[request].text(some)
+        self._running = {request: one for request, one in self._running.items() if not one.failed}
+        return updates
 
     def submit(self, question: Question) -> Submitted:
         """Ask a question: `prepare` and `begin` in one."""
@@ -218,10 +185,20 @@ class ChatClient:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
                 template refuses the turns, fails, or takes too long. A sampling value out of range arrives as `Failed`.
         """
-        chat, most = self._free_format(), self.most_new(question.max_new_tokens)
-        fitted = fit(chat, self._window, replace(question, max_new_tokens=most), think=self.think, begin=True)
-        self._left, self._calls = None if most == question.max_new_tokens else question.max_new_tokens, False
-        return self._take(chat, fitted, question.sampling, most, question.conversation)
+        return self.prepare_others(question, 1)[0]
+
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        """As `prepare`, for so many answers to the same question, each drawn apart; at most `together`."""
+        chat, most = self._free_format(1), self.most_new(question.max_new_tokens)
+        left = None if most == question.max_new_tokens else question.max_new_tokens
+        asked, found = replace(question, max_new_tokens=most), list[Submitted]()
+        for number in range(count):
+            request = self._last_request + 1
+            fitted = fit(chat, self._window, asked, think=self.think, begin=request)
+            speaking = Speaking(request, chat, partial(self.cancel, request), left=left)
+            sampling = apart(question.sampling, number)
+            found.append(self._take(speaking, fitted, sampling, most, question.conversation))
+        return found
 
     def submit_whole(
         self,
@@ -234,33 +211,35 @@ class ChatClient:
         *,
         think: bool = True,
     ) -> Submitted:
-        """As `submit`, for all of these messages, or a text to continue. `max_new_tokens` count thinking too. With a
+        """As `submit`, for all of these messages, or a text to continue; also while other answers are computed, up to
+        `together` in all. `max_new_tokens` count thinking too. With a
         `schema` the answer is JSON by it, after its thinking. Calls of `tools` come as `CallDelta`.
 
         Raises:
             FloeError: as `prepare`; they do not fit the window; a schema cannot be followed.
         """
-        chat = self._free_format()
-        fitted = whole(chat, self._window, given, tools, schema, self._vocabulary, think=think)
-        self._left, self._calls = None, bool(tools.listed)
-        submitted = self._take(chat, fitted, sampling, max_new_tokens, 0, extras)
+        chat, request = self._free_format(self.together), self._last_request + 1
+        how = tools, schema, self._vocabulary
+        fitted = whole(chat, self._window, given, *how, think=think, begin=request)
+        speaking = Speaking(request, chat, partial(self.cancel, request), calls=bool(tools.listed))
+        submitted = self._take(speaking, fitted, sampling, max_new_tokens, 0, extras)
         if fitted.constrained:
-            self._session.constrain(submitted.request, chat.allowed)
+            self._session.constrain(request, partial(chat.allowed, request=request))
         self.begin()
         return submitted
 
-    def _free_format(self) -> ChatProcess:
-        """What makes a prompt, if the model is ready and not answering."""
+    def _free_format(self, most: int) -> ChatProcess:
+        """What makes a prompt, if the model is ready and computes fewer than so many answers."""
         chat = self._format
         if self._window == 0 or not isinstance(chat, ChatProcess):
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
-        if self._running is not None:
+        if len(self._running) >= most:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
         return chat
 
     def _take(
         self,
-        chat: ChatProcess,
+        speaking: Speaking,
         fitted: Fitted,
         sampling: Sampling,
         most: int,
@@ -268,17 +247,17 @@ class ChatClient:
         extras: Extras | None = None,
     ) -> Submitted:
         """From now on the model counts as answering this prompt."""
-        self._last_request += 1
-        self._running = self._last_request
-        ids, extras = tuple(fitted.ids), extras or Extras()
-        self._prepared = Generate(self._running, ids, sampling, most, chat.stop_ids, conversation, extras)
-        return Submitted(self._running, len(fitted.ids), fitted.dropped)
+        request = self._last_request = speaking.request
+        self._running[request] = speaking
+        ids, stop_ids = tuple(fitted.ids), speaking.chat.stop_ids
+        self._prepared.append(Generate(request, ids, sampling, most, stop_ids, conversation, extras or Extras()))
+        return Submitted(request, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:
-        """Let the engine compute the answer that was prepared."""
-        if self._prepared is not None:
-            self._session.send(self._prepared)
-            self._prepared = None
+        """Let the engine compute the answers that were prepared."""
+        for command in self._prepared:
+            self._session.send(command)
+        self._prepared.clear()
 
     @property
     def privacy(self) -> str:
@@ -335,10 +314,11 @@ class ChatClient:
 
         return costs_of(self._pack)
 
-    def cancel(self) -> None:
-        """Stop the running answer, if there is one."""
-        if self._running is not None:
-            self._session.send(Cancel(self._running))
+    def cancel(self, request: int | None = None) -> None:
+        """Stop the answer to a request, or all."""
+        for running in [*self._running]:
+            if request in (None, running):
+                self._session.send(Cancel(running))
 
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""

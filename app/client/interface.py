@@ -232,6 +232,10 @@ class Client(Protocol):
         """Make a prompt of the question. Raises FloeError: it cannot be asked now."""
         ...
 
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        """As `prepare`, for so many answers to the question, each drawn apart. They may come one after the other."""
+        ...
+
     def begin(self) -> None:
         """Let the answer that was prepared be computed."""
 
@@ -251,8 +255,8 @@ class Client(Protocol):
         """The presets, best first, and what each was measured to cost. Raises FloeError: it cannot be known."""
         ...
 
-    def cancel(self) -> None:
-        """Stop the running answer, if there is one."""
+    def cancel(self, request: int | None = None) -> None:
+        """Stop the answer to a request, or all."""
 
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""

@@ -24,7 +24,7 @@ class FieldError(UsageError):
         self.field = field
 
 
-def fit(chat: ChatProcess, window: int, question: Question, *, think: bool = True, begin: bool = False) -> Fitted:
+def fit(chat: ChatProcess, window: int, question: Question, *, think: bool = True, begin: int | None = None) -> Fitted:
     """The prompt of as many of the latest messages as fit `window` tokens, with the beginning of the answer (`thought`,
     then `answer`).
 
@@ -55,6 +55,7 @@ def whole(
     vocabulary: int,
     *,
     think: bool = True,
+    begin: int = 0,
 ) -> Fitted:
     """The prompt of all these messages, or of a text to continue: nothing is left out. Others: see `ChatProcess.whole`.
 
@@ -68,9 +69,10 @@ def whole(
     if length > most:
         fitted = TooLong(None, system=False)
     elif isinstance(given, str):
-        fitted = chat.continued(given, limit)
+        fitted = chat.continued(given, limit, begin)
     else:
-        fitted = chat.whole([_message(turn) for turn in given], limit, asdict(tools), schema, vocabulary, think=think)
+        asked = [_message(turn) for turn in given], limit, asdict(tools), schema, vocabulary
+        fitted = chat.whole(*asked, think=think, begin=begin)
     if isinstance(fitted, Fitted):
         return fitted
     if isinstance(fitted, WrongSchema):

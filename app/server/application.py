@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
+from ..client.speaking import apart
 from . import metrics, openapi
 from .connections import PAUSE_S, Stream, body, disconnected
 from .desk import Desk, End, Likely, News, Order, Thought
@@ -125,7 +125,7 @@ class _Serving:
         orders = [
             Order(given, drawn, asked.longest, asked.stops, quality, think, client, extras, *form)
             for given in prompts
-            for drawn in (_apart(sampling, number) for number in range(asked.n or 1))
+            for drawn in (apart(sampling, number) for number in range(asked.n or 1))
         ]
         waiting = _Waiting(self._desk, orders)
         reply = Reply(chat, loaded.model, floe is not None and floe.figures)
@@ -160,11 +160,6 @@ def _described(loaded: Loaded, tools: str) -> dict[str, Any]:
             "tools": tools,
         },
     }
-
-
-def _apart(sampling: Sampling, number: int) -> Sampling:
-    """Of several answers to a question each has a seed of its own."""
-    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + number) % (1 << 63))
 
 
 class _Waiting:

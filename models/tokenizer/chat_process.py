@@ -112,14 +112,14 @@ class ChatProcess:
         thought: str = "",
         *,
         think: bool = True,
-        begin: bool = False,
+        begin: int | None = None,
     ) -> Fitted | TooLong:
         """As many of the latest messages as fit into `limit` tokens, see `ChatFormat.fit`.
 
         Args:
             messages: {"role", "content", "thought"}. answer: the beginning of the model's answer, after its `thought`.
             think: False asks for no thinking, or for less, where the template can.
-            begin: let `push` decode that answer from now on.
+            begin: the request whose answer this is: `push` decodes it from now on.
 
         Raises:
             UsageError: the template refuses these turns. PackError: it fails, or takes too long.
@@ -137,10 +137,12 @@ class ChatProcess:
         vocabulary: int,
         *,
         think: bool = True,
+        begin: int = 0,
     ) -> Fitted | TooLong | WrongSchema:
         """All of these messages, see `ChatFormat.whole`; `push` decodes their answer from now on.
 
         Args:
+            begin: see `fit`.
             tools: "listed" as for the template; "choice": "auto", "required", or "named" with the function's name under
                 "named"; "parallel": whether an answer may have several calls; "strict": names of functions whose
                 arguments have to follow their schema.
@@ -155,34 +157,34 @@ class ChatProcess:
             sum(len(str(value)) for message in messages for value in message.values()) + len(schema) + len(str(tools))
         )
         how = {"tools": tools, "schema": schema, "vocabulary": vocabulary, "ends": list(self.stop_ids), "think": think}
-        reply = self._ask(length, do="whole", messages=list(messages), limit=limit, **how)
+        reply = self._ask(length, do="whole", messages=list(messages), limit=limit, begin=begin, **how)
         return WrongSchema(*reply["wrong_schema"]) if "wrong_schema" in reply else _fitted(reply)
 
-    def continued(self, text: str, limit: int) -> Fitted | TooLong:
+    def continued(self, text: str, limit: int, begin: int = 0) -> Fitted | TooLong:
         """A text that the model continues, without turns: its control tokens are the model's. `push` decodes what
-        follows. Raises PackError as `fit`.
+        follows. begin: see `fit`. Raises PackError as `fit`.
         """
-        return _fitted(self._ask(len(text), do="continue", text=text, limit=limit))
+        return _fitted(self._ask(len(text), do="continue", text=text, limit=limit, begin=begin))
 
     def count(self, text: str) -> int:
         """How many tokens a text takes. Raises PackError as `fit`."""
         return self._ask(len(text), do="count", text=text)["count"]
 
-    def push(self, ids: Sequence[int], *, last: bool = False, most: int | None = None) -> Pushed:
-        """What these tokens of the answer complete; with `last`, all that was held back too.
+    def push(self, ids: Sequence[int], *, last: bool = False, most: int | None = None, request: int = 0) -> Pushed:
+        """What these tokens of the answer to a request complete; with `last`, all that was held back too.
 
         Those that follow `most` tokens that are no thinking are left out. Raises PackError.
         """
-        reply = self._ask(0, do="push", ids=list(ids), last=last, most=most)
+        reply = self._ask(0, do="push", ids=list(ids), last=last, most=most, request=request)
         return Pushed(tuple(Part(**part) for part in reply["parts"]), reply["thought"])
 
     def spelled(self, ids: Sequence[int]) -> list[bytes]:
         """What each of these tokens writes, see `Tokens.spelled`. Raises PackError."""
         return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
 
-    def allowed(self, drawn: int | None) -> bytes:
-        """Which tokens the answer may have next, see `Constraint.allowed`."""
-        return bytes.fromhex(self._ask(0, do="allow", drawn=drawn)["mask"])
+    def allowed(self, drawn: int | None, request: int = 0) -> bytes:
+        """Which tokens the answer to a request may have next, see `Constraint.allowed`."""
+        return bytes.fromhex(self._ask(0, do="allow", drawn=drawn, request=request)["mask"])
 
     def close(self) -> None:
         """End the process; a request that runs in another thread raises."""

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,16 @@ from .tokens import Detokenizer, Tokens, contained
 
 MEMORY = 1 << 30  # bytes; the largest published tokenizers take half of that
 _PRIMING = 8  # tokens before an answer's rest; more than any character takes bytes
+_ANSWERS = 16  # whose texts are kept; more than are computed at once
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer, whose tokens come. held: what it may be."""
+
+    decoder: Detokenizer
+    parser: Parser
+    held: Held | None = None
 
 
 class Worker:
@@ -34,9 +44,7 @@ class Worker:
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
         self._format: ChatFormat | None = None
-        self._decoder: Detokenizer | None = None
-        self._held: Held | None = None
-        self._parser: Parser = TagParser(None)
+        self._answers: dict[int, _Answer] = {}  # by request
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request; failures are replies too."""
@@ -52,10 +60,8 @@ class Worker:
             return {"error": type(error).__name__, "title": error.title, "cause": error.cause, "hint": error.hint}
 
     def do_open(self, folder: str) -> dict[str, Any]:
-        self._format = None
-        opened = ChatFormat(Path(folder), self._step)
-        self._format, self._decoder = opened, opened.decoder()
-        self._parser = opened.convention.parser(opened=False)
+        self._format, self._answers = None, {}
+        self._format = opened = ChatFormat(Path(folder), self._step)
         return {
             "largest": opened.tokens.largest,
             "longest": opened.tokens.longest,
@@ -75,36 +81,41 @@ class Worker:
         answer: str,
         thought: str,
         think: bool,
-        begin: bool,
+        begin: int | None,
     ) -> dict[str, Any]:
         opened = self._opened(folder)
         try:
             prompt = opened.fit(messages, limit, answer, thought, think=think)
         except TooLongError as error:
             return {"too_long": True, "tokens": error.tokens, "system": error.system}
-        if begin:
-            self._decoder = opened.decoder()
-            self._parser = opened.convention.parser(opened=prompt.opened)
+        if begin is not None:
+            begun = self._begin(begin, opened.decoder(), opened.convention.parser(opened=prompt.opened))
             if answer or thought:
-                self._decoder.push(prompt.ids[-_PRIMING:])  # a decoder drops the space before its very first word
-                self._parser.feed(opened.begun(answer, thought, opened=prompt.opened))
+                begun.decoder.push(prompt.ids[-_PRIMING:])  # a decoder drops the space before its very first word
+                begun.parser.feed(opened.begun(answer, thought, opened=prompt.opened))
         return {"ids": prompt.ids, "dropped": prompt.dropped}
 
-    def do_continue(self, folder: str, text: str, limit: int) -> dict[str, Any]:
+    def do_continue(self, folder: str, text: str, limit: int, begin: int) -> dict[str, Any]:
         opened = self._opened(folder)
         self._step("tokenizer")
         ids = opened.tokens.encode(text.encode("utf-8", "replace").decode(), begun=True)
         if len(ids) > limit:
             return {"too_long": True, "tokens": len(ids), "system": False}
-        self._decoder, self._parser = opened.tokens.decoder(), TagParser(None, (), opened=False)
-        self._decoder.push(ids[-_PRIMING:])
+        self._begin(begin, opened.tokens.decoder(), TagParser(None, (), opened=False)).decoder.push(ids[-_PRIMING:])
         return {"ids": ids, "dropped": 0}
 
     def do_count(self, folder: str, text: str) -> dict[str, Any]:
         return {"count": len(self._opened(folder).encode_text(text))}
 
     def do_whole(
-        self, folder: str, messages: list[dict[str, Any]], limit: int, think: bool, tools: dict[str, Any], **form: Any
+        self,
+        folder: str,
+        messages: list[dict[str, Any]],
+        limit: int,
+        think: bool,
+        tools: dict[str, Any],
+        begin: int,
+        **form: Any,
     ) -> dict[str, Any]:
         opened = self._opened(folder)
         if (wrong := wrong_schema(tools["listed"], form["schema"])) is not None:
@@ -115,38 +126,50 @@ class Worker:
             prompt = opened.whole(messages, limit, tools["listed"], think=think)
         except TooLongError as error:
             return {"too_long": True, "tokens": error.tokens, "system": error.system}
-        self._decoder = opened.decoder()
         calls = opened.tool_talk.style.form or FORMS[0] if tools["listed"] else None
-        self._parser = opened.convention.parser(opened=prompt.opened, calls=calls)
+        parser = opened.convention.parser(opened=prompt.opened, calls=calls)
+        begun = self._begin(begin, opened.decoder(), parser)
         if holding.needed:
             self._step("tokenizer")
-            self._held = holding.begin(prompt, form["vocabulary"], form["ends"], think=think)
+            begun.held = holding.begin(prompt, form["vocabulary"], form["ends"], think=think)
         return {"ids": prompt.ids, "dropped": 0, "constrained": holding.needed}
 
-    def do_allow(self, folder: str, drawn: int | None) -> dict[str, Any]:
-        assert self._held is not None, "the answer is free"
-        return {"mask": self._held.allowed(drawn).hex()}
+    def do_allow(self, folder: str, drawn: int | None, request: int) -> dict[str, Any]:
+        held = self._answers[request].held
+        assert held is not None, "the answer is free"
+        return {"mask": held.allowed(drawn).hex()}
 
     def do_spell(self, folder: str, ids: list[int]) -> dict[str, Any]:
         tokens = self._opened(folder).tokens
         return {"bytes": [tokens.spelled(number).hex() for number in ids]}
 
-    def do_push(self, folder: str, ids: list[int], last: bool, most: int | None) -> dict[str, Any]:
+    def do_push(self, folder: str, ids: list[int], last: bool, most: int | None, request: int) -> dict[str, Any]:
         self._step("tokenizer")
-        assert self._decoder is not None, "nothing is open"
+        if (answer := self._answers.get(request)) is None:  # it began in a process that has ended
+            opened = self._opened(folder)
+            answer = self._begin(request, opened.decoder(), opened.convention.parser(opened=False))
         parts, thought = list[Part](), 0
-        for number, piece in enumerate(self._decoder.pieces(ids)):
+        for number, piece in enumerate(answer.decoder.pieces(ids)):
             if most is not None and number - thought >= most:
                 break
-            parts += self._parser.feed([piece])
-            thought += self._parser.thinking
-        parts += self._parser.finish() if last else []
+            parts += answer.parser.feed([piece])
+            thought += answer.parser.thinking
+        if last:
+            parts += answer.parser.finish()
+            del self._answers[request]
         return {"parts": [asdict(part) for part in _joined(parts)], "thought": thought}
 
     def do_encode(self, folder: str, text: str) -> dict[str, Any]:
         self._step("tokenizer")
         tokens = Tokens(Path(folder))
         return {"ids": tokens.encode(text), "largest": tokens.largest}
+
+    def _begin(self, request: int, decoder: Detokenizer, parser: Parser) -> _Answer:
+        """From now on `do_push` decodes the answer to this request."""
+        self._answers.pop(request, None)
+        self._answers = dict([*self._answers.items()][1 - _ANSWERS :])
+        self._answers[request] = begun = _Answer(decoder, parser)
+        return begun
 
     def _opened(self, folder: str) -> ChatFormat:
         assert self._format is not None, f"{folder} is not open"
