@@ -34,6 +34,7 @@ from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
+from .in_turn import AnswersInTurn
 from .interface import (
     NO_TOOLS,
     Choice,
@@ -53,7 +54,7 @@ from .prompt import fit, updates_of, whole
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 
 
-class ChatClient:
+class ChatClient(AnswersInTurn):
     """Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`."""
 
     def __init__(
@@ -69,6 +70,7 @@ class ChatClient:
         spread: SpreadBy | None = None,
     ) -> None:
         """`think`: False asks the model for answers without thinking. Others: see `Load`."""
+        super().__init__()
         self._pack = pack
         self.think = think
         self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked, spread or SpreadBy())
@@ -78,7 +80,6 @@ class ChatClient:
         self._closed = False
         self._held: Loaded | None = None
         self._window = self._vocabulary = 0
-        self._last_request = 0
         self._running: int | None = None
         self._prepared: Generate | None = None
         self._calls = False  # whether calls of tools come apart from the text
@@ -170,7 +171,8 @@ class ChatClient:
                     updates.append(event)
                 case _:
                     updates.append(event)
-        return updates + self._text(ids)
+        updates += self._text(ids)
+        return updates if self._running is not None else updates + self._take_turn()
 
     def _likely(self, event: NewTokens) -> list[Update]:
         """The text of each of these tokens, and before it how likely that was, unless it is thinking."""
@@ -335,8 +337,11 @@ class ChatClient:
 
         return costs_of(self._pack)
 
-    def cancel(self) -> None:
-        """Stop the running answer, if there is one."""
+    def cancel(self, request: int | None = None) -> None:
+        """Stop the answer to `request`, or (None) all that run or wait."""
+        self._cancel(request, self._running)
+
+    def _stop(self) -> None:
         if self._running is not None:
             self._session.send(Cancel(self._running))
 

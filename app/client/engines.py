@@ -192,6 +192,10 @@ class Engines:
         """See `Client`."""
         return self._asked.prepare(question)
 
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        """See `Client`."""
+        return self._asked.prepare_others(question, count)
+
     def begin(self) -> None:
         """See `Client`."""
         self._asked.begin()
@@ -212,9 +216,9 @@ class Engines:
         """See `Client`."""
         return self._asked.costs()
 
-    def cancel(self) -> None:
+    def cancel(self, request: int | None = None) -> None:
         """See `Client`."""
-        self._asked.cancel()
+        self._asked.cancel(request)
 
     def set_preset(self, preset: str) -> None:
         """See `Client`."""

@@ -232,8 +232,12 @@ class Client(Protocol):
         """Make a prompt of the question. Raises FloeError: it cannot be asked now."""
         ...
 
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        """Make `count` prompts of the question, for as many answers. They come together or one after the other."""
+        ...
+
     def begin(self) -> None:
-        """Let the answer that was prepared be computed."""
+        """Let what was prepared be computed."""
 
     def most_new(self, max_new_tokens: int) -> int:
         """How many tokens an answer of `max_new_tokens` may have with the thinking before it."""
@@ -251,8 +255,8 @@ class Client(Protocol):
         """The presets, best first, and what each was measured to cost. Raises FloeError: it cannot be known."""
         ...
 
-    def cancel(self) -> None:
-        """Stop the running answer, if there is one."""
+    def cancel(self, request: int | None = None) -> None:
+        """Stop the answer to `request`, or (None) all that run or wait."""
 
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""

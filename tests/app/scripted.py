@@ -140,6 +140,7 @@ class ScriptedClient(ChatClient):
         self.dialled: list[Rule] = []
         self.conversations: list[int] = []
         self.cancelled = 0
+        self.let_go: list[int | None] = []
         self.opened: list[Path] = []
         self.started = False
         self.dropped = 0
@@ -182,6 +183,9 @@ class ScriptedClient(ChatClient):
         self.conversations.append(conversation)
         return Submitted(len(self.asked), 20, self.dropped)
 
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        return [self.prepare(question) for _ in range(count)]
+
     @property
     def thinking(self) -> str:
         return self.kind
@@ -189,8 +193,9 @@ class ScriptedClient(ChatClient):
     def begin(self) -> None:
         self.began += 1
 
-    def cancel(self) -> None:
+    def cancel(self, request: int | None = None) -> None:
         self.cancelled += 1
+        self.let_go.append(request)
 
     def set_preset(self, preset: str) -> None:
         self.wanted.append(preset)
