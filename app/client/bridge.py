@@ -15,7 +15,7 @@ from contextlib import suppress
 from textual.message import Message
 from textual.message_pump import MessagePump
 
-from ...engine.events import Loaded, NewTokens, Stats, Unloaded
+from ...engine.events import Failed, Finished, Loaded, NewTokens, Stats, Unloaded
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
 from .interface import Client, TextDelta, ThoughtDelta, Update
@@ -39,7 +39,7 @@ class EngineBridge:
     def __init__(self, client: Client, history: History) -> None:
         self._client = client
         self._history = history
-        self._recording: tuple[int, Answer] | None = None
+        self._recording: dict[int, Answer] = {}  # of each request that runs
         self._target: MessagePump | None = None
         self._due = False  # a look is on its way
         self._looked = -_PERIOD  # when the last one was, by `time.monotonic`
@@ -54,22 +54,26 @@ class EngineBridge:
 
     def record(self, request: int, answer: Answer) -> None:
         """Write the text of the answer to `request` into the history as it comes."""
-        self._recording = (request, answer)
+        self._recording[request] = answer
 
     def drain(self, target: MessagePump) -> None:
         """Post new events, and save the running answer's text, so that a crash does not lose it."""
         for update in merged(self._client.poll()):
-            if isinstance(update, TextDelta | ThoughtDelta):
-                self._keep(update)
+            self._keep(update)
             target.post_message(Heard(update))
         for event in self._history.poll():
             target.post_message(Heard(event))
 
-    def _keep(self, update: TextDelta | ThoughtDelta) -> None:
-        if self._recording is None or update.request != self._recording[0]:
-            return
-        answer = self._recording[1]
-        answer.append(update.text) if isinstance(update, TextDelta) else answer.think(update.text)
+    def _keep(self, update: Update) -> None:
+        match update:
+            case TextDelta(request, text) if request in self._recording:
+                self._recording[request].append(text)
+            case ThoughtDelta(request, text, _tokens) if request in self._recording:
+                self._recording[request].think(text)
+            case Finished(request=request) | Failed(request=int(request)):
+                self._recording.pop(request, None)
+            case _:
+                pass
 
     def _hear(self) -> None:
         """There is something to drain; on any thread."""

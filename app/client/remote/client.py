@@ -19,6 +19,7 @@ from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule
 from ....engine.mailbox import Mailbox
 from ....models.errors import FloeError, TryAgainError, UsageError
 from ...settings.servers import SavedServer
+from ..in_turn import AnswersInTurn
 from ..interface import Choice, Cost, PromptTurn, Question, Submitted, Update
 from .address import Address, Key
 from .meter import Meter
@@ -52,7 +53,7 @@ class _Asked:
     cancelled: bool = False
 
 
-class RemoteClient:
+class RemoteClient(AnswersInTurn):
     """One server and one of its models; see `interface.Client`."""
 
     def __init__(
@@ -65,13 +66,13 @@ class RemoteClient:
         patience: Patience | None = None,
     ) -> None:
         """`model`: its id or a part of it; None: the only one that the server offers."""
+        super().__init__()
         self.think = think
         self._address, self._key, self._wanted = address, key, model
         self._patience = patience or Patience()
         self._model: Offered | None = None
         self._window = 0
         self._news: Mailbox[Update] = Mailbox()
-        self._last_request = 0
         self._asked: _Asked | None = None
         self._per_token = _CHARACTERS
         self._refused: set[str] = set()  # fields that this server does not know
@@ -128,7 +129,7 @@ class RemoteClient:
         for update in updates:
             if isinstance(update, Finished | Failed) and self._asked and update.request == self._asked.request:
                 self._asked = None
-        return updates
+        return updates if self._asked is not None else updates + self._take_turn()
 
     def submit(self, question: Question) -> Submitted:
         """Ask a question: `prepare` and `begin` in one."""
@@ -178,16 +179,19 @@ class RemoteClient:
         if asked is not None and asked.running is None:
             asked.running = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
             if asked.cancelled:
-                self._stop(asked)
+                self._disconnect(asked)
 
-    def cancel(self) -> None:
-        """Stop the running answer by closing its connection, if there is one."""
+    def cancel(self, request: int | None = None) -> None:
+        """Stop the answer to `request`, or (None) all that run or wait, by closing the connection."""
+        self._cancel(request, None if self._asked is None else self._asked.request)
+
+    def _stop(self) -> None:
         if self._asked is not None:
             self._asked.cancelled = True
             if self._asked.running is not None:
-                self._stop(self._asked)
+                self._disconnect(self._asked)
 
-    def _stop(self, asked: _Asked) -> None:
+    def _disconnect(self, asked: _Asked) -> None:
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.stop, asked.request)
 

@@ -1,0 +1,145 @@
+"""Several answers at once from the engine, and one after the other from a server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import Client, PromptTurn, Question, TextDelta
+from floe_chat.app.client.loading import wait_until_loaded
+from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.client import RemoteClient
+from floe_chat.engine.events import Failed, Finished, Sampling
+from floe_chat.models.errors import FloeError, TryAgainError
+
+from .model_server import ANSWER, recorded, serving
+
+HI = Question([PromptTurn("user", "hi")], Sampling(temperature=1.0, seed=7), 12)
+
+
+@pytest.fixture
+def client(tiny_pack: Path) -> Iterator[ChatClient]:
+    client = ChatClient(tiny_pack, None, "cpu")
+    client.start()
+    wait_until_loaded(client)
+    yield client
+    client.close()
+
+
+def ends(client: Client, count: int) -> tuple[dict[int, str], list[Finished | Failed]]:
+    """The text of each request, and `count` ends in their order."""
+    texts, ended = dict[int, str](), list[Finished | Failed]()
+    deadline = time.monotonic() + 120
+    while len(ended) < count:
+        assert time.monotonic() < deadline, f"nothing came after {ended}"
+        for update in client.poll(timeout=5):
+            if isinstance(update, TextDelta):
+                texts[update.request] = texts.get(update.request, "") + update.text
+            elif isinstance(update, Finished | Failed):
+                ended.append(update)
+    return texts, ended
+
+
+def test_each_answer_has_its_own_seed(client: ChatClient) -> None:
+    assert [one.request for one in client.prepare_others(HI, 3)] == [1, 2, 3]
+    client.begin()
+    texts, ended = ends(client, 3)
+    assert sorted(end.request for end in ended if end.request) == [1, 2, 3] and len(set(texts.values())) == 3
+    client.submit(HI)
+    again, _ = ends(client, 1)
+    assert again == {4: texts[1]}
+
+
+def test_one_or_all_are_stopped(client: ChatClient) -> None:
+    client.prepare_others(HI, 3)
+    client.cancel(2)
+    client.begin()
+    texts, ended = ends(client, 3)
+    reasons = {end.request: end.reason for end in ended if isinstance(end, Finished)}
+    assert reasons == {1: "length", 2: "cancelled", 3: "length"}
+    assert set(texts) == {1, 3}
+    client.prepare_others(HI, 3)
+    client.cancel()
+    client.begin()
+    texts, ended = ends(client, 3)
+    assert [end.reason for end in ended if isinstance(end, Finished)] == ["cancelled"] * 3 and not texts
+
+
+def test_an_ordinary_question_waits_for_all_of_them(client: ChatClient) -> None:
+    client.prepare_others(HI, 2)
+    with pytest.raises(TryAgainError):
+        client.prepare(HI)
+    client.begin()
+    ends(client, 2)
+    client.submit(HI)
+    ends(client, 1)
+
+
+def test_more_whole_answers_than_are_computed_at_once_are_refused(client: ChatClient) -> None:
+    given = HI.messages, HI.sampling, 400
+    requests = [client.submit_whole(*given).request for _ in range(client.together)]
+    with pytest.raises(TryAgainError):
+        client.submit_whole(*given)
+    client.cancel()
+    _, ended = ends(client, len(requests))
+    assert sorted(end.request for end in ended if isinstance(end, Finished)) == requests
+
+
+def test_whole_answers_do_not_mix(client: ChatClient) -> None:
+    """Each has its text, its constraint, and the limit that was asked for."""
+    schema = '{"enum": ["one", "two"]}'
+    apart: list[str] = []
+    for seed in (1, 2):
+        client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=seed), 30 + seed)
+        (text,) = ends(client, 1)[0].values()
+        apart.append(text)
+    first = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=1), 31).request
+    form = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=3), 60, None, schema).request
+    second = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=2), 32).request
+    texts, _ = ends(client, 3)
+    assert [texts[first], texts[second]] == apart
+    assert json.loads(texts[form]) in ("one", "two")
+
+
+@pytest.fixture
+def remote() -> Iterator[RemoteClient]:
+    with serving(recorded("vllm")) as server:
+        client = RemoteClient(Address.parse(server.url), Key(""), None)
+        client.start()
+        wait_until_loaded(client)
+        yield client
+        client.close()
+
+
+def test_an_answer_that_cannot_be_prepared_fails_and_the_next_one_comes(
+    remote: RemoteClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, prepared = remote.prepare, list[Question]()
+
+    def refusing(question: Question) -> object:
+        prepared.append(question)
+        if len(prepared) == 2:
+            raise FloeError("It broke", "A reason.", "A hint.")
+        return prepare(question)
+
+    monkeypatch.setattr(remote, "prepare", refusing)
+    remote.prepare_others(HI, 3)
+    remote.begin()
+    texts, ended = ends(remote, 3)
+    assert [(type(end), end.request) for end in ended] == [(Finished, 1), (Failed, 2), (Finished, 3)]
+    assert set(texts) == {1, 3}
+
+
+def test_a_server_answers_in_turn(remote: RemoteClient) -> None:
+    remote.prepare_others(HI, 3)
+    remote.begin()
+    texts, ended = ends(remote, 1)
+    remote.cancel(3)
+    more, others = ends(remote, 2)
+    assert texts == {1: ANSWER} and more == {2: ANSWER}
+    reasons = [end.reason for end in (*ended, *others) if isinstance(end, Finished)]
+    assert reasons == ["stop", "stop", "cancelled"]
