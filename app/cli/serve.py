@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ...engine.events import MOST_TOGETHER
 from ...models.errors import FloeError, UsageError
 from ..client.remote.address import KEY_VARIABLE, read_key
 from ..text.plain_text import printable
@@ -32,6 +33,13 @@ _VANISHED = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("
 )
 @click.option("--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Answers that may wait.")
 @click.option(
+    "--together",
+    type=click.IntRange(1, MOST_TOGETHER),
+    default=MOST_TOGETHER,
+    show_default=True,
+    help="Answers computed at once, where that is faster.",
+)
+@click.option(
     "--kv-memory",
     metavar="SIZE",
     help="RAM for conversations that may go on, such as 2gb; 0 keeps none.  [default: 1/32 of what is free]",
@@ -45,6 +53,7 @@ def serve(
     port: int,
     key_file: Path | None,
     queue: int,
+    together: int,
     origins: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -69,7 +78,7 @@ def serve(
     from ..chat.beginning import begin
 
     options |= {"max_tokens": 1, "system": None, "connect": None, "key_file": None}  # each request says its own
-    ctx.exit(_serve(begin(ctx, options), listen_at(host, port), key, queue, origins))
+    ctx.exit(_serve(begin(ctx, options), listen_at(host, port), key, (queue, together), origins))
 
 
 def _key(file: Path | None) -> str | None:
@@ -110,7 +119,9 @@ def listen_at(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int, origins: tuple[str, ...]) -> int:
+def _serve(
+    beginning: Any, listening: socket.socket, key: str | None, line: tuple[int, int], origins: tuple[str, ...]
+) -> int:
     from ..client.chat_client import ChatClient
     from ..client.loading import wait_until_loaded
     from ..server.application import application
@@ -129,7 +140,7 @@ def _serve(beginning: Any, listening: socket.socket, key: str | None, queue: int
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     guard = Guard(key, LOOPBACK if key is None else None, origins)
-    desk = Desk(client, loaded, queue)
+    desk = Desk(client, loaded, *line)
     app = application(desk, beginning.sampling, guard, origins)
     sys.stderr.write(printable(f"floe-chat: {loaded.model} answers at http://{shown}:{port}/v1 until Ctrl+C.\n"))
     Server(app, desk).run(sockets=[listening])

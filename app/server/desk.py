@@ -1,4 +1,4 @@
-"""One model and its waiting line: answers are computed one after the other, on a thread, and go to whoever asked."""
+"""One model and its waiting line: a thread hands orders to the engine, some at a time, and tells what comes of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from ...engine.events import Extras, Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
+from ...engine.events import (
+    MOST_TOGETHER,
+    Extras,
+    Failed,
+    Finished,
+    Loaded,
+    PresetChanged,
+    Rule,
+    Sampling,
+    Stats,
+)
 from ...models.errors import FloeError
 from ..client.chat_client import ChatClient
-from ..client.interface import NO_TOOLS, CallDelta, Likely, PromptTurn, TextDelta, ThoughtDelta, Tools
+from ..client.interface import NO_TOOLS, CallDelta, Likely, PromptTurn, TextDelta, ThoughtDelta, Tools, Update
 from ..client.loading import error_of
 from .refusals import RefusedError, refusal
 from .spoken import Called, Spoken, Text
 
-_LOOK_S = 0.5  # between two looks at whether the server ends, while nothing happens
+_LOOK_S = 0.1  # between two looks at the line and at whether the server ends, while nothing happens
 _log = logging.getLogger("floe_chat.app")
 
 
@@ -70,7 +80,7 @@ News = Text | Thought | Called | Likely | End | RefusedError
 
 @dataclass(slots=True)
 class Counts:
-    """What the desk has done so far. Of prompts, `reused_tokens` were not computed; `seconds` went into answers."""
+    """What the desk has done so far. Of prompts, `reused_tokens` were not computed; in `seconds` answers were."""
 
     answers: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -86,6 +96,7 @@ class Ticket:
     def __init__(self, desk: Desk, order: Order, tell: Callable[[News], None]) -> None:
         self.order, self.tell = order, tell
         self.left = False
+        self.request: int | None = None  # the client's, once it is handed over
         self._desk = desk
 
     def leave(self) -> None:
@@ -93,20 +104,32 @@ class Ticket:
         self._desk.forget(self)
 
 
+@dataclass(slots=True)
+class _Served:
+    """A ticket whose answer the client computes, or is going to. thought: tokens of its thinking so far."""
+
+    ticket: Ticket
+    spoken: Spoken
+    preset: str
+    thought: int = 0
+
+
 class Desk:
-    """Takes orders from any thread. `most`: orders that may wait.
+    """Takes orders from any thread. `most`: orders that may wait. `together`: those that the engine has at once.
+
+    A preset is in force for all that is computed, so only orders of one quality are handed over together.
 
     Attributes:
         loaded: the model. counts: see `Counts`.
     """
 
-    def __init__(self, client: ChatClient, loaded: Loaded, most: int) -> None:
+    def __init__(self, client: ChatClient, loaded: Loaded, most: int, together: int = MOST_TOGETHER) -> None:
         self.loaded, self.counts = loaded, Counts()
-        self._client, self._most = client, most
+        self._client, self._most, self._together = client, most, together
         self._quality: str | Rule = loaded.preset
         self._lock = threading.Condition()
         self._lines: OrderedDict[str, deque[Ticket]] = OrderedDict()  # the client whose turn it is first
-        self._served: Ticket | None = None
+        self._served: dict[int, _Served] = {}  # by request
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="floe-desk", daemon=True)
         self._thread.start()
@@ -122,9 +145,9 @@ class Desk:
         return self._client.tools
 
     @property
-    def busy(self) -> bool:
-        """Whether an answer is being computed."""
-        return self._served is not None
+    def running(self) -> int:
+        """Orders that the engine has."""
+        return len(self._served)
 
     def take(self, orders: Sequence[Order], tell: Callable[[int, News], None]) -> list[Ticket]:
         """Take orders that belong together, all or none; `tell` gets their news with their number.
@@ -155,15 +178,15 @@ class Desk:
         """See `Ticket.leave`."""
         with self._lock:
             ticket.left = True
-            if ticket is self._served:
-                self._client.cancel()
+            if ticket.request in self._served:
+                self._client.cancel(ticket.request)
             elif ticket in (line := self._lines.get(ticket.order.client, deque())):
                 line.remove(ticket)
                 if not line:
                     del self._lines[ticket.order.client]
 
     def close(self) -> None:
-        """Refuse all that waits, end the running answer, and the engine."""
+        """Refuse all that waits, end the running answers, and the engine."""
         with self._lock:
             self._closed = True
             waiting = [ticket for line in self._lines.values() for ticket in line]
@@ -178,83 +201,115 @@ class Desk:
     def _run(self) -> None:
         while True:
             with self._lock:
-                while not self._lines and not self._closed:
+                while not self._lines and not self._served and not self._closed:
                     self._lock.wait()
-                if self._closed:
+                if self._closed and not self._served:
                     return
-                ticket = self._served = self._next()
             began = time.monotonic()
             try:
-                last: News = self._serve(ticket)
-            except RefusedError as error:
-                last = error
-            except FloeError as error:
-                last = refusal(error)
-            # The thread's border: the next order must not suffer.
+                while (ticket := self._next()) is not None:
+                    self._begin(ticket)
+                if self._served:
+                    for update in self._client.poll(_LOOK_S):
+                        self._hear(update)
+            # The thread's border: the next orders must not suffer.
             except Exception:  # noqa: BLE001
-                _log.exception("an answer failed")
-                last = RefusedError(500, "The answer failed. This is a bug in floe-chat; the log has the details.")
-            with self._lock:
-                self._served = None
-                self._count(last, time.monotonic() - began)
-            ticket.tell(last)
-
-    def _next(self) -> Ticket:
-        """The next client's first ticket; that client's turn comes again after all others'."""
-        client, line = next(iter(self._lines.items()))
-        ticket = line.popleft()
-        self._lines.move_to_end(client)
-        if not line:
-            del self._lines[client]
-        return ticket
-
-    def _count(self, last: News, seconds: float) -> None:
-        self.counts.seconds += seconds
-        outcome = last.reason if isinstance(last, End) else "failed"
-        self.counts.answers[outcome] = self.counts.answers.get(outcome, 0) + 1
-        if isinstance(last, End):
-            self.counts.prompt_tokens += last.stats.prompt_tokens or 0
-            self.counts.reused_tokens += last.stats.reused_tokens
-            self.counts.new_tokens += last.stats.new_tokens
-
-    def _serve(self, ticket: Ticket) -> End:
-        """Compute one answer and tell it; its end.
-
-        Raises:
-            RefusedError: the engine failed. FloeError: the prompt does not fit, or cannot be made.
-        """
-        order, thought = ticket.order, 0
-        spoken = Spoken(order.stops, order.tools)
-        self._client.poll()  # what is left of the answer before
-        preset = self._set_quality(order.quality or self.loaded.preset)
-        how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema, order.tools
-        request = self._client.submit_whole(order.given, *how, think=order.think).request
-        with self._lock:
-            if ticket.left or self._closed:
+                _log.exception("answers failed")
                 self._client.cancel()
-        while True:
-            for update in self._client.poll(_LOOK_S):
-                match update:
-                    case ThoughtDelta(request=of, text=text, tokens=tokens) if of == request:
-                        thought += tokens
-                        ticket.tell(Thought(text)) if text else None
-                    case Likely() if update.request == request and not spoken.over:
-                        ticket.tell(update)
-                    case TextDelta() | CallDelta() if update.request == request:
-                        for news in spoken.take(update):
-                            ticket.tell(news)
-                        if spoken.over:
-                            self._client.cancel()
-                    case Finished(request=of, reason=reason, stats=stats) if of == request:
-                        for news in spoken.end():
-                            ticket.tell(news)
-                        if reason == "cancelled" and not spoken.over:
-                            raise RefusedError(503, "The answer was stopped: the server is ending.")
-                        return End(spoken.reason(reason), stats, thought, preset)
-                    case Failed(request=of) if of is None or of == request:
-                        raise refusal(error_of(update))
-                    case _:
-                        pass
+                self._fail(RefusedError(500, "The answer failed. This is a bug in floe-chat; the log has the details."))
+            self.counts.seconds += time.monotonic() - began
+
+    def _next(self) -> Ticket | None:
+        """The next client's first ticket, whose turn comes again after all others'; None while it has to wait: another
+        quality is in force, or the engine has enough.
+        """
+        with self._lock:
+            if self._closed or not self._lines or len(self._served) >= self._together:
+                return None
+            client, line = next(iter(self._lines.items()))
+            if self._served and self._wanted(line[0]) != self._quality:
+                return None
+            ticket = line.popleft()
+            self._lines.move_to_end(client)
+            if not line:
+                del self._lines[client]
+            return ticket
+
+    def _wanted(self, ticket: Ticket) -> str | Rule:
+        return ticket.order.quality or self.loaded.preset
+
+    def _begin(self, ticket: Ticket) -> None:
+        """Hand an order to the client, or say why not."""
+        order, last = ticket.order, None
+        try:
+            if not self._served:
+                self._client.poll()  # what is left of answers before
+            preset = self._set_quality(self._wanted(ticket))
+            how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema, order.tools
+            ticket.request = self._client.submit_whole(order.given, *how, think=order.think).request
+            with self._lock:
+                self._served[ticket.request] = _Served(ticket, Spoken(order.stops, order.tools), preset)
+                if ticket.left or self._closed:
+                    self._client.cancel(ticket.request)
+        except RefusedError as error:
+            last = error
+        except FloeError as error:
+            last = refusal(error)
+        except Exception:
+            self._end(ticket, RefusedError(500, "The answer failed. This is a bug in floe-chat."))
+            raise
+        if last is not None:
+            self._end(ticket, last)
+
+    def _hear(self, update: Update) -> None:
+        """Pass on what came of one answer."""
+        request = getattr(update, "request", None)
+        if isinstance(update, Failed) and request is None:
+            self._client.cancel()
+            self._fail(refusal(error_of(update)))
+        if request is None or (served := self._served.get(request)) is None:
+            return
+        ticket, spoken = served.ticket, served.spoken
+        match update:
+            case ThoughtDelta(text=text, tokens=tokens):
+                served.thought += tokens
+                ticket.tell(Thought(text)) if text else None
+            case Likely() if not spoken.over:
+                ticket.tell(update)
+            case TextDelta() | CallDelta():
+                over = spoken.over
+                for news in spoken.take(update):
+                    ticket.tell(news)
+                if spoken.over and not over:
+                    self._client.cancel(request)
+            case Finished(reason=reason, stats=stats):
+                for news in spoken.end():
+                    ticket.tell(news)
+                if reason == "cancelled" and not spoken.over:
+                    self._end(ticket, RefusedError(503, "The answer was stopped: the server is ending."))
+                else:
+                    self._end(ticket, End(spoken.reason(reason), stats, served.thought, served.preset))
+            case Failed():
+                self._end(ticket, refusal(error_of(update)))
+            case _:
+                pass
+
+    def _fail(self, error: RefusedError) -> None:
+        """None of those that the engine has will come."""
+        for served in [*self._served.values()]:
+            self._end(served.ticket, error)
+
+    def _end(self, ticket: Ticket, last: End | RefusedError) -> None:
+        with self._lock:
+            if ticket.request is not None:
+                self._served.pop(ticket.request, None)
+            outcome = last.reason if isinstance(last, End) else "failed"
+            self.counts.answers[outcome] = self.counts.answers.get(outcome, 0) + 1
+            if isinstance(last, End):
+                self.counts.prompt_tokens += last.stats.prompt_tokens or 0
+                self.counts.reused_tokens += last.stats.reused_tokens
+                self.counts.new_tokens += last.stats.new_tokens
+        ticket.tell(last)
 
     def _set_quality(self, quality: str | Rule) -> str:
         """Put a preset or rule in force; the name of what is.

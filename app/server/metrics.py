@@ -33,7 +33,7 @@ class _Counted(Collector):
         ):
             yield CounterMetricFamily(name, text, number)
         yield GaugeMetricFamily("floe_waiting", "Answers that wait.", self._desk.waiting)
-        yield GaugeMetricFamily("floe_running", "Answers that are being computed.", int(self._desk.busy))
+        yield GaugeMetricFamily("floe_running", "Answers that the engine has.", self._desk.running)
 
 
 def text(desk: Desk) -> bytes:

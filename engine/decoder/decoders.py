@@ -62,7 +62,7 @@ class Decoder(Protocol):
 
     def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> Tensor | None:
         """Logits (N, V) after a token of each of N texts, which follow what `kvs` hold, computed together; see
-        `forward`. N is 8 at most. None if texts go through the model one by one.
+        `forward`. N is 4 at most. None if texts go through the model one by one.
 
         Raises:
             Cancelled: an answer was stopped; no text has the token then.

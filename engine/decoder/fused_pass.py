@@ -319,7 +319,8 @@ class FusedDecoder:
             self._step = None
         for store, start in zip(stores, starts, strict=True):
             store.length = start + 1
-        return self._logits(x if added is None else x + added)
+        # Row by row: several at once would have other noise than one, and an answer other tokens among others than alone.
+        return torch.cat([self._logits(row) for row in (x if added is None else x + added).split(1)])
 
     def beside(self) -> KVCache | None:
         """See `Decoder`."""

@@ -226,7 +226,7 @@ typedef struct {
 // Whether the sizes of a layer fit each other.
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
 
-enum { FLOE_MOST_TOGETHER = 8 }; // tokens, each of another text
+enum { FLOE_MOST_TOGETHER = 4 }; // tokens, each of another text
 
 // So many tokens before a layer's experts; `number` is the layer's in their places. x (tokens, H) is the residual
 // stream, added (tokens, H) what the block before gave. Fills routed.

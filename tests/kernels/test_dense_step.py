@@ -236,9 +236,9 @@ def test_it_is_the_definition(sizes: Sizes) -> None:
 @every_size
 @pytest.mark.usefixtures("isa", "two_threads")
 def test_texts_together_are_each_alone(sizes: Sizes) -> None:
-    layer, all_positions = make_layer(sizes), (200, 0, 64, CAPACITY - 1, 5, 63, 1, 128)
+    layer, all_positions = make_layer(sizes), (200, 0, CAPACITY - 1, 64)
     if layer.router is not None:
-        layer = replace(layer, router=replace(layer.router, scores=torch.empty(8, sizes.experts)))
+        layer = replace(layer, router=replace(layer.router, scores=torch.empty(4, sizes.experts)))
     step = NativeStep(layer)
     for positions, added in ((all_positions[:1], True), (all_positions[:3], False), (all_positions, True)):
         inputs = [make_input(sizes, position) for position in positions]
@@ -250,12 +250,12 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
         where = step.places([Place(rope, [torch.zeros_like(kv), kv], at) for (_, _, rope, kv), at in given])
         together = step.together(1, x, more if added else None, where)
         for row, one in enumerate(alone):
-            assert relative_rms(together.stream[row], one.stream[0]) <= 1e-6
-            assert relative_rms(together.hidden[row], one.hidden[0]) <= 1e-6
+            assert torch.equal(together.stream[row], one.stream[0]), "to the last bit"
+            assert torch.equal(together.hidden[row], one.hidden[0])
             for part, own in zip(together.routed, one.routed, strict=True):
-                assert torch.allclose(part[row], own[0], rtol=1e-5)
+                assert torch.equal(part[row], own[0])
         if scores is not None and step.scores is not None:
-            assert torch.allclose(step.scores[len(positions) - 1], scores[0], rtol=1e-5)
+            assert torch.equal(step.scores[len(positions) - 1], scores[0])
         for (_, _, rope, kv), position in given:
             kept = make_input(sizes, position)[3]
             assert torch.equal(kv[:position].nan_to_num(9), kept[:position].nan_to_num(9))
@@ -266,10 +266,10 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
 def test_more_texts_than_fit_are_refused() -> None:
     sizes = SIZES["small"]
     step, (x, _, rope, kv) = NativeStep(make_layer(sizes)), make_input(sizes, 2)
-    where = step.places(9 * [Place(rope, [kv], 2)])
+    where = step.places(5 * [Place(rope, [kv], 2)])
     step.scores = None
     with pytest.raises(ValueError):
-        step.together(0, x.expand(9, -1).contiguous(), None, where)
+        step.together(0, x.expand(5, -1).contiguous(), None, where)
     with pytest.raises(ValueError):
         step.together(0, x, None, step.places(2 * [Place(rope, [kv], 2)]))
 

@@ -36,7 +36,7 @@ class SparseSum {
     float *sums = nullptr, *bias = nullptr; // (slices, H) and (slices, groups)
 
   private:
-    Buffer buffer_;
+    Buffer buffer_, sizes_;
 };
 
 } // namespace floe

@@ -1,7 +1,7 @@
 // sparse_swiglu: the active neurons' records, each read once: other · x, then the down column into y.
 //
-// The list of active neurons is cut into slices by its length alone; each slice has a sum of its own, and the sums
-// are added in order. So the result does not depend on the number of threads.
+// A token's list of active neurons is cut into slices by its length alone; each slice has a sum of its own, and the
+// sums are added in order. So the result depends neither on the number of threads nor on other tokens.
 //
 // Rows lie scattered, and the time to reach a row's first line exceeds the time to compute it. So while some rows are
 // computed, others are prefetched line by line (RowOps' `ahead`).
@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace floe {
@@ -165,11 +166,18 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
         return FLOE_BAD_INDEX;
     if (const int error = check_active(count, offsets, of_active.neurons, neurons, buffer_)) return error;
 
-    const int64_t total = offsets[count], width = down.n;
-    int64_t rows_each = (total + kSlices - 1) / kSlices;
-    if (rows_each < kMinRows) rows_each = kMinRows;
+    const int64_t width = down.n;
+    // By each token's own neurons, so that its sums do not depend on the others.
+    int64_t *const each = (int64_t *)sizes_.take(aligned(8 * tokens));
+    if (each == nullptr) return FLOE_NO_MEMORY;
+    std::fill_n(each, tokens, 0);
+    for (int64_t p = 0; p < count; p++) each[of_calls.token[p]] += offsets[p + 1] - offsets[p];
+    for (int64_t t = 0; t < tokens; t++) each[t] = std::max((each[t] + kSlices - 1) / kSlices, kMinRows);
     slice_count = 0;
-    for (int64_t p = 0; p < count; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
+    for (int64_t p = 0; p < count; p++) {
+        const int64_t rows_each = each[of_calls.token[p]];
+        slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
+    }
     bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
     scratch_bytes = aligned(width + kChunk);
     uint8_t *memory = buffer_.take(tokens_bytes(other, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
@@ -180,7 +188,8 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
     slices = carve<Slice>(memory, slice_count);
     int64_t filled = 0;
     for (int64_t p = 0; p < count; p++)
-        for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
+        for (int64_t start = offsets[p], rows_each = each[of_calls.token[p]]; start < offsets[p + 1];
+             start += rows_each)
             slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1], 0};
     sums = carve<float>(memory, slice_count * width);
     bias = carve<float>(memory, slice_count * bias_stride);

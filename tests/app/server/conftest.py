@@ -24,8 +24,8 @@ def demo() -> Iterator[Served]:
 
 @pytest.fixture
 def slow(long_winded: Path) -> Iterator[Served]:
-    """Answers that do not end by themselves, of which two may wait."""
-    with serving(long_winded, queue=2) as served:
+    """Answers that do not end by themselves, one at a time, of which two may wait."""
+    with serving(long_winded, queue=2, together=1) as served:
         yield served
 
 

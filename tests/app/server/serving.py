@@ -17,7 +17,7 @@ from floe_chat.app.server.application import application
 from floe_chat.app.server.connections import PAUSE_S, Server
 from floe_chat.app.server.desk import Desk
 from floe_chat.app.server.guard import LOOPBACK, Guard
-from floe_chat.engine.events import Sampling
+from floe_chat.engine.events import MOST_TOGETHER, Sampling
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -82,14 +82,20 @@ class Served:
 
 @contextmanager
 def serving(
-    pack: Path, queue: int = 64, key: str | None = None, origins: tuple[str, ...] = (), *, pause: float = PAUSE_S
+    pack: Path,
+    queue: int = 64,
+    key: str | None = None,
+    origins: tuple[str, ...] = (),
+    *,
+    pause: float = PAUSE_S,
+    together: int = MOST_TOGETHER,
 ) -> Generator[Served]:
     """The model in `pack`, drawing the likeliest token unless a request says otherwise. With a `pause` of its own, the
     system holds little of what nobody takes.
     """
     client = ChatClient(pack)
     client.start()
-    desk = Desk(client, wait_until_loaded(client), queue)
+    desk = Desk(client, wait_until_loaded(client), queue, together)
     guard = Guard(key, LOOPBACK if key is None else None, origins)
     app = application(desk, Sampling(temperature=0.0, min_p=0.0), guard, origins, pause)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

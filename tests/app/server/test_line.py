@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import httpx2
 import pytest
 from floe_chat.app.client.interface import PromptTurn
 from floe_chat.app.server.desk import End, News, Order
-from floe_chat.engine.events import Sampling
+from floe_chat.app.server.refusals import RefusedError
+from floe_chat.app.server.spoken import Text
+from floe_chat.engine.events import Rule, Sampling
 from openai import RateLimitError
 
-from .serving import Served, user
+from .serving import Served, serving, user
 
 
 def test_a_closed_connection_frees_the_line(slow: Served) -> None:
@@ -70,3 +75,82 @@ def test_the_figures_add_up(demo: Served) -> None:
     used = demo.post({"messages": user("Why?"), "max_tokens": 6}).json()["usage"]
     after = [demo.metric(f"floe_{name}_tokens_total") for name in ("prompt", "new")]
     assert [b - a for a, b in zip(before, after, strict=True)] == [used["prompt_tokens"], used["completion_tokens"]]
+
+
+class TestTogether:
+    """Several answers at a time, as the desk hands them over."""
+
+    @staticmethod
+    def taken(served: Served, orders: list[Order]) -> list[str]:
+        """All of them at once; what each was told, and how it ended."""
+        texts, left, done = [""] * len(orders), len(orders), threading.Event()
+
+        def tell(number: int, news: News) -> None:
+            nonlocal left
+            match news:
+                case Text(text):
+                    texts[number] += text
+                case End(reason=reason, preset=preset):
+                    texts[number] += f" [{reason} {preset}]"
+                    left -= 1
+                case RefusedError():
+                    texts[number] += f" [{news.status}]"
+                    left -= 1
+                case _:
+                    pass
+            if not left:
+                done.set()
+
+        served.desk.take(orders, tell)
+        assert done.wait(120), texts
+        return texts
+
+    def test_each_is_what_it_is_alone(self, demo: Served) -> None:
+        """With its own seed, stop, constraint, limit and preset; two qualities are never computed at once."""
+        orders = [
+            replace(order(f"client {number % 3}", 20 + 7 * number), sampling=Sampling(temperature=0.9, seed=number))
+            for number in range(9)
+        ]
+        orders[2] = replace(orders[2], schema='{"enum": ["yes", "no"]}')
+        orders[3] = replace(orders[3], quality="Fast")
+        orders[4] = replace(orders[4], quality="Fast", stops=("e",))
+        orders[6] = replace(orders[6], quality=Rule(sparsity=0.2))
+        alone = [self.taken(demo, [one])[0] for one in orders]
+        assert self.taken(demo, orders) == alone
+        assert [one.rpartition(" ")[2] for one in alone[2:7]] == ["Balanced]", "Fast]", "Fast]", "Balanced]", "Custom]"]
+        assert alone[2].startswith(('"yes"', '"no"')) and "e" not in alone[4].partition(" [")[0]
+
+    def test_one_that_leaves_takes_none_with_it(self, long_winded: Path) -> None:
+        with serving(long_winded, together=3) as served:
+            tickets = [served.desk.take([order(str(number), 30_000)], lambda _, __: None)[0] for number in range(4)]
+            served.until("floe_running", 3)
+            assert served.metric("floe_waiting") == 1
+            tickets[1].leave()
+            served.until("floe_waiting", 0)
+            assert served.metric("floe_running") == 3 and served.desk.counts.answers == {"failed": 1}
+            for ticket in tickets:
+                ticket.leave()
+            served.until("floe_running", 0)
+            assert served.desk.counts.answers == {"failed": 4}
+
+    def test_another_quality_is_not_kept_waiting_for_ever(self, demo: Served) -> None:
+        ended: list[str] = []
+        done = threading.Event()
+
+        def tell(number: int, news: News) -> None:
+            if isinstance(news, End):
+                ended.append(names[number])
+                if len(ended) == len(names):
+                    done.set()
+
+        names = ["a", "a", "a", "a", "fast", *"aaaaaaaa"]
+        orders = [
+            replace(order(f"{at}", 20), quality="Fast" if name == "fast" else None) for at, name in enumerate(names)
+        ]
+        demo.desk.take(orders, tell)
+        assert done.wait(120) and ended.index("fast") == 4
+
+    def test_a_preset_that_does_not_exist_ends_its_own_answer(self, demo: Served) -> None:
+        orders = [order("a", 9), replace(order("b", 9), quality="Best"), order("c", 9)]
+        told = self.taken(demo, orders)
+        assert told[1] == " [400]" and told[0] == told[2] and told[0].endswith("[length Balanced]")

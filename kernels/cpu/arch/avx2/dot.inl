@@ -7,6 +7,9 @@ namespace {
 
 constexpr int kTokens = 4; // at a time: their sums, scales and the codes of a step fill the registers
 
+// So few are multiplied each by itself, with the noise that it has alone: answers computed together stay what they are.
+constexpr int kAlone = FLOE_MOST_TOGETHER;
+
 inline float sum8(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -151,10 +154,10 @@ FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, in
     sum_so_far = {total, shift};
 }
 
-// Up to kBatch vectors with one token, one after the other; those of records, which lie scattered, side by side,
+// Up to kBatch vectors with token t, one after the other; those of records, which lie scattered, side by side,
 // section by section: so they arrive sooner.
 template <int BITS, int DIGITS>
-void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, const uint8_t *wanted,
+void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, int t, const uint8_t *wanted,
              float (*out)[kBatch], const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
     const bool scattered = w->codes == w->scale + head_bytes(v);
@@ -165,23 +168,26 @@ void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token
     for (int r = 0; r < rows; r++) sums[r] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int64_t from = 0; from < whole; from += span)
         for (int r = 0; r < rows; r++) {
-            if (!is_wanted(wanted, r, 0)) continue;
-            if (from == 0) paces[r] = Pace(ahead[r], chunks / kSection);
+            if (!is_wanted(wanted, r, t)) continue;
+            if (from == 0) paces[r] = t == 0 ? Pace(ahead[r], chunks / kSection) : Pace();
             add(w[r], token, from, from + span, sums[r], paces[r]);
         }
     const Token *const tokens = &token;
     for (int r = 0; r < rows; r++) {
-        if (!is_wanted(wanted, r, 0)) continue;
+        if (!is_wanted(wanted, r, t)) continue;
         __m256 total = _mm256_sub_ps(sums[r].total, sums[r].shift);
         if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w[r], &tokens, whole, &total);
-        out[r][0] = sum8(total);
+        out[r][t] = sum8(total);
     }
 }
 
 template <int BITS, int DIGITS>
 void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    if (count == 1 && v.group == kChunk) return dot_one<BITS, DIGITS>(v, w, rows, *tokens[0], wanted, out, ahead);
+    if (count <= kAlone && v.group == kChunk) {
+        for (int t = 0; t < count; t++) dot_one<BITS, DIGITS>(v, w, rows, *tokens[t], t, wanted, out, ahead);
+        return;
+    }
     __m256 sums[kBatch][kBatch];
     const Token *own[kBatch][kBatch]; // each vector meets its own tokens
     int counts[kBatch];
@@ -288,7 +294,7 @@ void dot_floats(const floe_vector &v, const Stored *w, int rows, const Token *co
         for (int t = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) own[mine++] = tokens[t];
         Ahead rest = ahead[r];
-        for (; done + 4 <= mine; done += 4, rest.lines = 0) four(v, w[r], own + done, found + done, rest);
+        for (; count > kAlone && done + 4 <= mine; done += 4, rest.lines = 0) four(v, w[r], own + done, found + done, rest);
         for (; done < mine; done++, rest.lines = 0) one(v, w[r], own + done, found + done, rest);
         for (int t = 0, i = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) out[r][t] = found[i++];
