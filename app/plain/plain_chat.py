@@ -22,7 +22,7 @@ from ..chat import model_choice
 from ..chat.beginning import Beginning
 from ..chat.dialogue import Dialogue
 from ..client.engines import Engines
-from ..client.interface import UNKNOWN_WINDOW, Choice, Client, Submitted, TextDelta, ThoughtDelta
+from ..client.interface import UNKNOWN_WINDOW, Choice, Client, Question, Submitted, TextDelta, ThoughtDelta
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
 from ..history.exporting import thought_for

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Submitted, Update
+from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Question, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -176,11 +176,11 @@ class ScriptedClient(ChatClient):
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
-        self.asked.append(tuple(messages))
-        self.samplings.append(sampling)
-        self.begun.append(answer)
-        self.thoughts.append(thought)
-        self.conversations.append(conversation)
+        self.asked.append(tuple(question.messages))
+        self.samplings.append(question.sampling)
+        self.begun.append(question.answer)
+        self.thoughts.append(question.thought)
+        self.conversations.append(question.conversation)
         return Submitted(len(self.asked), 20, self.dropped)
 
     def prepare_others(self, question: Question, count: int) -> list[Submitted]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Submitted
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import Welcome
@@ -19,7 +19,6 @@ from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.chat.turns import UserTurn
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.panel.status_line import StatusLine
-from floe_chat.engine.events import Sampling
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_process import ChatProcess
 from textual.pilot import Pilot
@@ -58,7 +57,7 @@ class HeldClient(ChatClient):
         super().start()
 
     def prepare(self, question: Question) -> Submitted:
-        self.asked.append(list(messages))
+        self.asked.append(list(question.messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
         return super().prepare(question)
