@@ -111,8 +111,9 @@ class Controller:
                 self.answering.show_stats(news)
             case PresetChanged(preset):
                 self.model.take_preset_in_force(preset)
-            case Finished() if self.answering.is_live(news.request):
-                await self._become_ready(await self.answering.finish(news))
+            case Finished() if self.answering.live(news.request) is not None:
+                if words := await self.answering.finish(news):
+                    await self._become_ready(words)
             case Failed():
                 await self._explain(news)
             case Ready(_saved, interrupted):
@@ -128,14 +129,15 @@ class Controller:
         self.questions.save_soon()
 
     async def _explain(self, failed: Failed) -> None:
-        answering = self.answering.is_live(failed.request)
-        if answering:
-            self.view.gauges.stop()
-            await self.answering.end("failed", None)
+        if (running := self.answering.live(failed.request)) is not None:
+            await self.answering.end(running, "failed", None)
+            await (self.view.messages if running.left else running.place).explain(failed)
+            if self.answering.newest is None:
+                self.view.gauges.stop()
+                await self._become_ready("ready")
+            return
         await self.view.messages.explain(failed)
-        if answering:
-            await self._become_ready("ready")
-        elif self.model.phase is Phase.LOADING:
+        if self.model.phase is Phase.LOADING:
             self.view.pump.post_message(ModelNotLoaded(self.model.client.chosen))
             await self.questions.take_back_queued()
             if self.model.fall_back() and self.model.name:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from ...models.errors import FloeError
 from ..client.interface import PromptTurn as PromptTurn
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, MessageState, shortened
 from ..history.records import first_line, now
@@ -105,11 +107,16 @@ class Dialogue:
             self._known[message.id] = ended
         return ended
 
-    def withdraw(self, message: Message) -> None:
-        """Take away the last message: a question that could not be asked, or an answer without any text."""
+    def withdraw(self, message: Message, instead: Message | None = None) -> None:
+        """Take away the last message: a question that could not be asked, or an answer without any text. The answer
+        `instead` of which it was asked for is shown again.
+        """
         self._history.delete_message(message.id)
+        if instead is not None:
+            with suppress(FloeError):  # it was deleted in another window
+                self._history.switch(message.conversation, self._history.newest_leaf(instead.id))
         if self.ids[-1:] != (message.id,):
-            return  # of a conversation that was left meanwhile
+            return  # it is not shown, or its conversation was left meanwhile
         self.ids = self.ids[:-1]
         if message.siblings > 1:
             self.reload()

@@ -20,8 +20,27 @@ class Waiting(Protocol):
         """Take it away."""
 
 
-class Messages(Protocol):
-    """The messages of one branch, with remarks between them; `feed` and `show_progress` are about the live one."""
+class Place(Protocol):
+    """Where an answer is shown while it is written."""
+
+    def show_progress(self, words: str) -> None:
+        """Show what happens before its first token."""
+
+    def feed(self, text: str) -> None:
+        """Show more of the answer."""
+
+    def think(self, text: str, tokens: int) -> None:
+        """Show more of what the model thinks before it answers."""
+
+    def finish(self, answer: Message) -> None:
+        """No more text comes."""
+
+    async def explain(self, problem: FloeError | Failed) -> None:
+        """Show what went wrong, why, and what to do."""
+
+
+class Messages(Place, Protocol):
+    """The messages of one branch, with remarks between them; what `Place` says is about the live one."""
 
     @property
     def live(self) -> int | None:
@@ -52,18 +71,9 @@ class Messages(Protocol):
     async def note(self, text: str) -> None:
         """Add a remark of the program."""
 
-    async def explain(self, problem: FloeError | Failed) -> None:
-        """Add what went wrong, why, and what to do."""
-
     async def queue(self, text: str, note: str, files: tuple[str, ...]) -> Waiting:
         """Add a question that waits."""
         ...
-
-    def feed(self, text: str) -> None:
-        """Show more of the answer."""
-
-    def think(self, text: str, tokens: int) -> None:
-        """Show more of what the model thinks before it answers."""
 
     def show_thinking(self, *, opened: bool) -> None:
         """Open what the models thought, or fold it, from now on."""
@@ -71,12 +81,6 @@ class Messages(Protocol):
     def turn_thinking(self) -> bool:
         """Open or fold what the model thought before the last answer; False if there is none."""
         ...
-
-    def show_progress(self, words: str) -> None:
-        """Show what happens before its first token."""
-
-    def finish(self, answer: Message) -> None:
-        """No more text comes."""
 
 
 class Field(Protocol):

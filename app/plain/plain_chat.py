@@ -193,7 +193,7 @@ class PlainChat:
                 if not shown.text.strip():
                     remark("The model was still thinking at the end. /again asks again.")
             else:
-                self.dialogue.withdraw(message)
+                self.dialogue.withdraw(message, instead)
             self.history.settle()
 
     def _write(self, request: int, kept: Answer, shown: PlainAnswer) -> None:
