@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...engine.context import room_for_answer
@@ -21,7 +22,8 @@ class Running:
     """An answer that is being written, and afterwards what came.
 
     Attributes:
-        place: shows it. instead: the answer in whose place it was asked for. left: it is shown nowhere any more.
+        place: shows it. instead: the answer in whose place it was asked for. again: the key asked for it that asks for
+            three if it is held. left: it is shown nowhere any more. removed: it had no text when it was stopped.
     """
 
     request: int
@@ -32,7 +34,9 @@ class Running:
     pieces: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
     thought_tokens: int = 0
+    again: bool = False
     left: bool = False
+    removed: bool = False
 
     @property
     def so_far(self) -> Message:
@@ -46,7 +50,7 @@ class Running:
 
 
 class Answering:
-    """Has the last question of the dialogue answered."""
+    """Has the last question of the dialogue answered: once, or several times side by side."""
 
     def __init__(
         self,
@@ -110,6 +114,21 @@ class Answering:
         self._begin(submitted, seen)
         return True
 
+    async def start_beside(self, places: Sequence[Place], beside: Message | None) -> list[Running]:
+        """Have the last question answered once for each of `places`, as siblings of the answer `beside`, which stays
+        the one that the chat shows; without one, the first answer does.
+
+        Raises:
+            FloeError: the engine refuses that.
+        """
+        question, seen = self._question(beside)
+        submitted = self._model.client.prepare_others(question, len(places))
+        begun = self._dialogue.beside(beside, len(places), self._model.name, self._model.preset)
+        given = zip(submitted, begun, places, strict=True)
+        found = [self._follow(one, *answer, place) for one, answer, place in given]
+        self._begin(submitted[0], seen)
+        return found
+
     def _question(self, before: Message | None, more_of: Message | None = None) -> tuple[Question, list[int]]:
         """The last question (the last one `before` an answer), and the messages that go with it."""
         turns, seen = self._dialogue.turns(self._model.window or UNKNOWN_WINDOW, before)
@@ -134,6 +153,29 @@ class Answering:
         gauges.say(f"reading prompt 0/{read}" if read else f"waiting for {client.remote}", "$accent")
         # Only once this is painted: each would slow the other down, and a small model has answered by then.
         self._view.pump.call_after_refresh(client.begin)
+
+    def show_in_chat(self, running: Running) -> None:
+        """Show an answer that is being written beside others as the last one of the chat, which already ends in it."""
+        running.message = self._dialogue.message(running.message.id) or running.message
+        self._dialogue.remember(running.so_far)
+        running.place = self._view.messages
+        self._view.messages.live = running.message.id
+
+    def let_go(self, running: Running) -> None:
+        """Stop an answer that is shown nowhere any more: what came of it is kept."""
+        if running.request in self._live and not running.left:
+            self._model.client.cancel(running.request)
+            running.left = True
+            if running.blank:
+                running.removed = True
+                running.answer.finish(None, "stopped")
+                self._dialogue.withdraw(running.message, running.instead)
+
+    def close(self) -> None:
+        """The program ends, and the history marks what is being written as stopped."""
+        for running in tuple(self._live.values()):
+            if running.blank:
+                self.let_go(running)
 
     def leave(self) -> None:
         """Stop all answers: their conversation is left."""
@@ -188,6 +230,8 @@ class Answering:
     async def end(self, running: Running, state: MessageState, stats: AnswerStats | None) -> None:
         """Save how an answer ended; an empty answer is removed."""
         del self._live[running.request]
+        if running.removed:
+            return
         messages = self._view.messages
         in_chat = running.place is messages
         if in_chat:

@@ -39,6 +39,43 @@ class Place(Protocol):
         """Show what went wrong, why, and what to do."""
 
 
+class Column(Place, Protocol):
+    """One of several answers side by side."""
+
+    def begin(self, answer: Message) -> None:
+        """This answer is shown here, with what came of it so far."""
+
+    def count(self, tokens: int) -> None:
+        """So many tokens were written."""
+
+    def give_up(self) -> None:
+        """No answer comes here."""
+
+
+class Picking(Protocol):
+    """What the person does with answers side by side."""
+
+    async def pick(self, at: int) -> None:
+        """Go on with answer number `at`, from 0."""
+
+    async def escape(self) -> None:
+        """Stop those that are being written; if there are none, go back to the chat."""
+
+
+class Beside(Protocol):
+    """A page above the chat with several answers to one question side by side."""
+
+    def open(self, question: str, remark: str, count: int, picking: Picking) -> Sequence[Column]:
+        """Show the page, with the question, a remark on it and `count` columns."""
+        ...
+
+    def close(self) -> None:
+        """Take it away."""
+
+    def remark(self, text: str) -> None:
+        """Say something to the person there."""
+
+
 class Messages(Place, Protocol):
     """The messages of one branch, with remarks between them; what `Place` says is about the live one."""
 
@@ -154,6 +191,7 @@ class View:
     """A screen as the chat's parts see it. pump: its loop, for what happens later."""
 
     messages: Messages
+    beside: Beside
     field: Field
     gauges: Gauges
     pump: MessagePump
