@@ -122,7 +122,10 @@ class Answering:
             FloeError: the engine refuses that.
         """
         question, seen = self._question(beside)
-        submitted = self._model.client.prepare_others(question, len(places))
+        drawn = replace(
+            question, sampling=replace(question.sampling, seed=None)
+        )  # a chosen seed would repeat an answer
+        submitted = self._model.client.prepare_others(drawn, len(places))
         begun = self._dialogue.beside(beside, len(places), self._model.name, self._model.preset)
         given = zip(submitted, begun, places, strict=True)
         found = [self._follow(one, *answer, place) for one, answer, place in given]

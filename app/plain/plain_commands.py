@@ -53,8 +53,8 @@ class Chat(Protocol):
     def ask(self, text: str, instead: Message | None = None) -> None:
         """Ask a question, in place of another or after the last answer."""
 
-    def answer(self, instead: Message | None = None) -> None:
-        """Answer the last question, again if `instead` is its answer."""
+    def answer(self, instead: Message | None = None, *, fresh: bool = False) -> None:
+        """Answer the last question, again if `instead` is its answer, by a `fresh` seed."""
 
     def show(self) -> None:
         """Print the chat from its beginning."""
@@ -132,7 +132,7 @@ class PlainCommands:
             last = self._last_message("assistant", "user")
             if at == 0:
                 remark("Ctrl+C stops the answer that is being written, and asks for no more.")
-            self._chat.answer(last if last.role == "assistant" else None)
+            self._chat.answer(last if last.role == "assistant" else None, fresh=True)
             if self._chat.stats is None or self._chat.stats.stop_reason == "cancelled":
                 break
         last = self._last_message("assistant", "user")

@@ -33,7 +33,10 @@ async def test_three_answers_come_side_by_side_and_one_is_picked(tmp_path: Path)
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
+        await write(pilot, "/set seed 7")
+        await pilot.press("enter")
         requests = await others(pilot, client)
+        assert [sampling.seed for sampling in client.samplings[1:]] == [None] * 3
         assert client.asked[1:] == [client.asked[0]] * 3 and client.began == 2
         await see(pilot, "▸1 ● waiting", "2 ● waiting", "3 ● waiting", "one")
         a, b, c = requests

@@ -151,8 +151,11 @@ def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.C
 def test_three_others_come_one_after_the_other_and_one_is_picked(
     kept: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = chat(kept, "/others", "/pick 1", "one", "/pick 2", "/others", "/pick 5", "/pick x", "/pick 2", "on")
+    client = chat(
+        kept, "/others", "/pick 1", "/set seed 7", "one", "/pick 2", "/others", "/pick 5", "/pick x", "/pick 2", "on"
+    )
     assert [asked[-1].text for asked in client.asked] == ["one"] * 4 + ["on"]
+    assert [sampling.seed for sampling in client.samplings] == [7, None, None, None, 7]
     out, err = capsys.readouterr()
     assert out == "scripted: ONE!\n" * 4 + "ONE!\n" + "scripted: ON!\n"
     assert "This is answer 4 of 4. /pick NUMBER continues with another one." in err
