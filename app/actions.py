@@ -93,7 +93,10 @@ ACTIONS: tuple[Action, ...] = (
         command="stop",
         yields=True,
     ),
-    _command("again", "Answer again", "Answer the last question again", keys="ctrl+t", name="regenerate"),
+    _command(
+        "again", "Answer again", "Answer the last question again; held: three times", keys="ctrl+t", name="regenerate"
+    ),
+    _command("others", "Three other answers", "Answer the last question three times, side by side"),
     _command("more", "Continue", "Continue the last answer where it ended"),
     _command("edit", "Edit", "Change the last question; the old one is saved too"),
     _command("copy", "Copy", "Copy the last answer", keys="ctrl+o"),

@@ -210,7 +210,7 @@ class FloeChatApp(App[int]):
         self._events.call_soon_threadsafe(self._leave, code)
 
     def _leave(self, code: int) -> None:
-        self._chat.controller.questions.save()
+        self._chat.controller.close()
         self.exit(code)
 
     def action_help_quit(self) -> None:

@@ -9,6 +9,7 @@ from .answering import Answering
 from .chats import Chats
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
+from .others import Others
 from .questions import Questions
 from .view import View
 
@@ -22,11 +23,25 @@ class Acting:
     _answering: Answering
     _questions: Questions
     _chats: Chats
+    _others: Others
     _view: View
+
+    async def again(self) -> None:
+        """Answer the last question again, or (while that answer is read for or written) three times: a terminal sends
+        a key that is held as presses that follow each other.
+        """
+        running = self._answering.newest
+        if running is not None and running.again and self._model.answering and not self._others.open:
+            self._others.take_in(running)
+            return
+        await self.act_on_last("answer_again", "assistant", "user")
+        if self._answering.newest is not running and self._answering.newest is not None:
+            self._answering.newest.again = True
 
     async def act(self, action: str, message: Message) -> None:
         """Do `action` to a message, if nothing prevents it. Raises FloeError: the history cannot be read."""
         remark = self._view.gauges.remark
+        await self._others.leave()
         if self._model.phase is not Phase.READY and action in ("answer_again", "continue_answer"):
             loading = self._model.phase is Phase.LOADING
             remark("Wait until the model has loaded" if loading else self._questions.busy)

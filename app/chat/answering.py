@@ -1,36 +1,56 @@
-"""One question and its answer: what the model receives, what it answers, and how much of the window that takes."""
+"""A question and its answers: what the model receives, what it answers, and how much of the window that takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ...engine.context import room_for_answer
 from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
 from ..background import in_background
 from ..client.bridge import EngineBridge
-from ..client.interface import UNKNOWN_WINDOW, Question
+from ..client.interface import UNKNOWN_WINDOW, Question, Submitted
 from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
-from .view import View
+from .view import Place, View
 
 
 @dataclass(slots=True)
 class Running:
-    """The answer that is being written. `left`: its conversation is no longer on the screen."""
+    """An answer that is being written, and afterwards what came.
+
+    Attributes:
+        place: shows it. instead: the answer in whose place it was asked for. again: the key asked for it that asks for
+            three if it is held. left: it is shown nowhere any more. removed: it had no text when it was stopped.
+    """
 
     request: int
     message: Message
     answer: Answer
+    place: Place
+    instead: Message | None = None
     pieces: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
     thought_tokens: int = 0
+    again: bool = False
     left: bool = False
+    removed: bool = False
+
+    @property
+    def so_far(self) -> Message:
+        """The message with all that came."""
+        return replace(self.message, text="".join(self.pieces), thought="".join(self.thoughts))
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing came yet that is worth keeping."""
+        return not any(piece.strip() for piece in (*self.pieces, *self.thoughts))
 
 
 class Answering:
-    """Has the last question of the dialogue answered, one at a time."""
+    """Has the last question of the dialogue answered: once, or several times side by side."""
 
     def __init__(
         self,
@@ -47,16 +67,21 @@ class Answering:
         self._model = model
         self._view = view
         self._max_new_tokens = max_new_tokens
-        self._live: Running | None = None
+        self._live: dict[int, Running] = {}
 
     @property
     def shown(self) -> bool:
-        """Whether the answer that is being written belongs to the conversation on the screen."""
-        return self._live is not None and not self._live.left
+        """Whether an answer that is being written belongs to the conversation on the screen."""
+        return any(not running.left for running in self._live.values())
 
-    def is_live(self, request: int | None) -> bool:
-        """Whether this is the request of the answer that is being written."""
-        return self._live is not None and self._live.request == request
+    @property
+    def newest(self) -> Running | None:
+        """The answer being written that was asked for last."""
+        return self._live[max(self._live)] if self._live else None
+
+    def live(self, request: int | None) -> Running | None:
+        """The answer that is being written to this request."""
+        return None if request is None else self._live.get(request)
 
     def question_room(self) -> int | None:
         """How many tokens a question may have; None while no model is loaded."""
@@ -68,14 +93,10 @@ class Answering:
 
         False if the engine refuses that, and why is on the screen.
         """
-        dialogue, messages, gauges = self._dialogue, self._view.messages, self._view.gauges
-        client, name, preset = self._model.client, self._model.name, self._model.preset
-        turns, seen = dialogue.turns(self._model.window or UNKNOWN_WINDOW, instead or more_of)
+        dialogue, messages, name, preset = self._dialogue, self._view.messages, self._model.name, self._model.preset
+        question, seen = self._question(instead or more_of, more_of)
         try:
-            begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
-            sampling, number = dialogue.setup.sampling, dialogue.id or 0
-            question = Question(turns, sampling, self._max_new_tokens, begun, number, thought)
-            submitted = client.prepare(question)
+            submitted = self._model.client.prepare(question)
         except FloeError as error:
             await messages.explain(error)
             return False
@@ -84,91 +105,159 @@ class Answering:
             message, answer = dialogue.continuing(more_of, name, preset)
         else:
             message, answer = dialogue.answering(name, preset, instead)
-        self._live = Running(submitted.request, message, answer, [message.text], [message.thought])
+        running = self._follow(submitted, message, answer, messages)
+        running.instead = instead
         if more_of is not None and more_of.stats is not None:
-            self._live.thought_tokens = more_of.stats.thought_tokens
-        self._bridge.record(submitted.request, answer)
-        self._model.phase = Phase.ANSWERING
+            running.thought_tokens = more_of.stats.thought_tokens
         messages.live = message.id
         await messages.change(dialogue.ids)
+        self._begin(submitted, seen)
+        return True
+
+    async def start_beside(self, places: Sequence[Place], beside: Message | None) -> list[Running]:
+        """Have the last question answered once for each of `places`, as siblings of the answer `beside`, which stays
+        the one that the chat shows; without one, the first answer does.
+
+        Raises:
+            FloeError: the engine refuses that.
+        """
+        question, seen = self._question(beside)
+        drawn = replace(
+            question, sampling=replace(question.sampling, seed=None)
+        )  # a chosen seed would repeat an answer
+        submitted = self._model.client.prepare_others(drawn, len(places))
+        begun = self._dialogue.beside(beside, len(places), self._model.name, self._model.preset)
+        given = zip(submitted, begun, places, strict=True)
+        found = [self._follow(one, *answer, place) for one, answer, place in given]
+        self._begin(submitted[0], seen)
+        return found
+
+    def _question(self, before: Message | None, more_of: Message | None = None) -> tuple[Question, list[int]]:
+        """The last question (the last one `before` an answer), and the messages that go with it."""
+        turns, seen = self._dialogue.turns(self._model.window or UNKNOWN_WINDOW, before)
+        begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
+        sampling, number = self._dialogue.setup.sampling, self._dialogue.id or 0
+        return Question(turns, sampling, self._max_new_tokens, begun, number, thought), seen
+
+    def _follow(self, submitted: Submitted, message: Message, answer: Answer, place: Place) -> Running:
+        """Take what comes for this request as the text of `answer`."""
+        running = Running(submitted.request, message, answer, place, None, [message.text], [message.thought])
+        self._live[submitted.request] = running
+        self._bridge.record(submitted.request, answer)
+        self._model.phase = Phase.ANSWERING
+        return running
+
+    def _begin(self, submitted: Submitted, seen: list[int]) -> None:
+        """Let the engine begin with what was prepared."""
         self._mark_horizon(seen, submitted.dropped)
+        gauges, client = self._view.gauges, self._model.client
         gauges.show_context(submitted.prompt_tokens)
         read = submitted.prompt_tokens
         gauges.say(f"reading prompt 0/{read}" if read else f"waiting for {client.remote}", "$accent")
         # Only once this is painted: each would slow the other down, and a small model has answered by then.
         self._view.pump.call_after_refresh(client.begin)
-        return True
+
+    def show_in_chat(self, running: Running) -> None:
+        """Show an answer that is being written beside others as the last one of the chat, which already ends in it."""
+        running.message = self._dialogue.message(running.message.id) or running.message
+        self._dialogue.remember(running.so_far)
+        running.place = self._view.messages
+        self._view.messages.live = running.message.id
+
+    def let_go(self, running: Running) -> None:
+        """Stop an answer that is shown nowhere any more: what came of it is kept."""
+        if running.request in self._live and not running.left:
+            self._model.client.cancel(running.request)
+            running.left = True
+            if running.blank:
+                running.removed = True
+                running.answer.finish(None, "stopped")
+                self._dialogue.withdraw(running.message, running.instead)
+
+    def close(self) -> None:
+        """The program ends, and the history marks what is being written as stopped."""
+        for running in tuple(self._live.values()):
+            if running.blank:
+                self.let_go(running)
 
     def leave(self) -> None:
-        """Stop the answer: its conversation is left."""
+        """Stop all answers: their conversation is left."""
         self._model.stop()
-        if self._live is not None:
-            self._live.left = True
+        for running in self._live.values():
+            running.left = True
         self._view.messages.live = None
 
     # What the engine does
 
     def show_reading(self, event: PrefillProgress) -> None:
         """More of the prompt is read."""
-        if self.is_live(event.request) and self._model.answering:
+        if (running := self.live(event.request)) is not None and self._model.answering:
             self._view.gauges.say(f"reading prompt {event.done}/{event.total}", "$accent")
-            self._view.messages.show_progress(f"reading the prompt, {event.done} of {event.total} tokens")
+            running.place.show_progress(f"reading the prompt, {event.done} of {event.total} tokens")
 
     def show_text(self, request: int, text: str) -> None:
         """More of the answer came."""
-        if not self.is_live(request) or self._live is None:
-            return
-        if self._model.answering:
-            self._view.gauges.say("writing", "$primary")
-        self._live.pieces.append(text)
-        self._view.messages.feed(text)
+        if (running := self.live(request)) is not None:
+            if self._model.answering:
+                self._view.gauges.say("writing", "$primary")
+            running.pieces.append(text)
+            running.place.feed(text)
 
     def show_thought(self, request: int, text: str, tokens: int) -> None:
         """More of what the model thinks came."""
-        if not self.is_live(request) or self._live is None:
-            return
-        if self._model.answering:
-            self._view.gauges.say("thinking", "$primary")
-        self._live.thoughts.append(text)
-        self._live.thought_tokens += tokens
-        self._view.messages.think(text, tokens)
+        if (running := self.live(request)) is not None:
+            if self._model.answering:
+                self._view.gauges.say("thinking", "$primary")
+            running.thoughts.append(text)
+            running.thought_tokens += tokens
+            running.place.think(text, tokens)
 
-    def show_stats(self, stats: Stats, *, running: bool | None = None) -> None:
-        """Newer figures came."""
+    def show_stats(self, stats: Stats, *, last: bool = False) -> None:
+        """Newer figures came, or an answer's `last`."""
         if self.shown:
             self._view.gauges.context_used = stats.context_used
-        running = self.is_live(stats.request) if running is None else running
-        self._view.gauges.show_stats(stats, running=running)
+        going_on = stats.request in self._live and not (last and len(self._live) == 1)
+        self._view.gauges.show_stats(stats, running=going_on)
 
     async def finish(self, event: Finished) -> str:
-        """The answer ended; returns the state to show."""
-        self.show_stats(event.stats, running=False)
-        stopped, shown = event.reason == "cancelled", self.shown
-        thought = 0 if self._live is None else self._live.thought_tokens
-        await self.end("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason, thought))
+        """An answer ended; returns the state to show, "" while others are being written."""
+        self.show_stats(event.stats, last=True)
+        running, shown = self._live[event.request], self.shown
+        stopped = event.reason == "cancelled"
+        stats = AnswerStats.of(event.stats, event.reason, running.thought_tokens)
+        await self.end(running, "stopped" if stopped else "complete", stats)
+        if self._live:
+            return ""
         return "stopped" if stopped and shown else "ready"
 
-    async def end(self, state: MessageState, stats: AnswerStats | None) -> None:
-        """Save how the answer ended; an empty answer is removed."""
-        if (running := self._live) is None:
+    async def end(self, running: Running, state: MessageState, stats: AnswerStats | None) -> None:
+        """Save how an answer ended; an empty answer is removed."""
+        del self._live[running.request]
+        if running.removed:
             return
         messages = self._view.messages
-        self._live = messages.live = None
+        in_chat = running.place is messages
+        if in_chat:
+            messages.live = None
         running.answer.finish(stats, state)
-        text, thought = "".join(running.pieces), "".join(running.thoughts)
-        if text.strip() or thought.strip():
-            ended = self._dialogue.ended(running.message, text, state, stats, thought)
+        found = running.so_far
+        ended = self._dialogue.ended(running.message, found.text, state, stats, found.thought)
+        if not running.blank:
             if not running.left:
-                messages.finish(ended)
-                if not text.strip():
+                running.place.finish(ended)
+                if in_chat and not found.text.strip():
                     self._view.gauges.remark("There is no answer yet: /more lets the model think on")
-        elif running.left:
-            self._history.delete_message(running.message.id)
-        else:
-            self._dialogue.withdraw(running.message)
+            return
+        shown = running.message.id in self._dialogue.ids
+        self._dialogue.withdraw(running.message, running.instead)
+        if not in_chat and not running.left:
+            running.place.finish(ended)
+        elif shown:
             await messages.change(self._dialogue.ids, follow=False)
             await messages.note(
-                "The answer was empty, so the model will not see this question again. Up brings it back"
+                "The answer was empty; the one before it is shown again"
+                if running.instead is not None
+                else "The answer was empty, so the model will not see this question again. Up brings it back"
             )
 
     # The window

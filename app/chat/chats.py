@@ -8,6 +8,7 @@ from .answering import Answering
 from .dialogue import Dialogue
 from .export_file import write_chat
 from .model import ChatModel, Phase
+from .others import Others
 from .questions import Questions
 from .view import View
 
@@ -24,6 +25,7 @@ class Chats:
         model: ChatModel,
         answering: Answering,
         questions: Questions,
+        others: Others,
         view: View,
     ) -> None:
         self._history = history
@@ -31,6 +33,7 @@ class Chats:
         self._model = model
         self._answering = answering
         self._questions = questions
+        self._others = others
         self._view = view
         self._setup = dialogue.setup  # of a new chat
         self._deletions: list[tuple[int, int]] = []  # marks and chats of what was deleted here, newest last
@@ -144,6 +147,7 @@ class Chats:
 
     async def _leave(self) -> None:
         """Stop what runs for the conversation on the screen; queued text goes back into the field."""
+        await self._others.leave()
         self._answering.leave()
         await self._questions.leave()
 

@@ -17,6 +17,7 @@ from .answering import Answering
 from .chats import Chats
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
+from .others import Others
 from .questions import Questions
 from .setting import Setting
 from .thinking import Thinking
@@ -56,8 +57,9 @@ class Controller:
         self.model = ChatModel(client, dialogue, view)
         self.answering = Answering(bridge, history, dialogue, self.model, view, max_new_tokens)
         self.questions = Questions(history, dialogue, self.model, self.answering, view)
-        self.chats = Chats(history, dialogue, self.model, self.answering, self.questions, view)
-        self.acting = Acting(dialogue, self.model, self.answering, self.questions, self.chats, view)
+        self.others = Others(dialogue, self.model, self.answering, self.questions, view)
+        self.chats = Chats(history, dialogue, self.model, self.answering, self.questions, self.others, view)
+        self.acting = Acting(dialogue, self.model, self.answering, self.questions, self.chats, self.others, view)
         self.setting = Setting(dialogue, self.questions, personas, view)
         self.thinking = Thinking(client, view)
 
@@ -68,7 +70,8 @@ class Controller:
         return {
             "new_chat": self.chats.begin,
             "stop": self.stop,
-            "regenerate": partial(last, "answer_again", "assistant", "user"),
+            "regenerate": self.acting.again,
+            "others": self.others.ask,
             "more": partial(last, "continue_answer", "assistant"),
             "edit": partial(last, "edit_message", "user"),
             "fork": partial(last, "fork_chat", "assistant", "user"),
@@ -91,6 +94,11 @@ class Controller:
         else:
             await self.questions.take_back()
 
+    def close(self) -> None:
+        """The program ends: what is not sent is saved, and answers without text are removed."""
+        self.questions.save()
+        self.answering.close()
+
     async def hear(self, news: News) -> None:
         """Something happened in the engine or the history."""
         match news:
@@ -109,10 +117,12 @@ class Controller:
                 self.answering.show_thought(request, text, tokens)
             case Stats():
                 self.answering.show_stats(news)
+                self.others.show_stats(news)
             case PresetChanged(preset):
                 self.model.take_preset_in_force(preset)
-            case Finished() if self.answering.is_live(news.request):
-                await self._become_ready(await self.answering.finish(news))
+            case Finished() if self.answering.live(news.request) is not None:
+                if words := await self.answering.finish(news):
+                    await self._become_ready(words)
             case Failed():
                 await self._explain(news)
             case Ready(_saved, interrupted):
@@ -124,18 +134,22 @@ class Controller:
         self.model.become_ready(words)
         if self.view.gauges.context_used is None:
             self.answering.measure_context()
-        await self.questions.send_next()
+        if self.others.open:  # what is queued follows the answer that is picked
+            await self.others.go_on(stopped=words == "stopped")
+        else:
+            await self.questions.send_next()
         self.questions.save_soon()
 
     async def _explain(self, failed: Failed) -> None:
-        answering = self.answering.is_live(failed.request)
-        if answering:
-            self.view.gauges.stop()
-            await self.answering.end("failed", None)
+        if (running := self.answering.live(failed.request)) is not None:
+            await self.answering.end(running, "failed", None)
+            await (self.view.messages if running.left else running.place).explain(failed)
+            if self.answering.newest is None:
+                self.view.gauges.stop()
+                await self._become_ready("ready")
+            return
         await self.view.messages.explain(failed)
-        if answering:
-            await self._become_ready("ready")
-        elif self.model.phase is Phase.LOADING:
+        if self.model.phase is Phase.LOADING:
             self.view.pump.post_message(ModelNotLoaded(self.model.client.chosen))
             await self.questions.take_back_queued()
             if self.model.fall_back() and self.model.name:

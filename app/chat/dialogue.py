@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from ...models.errors import FloeError
 from ..client.interface import PromptTurn as PromptTurn
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, MessageState, shortened
 from ..history.records import first_line, now
@@ -83,6 +85,28 @@ class Dialogue:
         answer = self._history.answering(self.ids[-1], model, preset)
         return self._add(answer.id, "assistant", "", "streaming", (), instead, model, preset), answer
 
+    def beside(self, shown: Message | None, count: int, model: str, preset: str) -> list[tuple[Message, Answer]]:
+        """Begin `count` answers to the last question, as siblings of the answer `shown`, which stays the one that the
+        chat shows; without one, the first of them is shown next time.
+        """
+        ids, begun = self.ids, list[tuple[Message, Answer]]()
+        for _ in range(count):
+            begun.append(self.answering(model, preset, shown))
+            self.ids = ids
+        if self._conversation is not None:
+            self._history.switch(self._conversation, begun[0][0].id if shown is None else shown.id)
+        return begun
+
+    def show(self, message: Message) -> None:
+        """Show the branch that ends in a sibling of its last message."""
+        if self._conversation is not None:
+            self._history.switch(self._conversation, message.id)
+            self.reload()
+
+    def remember(self, message: Message) -> None:
+        """Show a message of this branch like this, whatever of it is written yet."""
+        self._known[message.id] = message
+
     def continuing(self, message: Message, model: str, preset: str) -> tuple[Message, Answer]:
         """Continue the last answer."""
         answer = self._history.continuing(message, model, preset)
@@ -105,11 +129,16 @@ class Dialogue:
             self._known[message.id] = ended
         return ended
 
-    def withdraw(self, message: Message) -> None:
-        """Take away the last message: a question that could not be asked, or an answer without any text."""
+    def withdraw(self, message: Message, instead: Message | None = None) -> None:
+        """Take away the last message: a question that could not be asked, or an answer without any text. The answer
+        `instead` of which it was asked for is shown again.
+        """
         self._history.delete_message(message.id)
+        if instead is not None:
+            with suppress(FloeError):  # it was deleted in another window
+                self._history.switch(message.conversation, self._history.newest_leaf(instead.id))
         if self.ids[-1:] != (message.id,):
-            return  # of a conversation that was left meanwhile
+            return  # it is not shown, or its conversation was left meanwhile
         self.ids = self.ids[:-1]
         if message.siblings > 1:
             self.reload()

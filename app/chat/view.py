@@ -20,8 +20,64 @@ class Waiting(Protocol):
         """Take it away."""
 
 
-class Messages(Protocol):
-    """The messages of one branch, with remarks between them; `feed` and `show_progress` are about the live one."""
+class Place(Protocol):
+    """Where an answer is shown while it is written."""
+
+    def show_progress(self, words: str) -> None:
+        """Show what happens before its first token."""
+
+    def feed(self, text: str) -> None:
+        """Show more of the answer."""
+
+    def think(self, text: str, tokens: int) -> None:
+        """Show more of what the model thinks before it answers."""
+
+    def finish(self, answer: Message) -> None:
+        """No more text comes."""
+
+    async def explain(self, problem: FloeError | Failed) -> None:
+        """Show what went wrong, why, and what to do."""
+
+
+class Column(Place, Protocol):
+    """One of several answers side by side."""
+
+    def begin(self, answer: Message) -> None:
+        """This answer is shown here, with what came of it so far."""
+
+    def count(self, tokens: int) -> None:
+        """So many tokens were written."""
+
+    def give_up(self) -> None:
+        """No answer comes here."""
+
+
+class Picking(Protocol):
+    """What the person does with answers side by side."""
+
+    async def pick(self, at: int) -> None:
+        """Go on with answer number `at`, from 0."""
+
+    async def escape(self) -> None:
+        """Stop those that are being written; if there are none, go back to the chat."""
+
+
+class Beside(Protocol):
+    """A page above the chat with several answers to one question side by side."""
+
+    def open(self, question: str, remark: str, count: int, picking: Picking) -> Sequence[Column]:
+        """Show the page, with the question, a remark on it and `count` columns."""
+        ...
+
+    def close(self) -> None:
+        """Take it away."""
+
+    def remark(self, text: str) -> None:
+        """Say something to the person there."""
+
+
+class Messages(Place, Protocol):
+    """The messages of one branch, with remarks between them; what `Place` says is about the live one."""
 
     @property
     def live(self) -> int | None:
@@ -52,18 +108,9 @@ class Messages(Protocol):
     async def note(self, text: str) -> None:
         """Add a remark of the program."""
 
-    async def explain(self, problem: FloeError | Failed) -> None:
-        """Add what went wrong, why, and what to do."""
-
     async def queue(self, text: str, note: str, files: tuple[str, ...]) -> Waiting:
         """Add a question that waits."""
         ...
-
-    def feed(self, text: str) -> None:
-        """Show more of the answer."""
-
-    def think(self, text: str, tokens: int) -> None:
-        """Show more of what the model thinks before it answers."""
 
     def show_thinking(self, *, opened: bool) -> None:
         """Open what the models thought, or fold it, from now on."""
@@ -71,12 +118,6 @@ class Messages(Protocol):
     def turn_thinking(self) -> bool:
         """Open or fold what the model thought before the last answer; False if there is none."""
         ...
-
-    def show_progress(self, words: str) -> None:
-        """Show what happens before its first token."""
-
-    def finish(self, answer: Message) -> None:
-        """No more text comes."""
 
 
 class Field(Protocol):
@@ -150,6 +191,7 @@ class View:
     """A screen as the chat's parts see it. pump: its loop, for what happens later."""
 
     messages: Messages
+    beside: Beside
     field: Field
     gauges: Gauges
     pump: MessagePump

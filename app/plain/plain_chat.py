@@ -166,13 +166,16 @@ class PlainChat:
             self.files.clear()
         self._receive(submitted)
 
-    def answer(self, instead: Message | None = None) -> None:
-        """Answer the last question, again `instead` of an answer that is there. Raises FloeError as `ask` does."""
-        self._receive(self._submit(instead), instead)
+    def answer(self, instead: Message | None = None, *, fresh: bool = False) -> None:
+        """Answer the last question, again `instead` of an answer that is there; with a `fresh` seed it is another one.
+        Raises FloeError as `ask` does.
+        """
+        self._receive(self._submit(instead, fresh=fresh), instead)
 
-    def _submit(self, instead: Message | None = None) -> Submitted:
+    def _submit(self, instead: Message | None = None, *, fresh: bool = False) -> Submitted:
         turns, seen = self.dialogue.turns(self._window or UNKNOWN_WINDOW, instead)
         sampling, number = self.dialogue.setup.sampling, self.dialogue.id or 0
+        sampling = replace(sampling, seed=None) if fresh else sampling
         submitted = self.client.submit(Question(turns, sampling, self._max_tokens, conversation=number))
         if submitted.dropped:
             left_out = f"{submitted.dropped} of {len(seen)} messages"
@@ -193,7 +196,7 @@ class PlainChat:
                 if not shown.text.strip():
                     remark("The model was still thinking at the end. /again asks again.")
             else:
-                self.dialogue.withdraw(message)
+                self.dialogue.withdraw(message, instead)
             self.history.settle()
 
     def _write(self, request: int, kept: Answer, shown: PlainAnswer) -> None:

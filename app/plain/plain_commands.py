@@ -26,6 +26,7 @@ from .plain_lines import remark, say
 from .plain_markdown import plain_text
 
 _LISTED = 20
+_OTHERS = 3  # answers at a time
 _DIGITS = 18  # of a chat's number at most: it fits 64 bits
 
 
@@ -52,8 +53,8 @@ class Chat(Protocol):
     def ask(self, text: str, instead: Message | None = None) -> None:
         """Ask a question, in place of another or after the last answer."""
 
-    def answer(self, instead: Message | None = None) -> None:
-        """Answer the last question, again if `instead` is its answer."""
+    def answer(self, instead: Message | None = None, *, fresh: bool = False) -> None:
+        """Answer the last question, again if `instead` is its answer, by a `fresh` seed."""
 
     def show(self) -> None:
         """Print the chat from its beginning."""
@@ -74,6 +75,8 @@ class PlainCommands:
         commands = (
             _Command("/new", "starts a new chat; this one is saved", self._new),
             _Command("/again", "answers the last question again", self._again),
+            _Command("/others", "answers it three times more, one after the other", self._others),
+            _Command("/pick NUMBER", "continues with another answer to the last question", self._pick),
             _Command("/edit TEXT", "asks TEXT instead of your last question; the old version is saved", self._edit),
             _Command("/file PATH", "attaches a text file to your next question", self._attach),
             _Command("/history [WORDS]", "lists your last chats, or those that contain the words", self._history),
@@ -123,6 +126,25 @@ class PlainCommands:
     def _again(self, _argument: str) -> None:
         last = self._last_message("assistant", "user")
         self._chat.answer(last if last.role == "assistant" else None)
+
+    def _others(self, _argument: str) -> None:
+        for at in range(_OTHERS):
+            last = self._last_message("assistant", "user")
+            if at == 0:
+                remark("Ctrl+C stops the answer that is being written, and asks for no more.")
+            self._chat.answer(last if last.role == "assistant" else None, fresh=True)
+            if self._chat.stats is None or self._chat.stats.stop_reason == "cancelled":
+                break
+        last = self._last_message("assistant", "user")
+        if last.siblings > 1:
+            remark(f"This is answer {last.sibling} of {last.siblings}. /pick NUMBER continues with another one.")
+
+    def _pick(self, number: str) -> None:
+        last = self._last_message("assistant")
+        digits = number.isdecimal() and len(number) <= _DIGITS
+        if not digits or not self._chat.dialogue.switch(last, int(number) - last.sibling):
+            raise UsageError(f"There is no answer {number!r}", f"The last question has {last.siblings}.", "")
+        say(plain_text(self._last_message("assistant").text))
 
     def _edit(self, text: str) -> None:
         self._chat.ask(text, self._last_message("user"))

@@ -319,7 +319,7 @@ class FusedDecoder:
             self._step = None
         for store, start in zip(stores, starts, strict=True):
             store.length = start + 1
-        # Row by row: several at once would have other noise than one, and an answer other tokens among others than alone.
+        # Row by row: several at once have other noise than one, so an answer would have other tokens than alone.
         return torch.cat([self._logits(row) for row in (x if added is None else x + added).split(1)])
 
     def beside(self) -> KVCache | None:

@@ -22,7 +22,7 @@ from floe_chat.app.setup.setups import Setups
 from floe_chat.app.setup.wish import Wish
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.setup import models
-from floe_chat.engine.events import Failed, Loading, PrefillProgress
+from floe_chat.engine.events import Failed, Finished, Loading, PrefillProgress
 from floe_chat.models import catalog
 from textual.pilot import Pilot
 
@@ -146,6 +146,15 @@ async def _selected(stage: Stage) -> None:
     await _answered(stage)
     await stage.press("ctrl+up")
     await until(stage.pilot, lambda: bool(stage.app.query(".-selected")))
+
+
+async def _others(stage: Stage) -> None:
+    await _answered(stage)
+    await stage.chat.do("others")
+    stage.client.say(TextDelta(2, ANSWER[:200]), stats(2), ThoughtDelta(3, THOUGHT, 31), TextDelta(3, ANSWER))
+    await stage.see("▸1 ● writing · 42 tokens", "2 ● writing", "3 ● waiting")
+    stage.client.say(Finished(3, "stop", stats(3)), PrefillProgress(4, 512, 2048))
+    await stage.see("2 ● ended", "3 ● reading", "512 of 2048")
 
 
 async def _commands(stage: Stage) -> None:
@@ -316,6 +325,7 @@ SCENES: dict[str, Scene] = {
     "chat-selected": _selected,
     "chat-error": _error,
     "chat-commands": _commands,
+    "others": _others,
     "panel-full": _rows,
     "panel-compact": _panel_of_two_lines,
     "panel-hidden": _no_panel,

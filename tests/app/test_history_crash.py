@@ -35,6 +35,25 @@ for number in range(100_000):
     time.sleep(0.002)
 """
 
+BESIDE = """
+import sys, time
+from pathlib import Path
+from floe_chat.app.history import ChatSetup, History
+history = History(Path(sys.argv[1]))
+chat = history.begin(ChatSetup("demo"))
+question = history.ask(chat, None, "count")
+answers = [history.answering(question, "demo", "Fast") for _ in range(4)]
+answers[0].append("shown")
+answers[0].finish(None)
+history.switch(chat, answers[0].id)
+answers[2].append("so far")
+history.settle()
+while not any(message.text == "so far" for message in history.tree(chat).messages):
+    time.sleep(0.01)
+print("written", flush=True)
+time.sleep(1000)
+"""
+
 ADDING = """
 import sys
 from pathlib import Path
@@ -81,6 +100,20 @@ def test_a_killed_process_loses_what_came_after_its_last_commit_and_no_more(file
     safe = [number for number, commits in printed if commits <= printed[-1][1] - 2]
     assert safe and len(numbers) > safe[-1] and FLUSH_SECONDS < 0.5
     assert opened.store.search(str(len(numbers) - 1))
+    opened.store.close()
+
+
+def test_answers_beside_the_shown_one_are_left_if_they_have_text(file: Path) -> None:
+    writing = run(BESIDE, file)
+    assert writing.stdout is not None and writing.stdout.readline() == "written\n"
+    writing.kill()
+    writing.wait()
+    opened = open_history(file)
+    newest = opened.store.newest()
+    assert newest is not None and newest.head is not None
+    answers = [message for message in opened.store.tree(newest.id).messages if message.role == "assistant"]
+    assert [(answer.text, answer.state) for answer in answers] == [("shown", "complete"), ("so far", "stopped")]
+    assert opened.store.message(newest.head).text == "shown" and opened.interrupted == 1
     opened.store.close()
 
 

@@ -148,6 +148,29 @@ def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.C
     )
 
 
+def test_three_others_come_one_after_the_other_and_one_is_picked(
+    kept: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = chat(
+        kept, "/others", "/pick 1", "/set seed 7", "one", "/pick 2", "/others", "/pick 5", "/pick x", "/pick 2", "on"
+    )
+    assert [asked[-1].text for asked in client.asked] == ["one"] * 4 + ["on"]
+    assert [sampling.seed for sampling in client.samplings] == [7, None, None, None, 7]
+    out, err = capsys.readouterr()
+    assert out == "scripted: ONE!\n" * 4 + "ONE!\n" + "scripted: ON!\n"
+    assert "This is answer 4 of 4. /pick NUMBER continues with another one." in err
+    assert err.count("no question in this chat yet") == 2 and "There is no answer '2'\nThe last question has 1." in err
+    assert "There is no answer '5'\nThe last question has 4." in err and "There is no answer 'x'" in err
+    tree = kept.tree((kept.newest() or pytest.fail("nothing is kept")).id)
+    answers = [message for message in tree.messages if message.text == "ONE!"]
+    assert tree.messages[-2].parent == answers[1].id and [message.siblings for message in answers] == [4] * 4
+
+
+def test_stopping_one_of_three_asks_for_no_more(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = chat(kept, "long", "/others", "/edit hi")
+    assert len(client.asked) == 3 and "This is answer 2 of 2" in capsys.readouterr().err
+
+
 def test_files_are_attached_once(kept: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my notes.txt").write_text("ice\n")
     client = chat(kept, f"/file {tmp_path}/none.txt", f"/file '{tmp_path}/my notes.txt'", "what?", "and?", "/last")

@@ -60,6 +60,18 @@ async def test_every_version_is_kept() -> None:
         assert [message.text for message in client.asked[4]] == ["one", "first", "two", "other", "three"]
 
 
+async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_before() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "first")
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 2 and texts(pilot) == ["one", ""])
+        await pilot.press("escape")
+        await finish(pilot, client, 2, "cancelled")
+        await until(pilot, lambda: "The answer was empty; the one before it is shown again" in screen_text(pilot))
+        assert texts(pilot) == ["one", "first"]
+
+
 async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:

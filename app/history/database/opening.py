@@ -16,7 +16,7 @@ from ....engine.events import Notice
 from ....models import private_file
 from ....models.errors import FloeError, TryAgainError
 from ..processes import is_running
-from ..records import as_text, as_whole, now
+from ..records import as_text, as_whole, new_id, now
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
 from .store import KEPT_AFTER_DELETION, HistoryStore
 from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_busy, is_damage
@@ -178,12 +178,23 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> OpenedHistory:
 
 
 def _stop_abandoned(store: HistoryStore) -> int:
-    """Mark answers that no process is writing any more as stopped; returns how many there were."""
-    rows = list(store.rows("SELECT id, text, thought, writer, created FROM message WHERE state = 'streaming'"))
-    left = [row for row in rows if not is_running(as_text(row[3]), as_whole(row[4]))]
-    for message, text, thought, _writer, _created in left:
-        store.end_answer(message, as_text(text), "stopped", None, as_text(thought))
-    return len(left)
+    """Mark answers that no process is writing any more as stopped; returns how many there were. Those beside the one
+    that is shown are removed if they have no text yet.
+    """
+    sql = """SELECT m.id, m.text, m.thought, m.writer, m.created,
+            c.head IS NOT m.id AND m.deleted IS NULL AND c.deleted IS NULL
+        FROM message m JOIN conversation c ON c.id = m.conversation WHERE m.state = 'streaming'"""
+    stopped = 0
+    for message, text, thought, writer, created, beside in list(store.rows(sql)):
+        if is_running(as_text(writer), as_whole(created)):
+            continue
+        text, thought = as_text(text), as_text(thought)
+        store.end_answer(message, text, "stopped", None, thought)
+        if beside and not text.strip() and not thought.strip():
+            store.delete_message(message, new_id())
+        else:
+            stopped += 1
+    return stopped
 
 
 def _reading_only(file: Path) -> sqlite3.Connection | None:

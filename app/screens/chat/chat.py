@@ -31,6 +31,7 @@ from ...widgets.chat.writing import Writing
 from ...widgets.common.keys import bindings
 from ...widgets.common.stable_text import Ground
 from ...widgets.panel.dashboard import Dashboard
+from ..others import OthersPage
 from .chat_pages import ChatPages
 from .copying import Copying
 
@@ -74,7 +75,7 @@ class ChatScreen(Ground, Screen[None]):
         self._writing = Writing(client.count, lambda: self.controller.answering.question_room())
         self.dashboard = Dashboard(self)
         self._copying = Copying(self._transcript, self.dashboard.status)
-        view = View(self._transcript, self._writing, self.dashboard, self)
+        view = View(self._transcript, OthersPage(self), self._writing, self.dashboard, self)
         self.controller = Controller(client, self._bridge, history, dialogue, view, max_new_tokens, personas)
         self._pages = ChatPages(self, self._bridge, history, self.controller, self.dashboard.figures)
         self.does: Mapping[str, Do] = {**program, **self.controller.does, **self._pages.does, **self._own()}

@@ -1,0 +1,245 @@
+"""Three other answers side by side: asked for, stopped and picked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from floe_chat.app.client.chat_client import ChatClient
+from floe_chat.app.client.interface import TextDelta, ThoughtDelta
+from floe_chat.app.history import History
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.engine.events import Failed, PrefillProgress
+from floe_chat.models.errors import FloeError
+
+from .beside import NARROW, WIDE, answered, end, head, others, page, saved, see, texts
+from .scripted import (
+    LOADED,
+    ScriptedClient,
+    app_for,
+    ask,
+    composer,
+    finish,
+    ready,
+    screen_text,
+    stats,
+    status,
+    until,
+    write,
+)
+
+
+async def test_three_answers_come_side_by_side_and_one_is_picked(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        await write(pilot, "/set seed 7")
+        await pilot.press("enter")
+        requests = await others(pilot, client)
+        assert [sampling.seed for sampling in client.samplings[1:]] == [None] * 3
+        assert client.asked[1:] == [client.asked[0]] * 3 and client.began == 2
+        await see(pilot, "▸1 ● waiting", "2 ● waiting", "3 ● waiting", "one")
+        a, b, c = requests
+        client.say(PrefillProgress(a, 5, 20), TextDelta(b, "**bold** \x1b[31mred"), ThoughtDelta(c, "Hm.", 2), stats(b))
+        await see(
+            pilot, "1 ● reading", "2 ● writing · 42 tokens", "3 ● thinking", "bold \ufffd[31mred", "Thinking, 2 tokens"
+        )
+        client.say(TextDelta(a, "alpha"), TextDelta(c, "gamma"))
+        await see(pilot, "alpha", "gamma")
+        await until(
+            pilot, lambda: [text for text, _ in saved(history)][1:] == ["alpha", "**bold** \x1b[31mred", "gamma"]
+        )
+        assert head(history) == "first"  # until one is picked
+        end(client, [a, c])
+        await see(pilot, "1 ● ended", "3 ● ended · 42 tokens", "Thought for 2 tokens")
+        assert status(pilot).state == "writing"
+        await pilot.press("3")
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
+        assert client.let_go == [b] and composer(pilot).has_focus
+        end(client, [b], "cancelled")
+        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+        assert saved(history) == [
+            *(("first", "complete"), ("alpha", "complete")),
+            *(("**bold** \x1b[31mred", "stopped"), ("gamma", "complete")),
+        ]
+        assert head(history) == "gamma"
+        await pilot.press("ctrl+up", "left")
+        await until(pilot, lambda: "3/4" in screen_text(pilot) and texts(pilot)[1].startswith("**bold**"))
+
+
+async def test_one_that_is_being_written_goes_on_in_the_chat(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(b, "be"))
+        await see(pilot, "2 ● writing")
+        await pilot.press("right", "enter")
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "be"])
+        assert client.let_go == [a, c] and status(pilot).state == "writing"
+        client.say(TextDelta(a, "late"), TextDelta(b, "ta"))
+        end(client, [a, c], "cancelled")
+        await until(pilot, lambda: texts(pilot) == ["one", "beta"])
+        client.say(TextDelta(b, "!"))
+        await finish(pilot, client, b)
+        assert saved(history) == [("first", "complete"), ("beta!", "complete")]
+        await see(pilot, "beta!", "2/2", "end of turn")
+
+
+async def test_escape_stops_them_then_shows_the_answer_before(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(a, "alpha"))
+        await see(pilot, "1 ● writing")
+        await pilot.press("escape")
+        await until(pilot, lambda: client.let_go == [None] and status(pilot).state == "stopping")
+        end(client, [a, b, c], "cancelled")
+        await see(pilot, "1 ● stopped", "2 ● stopped", "3 ● stopped", "It had no text yet")
+        await pilot.press("2")
+        await see(pilot, "Answer 2 has no text")
+        await pilot.press("escape")
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "first"])
+        assert saved(history) == [("first", "complete"), ("alpha", "stopped")] and head(history) == "first"
+        await pilot.press("ctrl+up", "right")
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"] and "2/2" in screen_text(pilot))
+
+
+async def test_each_fails_for_itself_and_the_rest_goes_on(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(a, "alpha"), Failed("It broke", "A reason", "A hint", a), Failed("It broke", "", "", b))
+        await see(pilot, "1 ● failed", "2 ● failed", "alpha", "A reason", "What to do: A hint")
+        assert status(pilot).state != "ready"
+        client.say(TextDelta(c, "gamma"))
+        end(client, [c])
+        await see(pilot, "3 ● ended")
+        await pilot.press("1")
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
+        assert saved(history) == [("first", "complete"), ("alpha", "failed"), ("gamma", "complete")]
+        client.refuse = FloeError("It does not fit", "too long", "Shorten it")
+        await write(pilot, "/others")
+        await pilot.press("enter")
+        await see(pilot, "It does not fit", "1 ● failed", "3 ● failed")
+        await pilot.press("escape")
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "alpha"])
+
+
+async def test_a_question_without_an_answer_gets_three(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        request = await ask(pilot, client, "one")
+        await finish(pilot, client, request)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(b, "beta"))
+        end(client, [a, b, c])
+        await see(pilot, "2 ● ended", "There is no text")
+        await pilot.press("escape")
+        await until(pilot, lambda: texts(pilot) == ["one", "beta"])
+        assert saved(history) == [("beta", "complete")] and head(history) == "beta"
+
+
+async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
+    client = ScriptedClient()
+    async with ready(client, NARROW) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(a, "alpha"), TextDelta(b, "beta"), TextDelta(c, "gamma"))
+        await see(pilot, "▸1 ● writing", "3 ● writing", "alpha")
+        assert "beta" not in screen_text(pilot)
+        await pilot.press("tab")
+        await see(pilot, "▸2", "beta")
+        assert "alpha" not in screen_text(pilot)
+        opened = page(pilot)
+        assert opened is not None
+        await pilot.click(opened.columns[2].heading)
+        await see(pilot, "▸3", "gamma")
+        await pilot.click(opened.query(AnswerTurn).last())
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
+
+
+@pytest.mark.parametrize("command", ["New chat", "Answer again"])
+async def test_a_command_from_the_palette_leaves_the_page_first(command: str, tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(a, "alpha"))
+        end(client, [b, c])
+        await see(pilot, "1 ● writing", "2 ● ended")
+        if command == "Answer again":
+            end(client, [a])
+            await see(pilot, "1 ● ended")
+        await pilot.press("ctrl+p")
+        await write(pilot, command.lower())
+        await see(pilot, command)
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
+        if command == "New chat":
+            await until(pilot, lambda: texts(pilot) == [])
+            end(client, [a], "cancelled")
+            await until(pilot, lambda: status(pilot).state == "ready")
+            assert saved(history) == [("first", "complete"), ("alpha", "stopped")]
+        else:
+            await until(pilot, lambda: len(client.asked) == 5 and texts(pilot) == ["one", ""])
+            assert [text for text, _ in saved(history)] == ["first", "alpha", ""]
+
+
+async def test_a_chat_that_another_window_deleted_says_so(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        requests = await others(pilot, client)
+        client.say(TextDelta(requests[0], "alpha"))
+        await see(pilot, "alpha")
+        another = History(tmp_path / "history.db")
+        newest = another.newest()
+        assert newest is not None
+        another.delete(newest.id)
+        another.settle()
+        await pilot.press("1")
+        await until(pilot, lambda: page(pilot) is None and "There is no such chat" in screen_text(pilot))
+        end(client, requests, "cancelled")
+        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+
+
+async def test_another_model_stops_them(tmp_path: Path) -> None:
+    client = ScriptedClient()
+    async with ready(client, WIDE) as pilot:
+        await answered(pilot, client)
+        a, b, c = await others(pilot, client)
+        client.say(TextDelta(a, "alpha"))
+        await see(pilot, "alpha")
+        chat = pilot.app.screen_stack[0]
+        chat.controller.model.switch(tmp_path)  # type: ignore[attr-defined]
+        await until(pilot, lambda: client.let_go == [None])
+        end(client, [a, b, c], "cancelled")
+        await until(pilot, lambda: client.opened == [tmp_path])
+        client.say(LOADED)
+        await see(pilot, "1 ● stopped")
+        await pilot.press("1")
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
+
+
+async def test_the_engine_answers_three_times(tiny_pack: Path, tmp_path: Path) -> None:
+    client, history = ChatClient(tiny_pack), History(tmp_path / "history.db")
+    app = app_for(client, max_new_tokens=30, history=history)
+    try:
+        async with app.run_test(size=WIDE) as pilot:
+            await until(pilot, lambda: status(pilot).state == "ready")
+            await write(pilot, "one")
+            await pilot.press("enter")
+            await until(pilot, lambda: len(texts(pilot)) == 2 and status(pilot).state == "ready")
+            await write(pilot, "/others")
+            await pilot.press("enter")
+            await see(pilot, "1 ● ended", "2 ● ended", "3 ● ended")
+            await pilot.press("2")
+            await until(pilot, lambda: page(pilot) is None and "3/4" in screen_text(pilot))
+            answers = saved(history)
+            assert len(answers) == 4 and {state for _, state in answers} == {"complete"}
+            assert texts(pilot) == ["one", answers[2][0]] and head(history) == answers[2][0]
+    finally:
+        client.close()
