@@ -302,22 +302,20 @@ class FusedDecoder:
         """See `Decoder`."""
         if self._apart or self._kv.parts:
             return None
-        stores, starts = [self._room_for(1, kv) for kv in kvs], [kv.length for kv in kvs]
-        ropes, x = [self._rope.tables(start, start + 1) for start in starts], self._embedded(tokens)
+        texts = [(self._room_for(1, kv), self._rope.tables(kv.length, kv.length + 1), kv.length) for kv in kvs]
+        x, added = self._embedded(tokens), None
         try:
             if self.steps:
-                found = zip(ropes, stores, starts, strict=True)
-                places = [Place(rope[0], self._kept(store), start) for rope, store, start in found]
-                step = NativePass(self.steps, self._layers, places).step
+                places = [Place(rope[0], self._kept(store), start) for store, rope, start in texts]
+                if self._whole is not None and not self._whole.watched:
+                    x = self._whole.run(x, places)
+                else:
+                    x, added = self._walk(NativePass(self.steps, self._layers, places).step, x)
             else:
-                places, step = [], TorchPass.of(self._layers, *zip(stores, ropes, starts, strict=True)).step
-            if self._whole is not None and not self._whole.watched:
-                x, added = self._whole.run(x, places), None
-            else:
-                x, added = self._walk(step, x)
+                x, added = self._walk(TorchPass.of(self._layers, *texts).step, x)
         finally:
             self._step = None
-        for store, start in zip(stores, starts, strict=True):
+        for store, _, start in texts:
             store.length = start + 1
         # Row by row: several at once have other noise than one, so an answer would have other tokens than alone.
         return torch.cat([self._logits(row) for row in (x if added is None else x + added).split(1)])
