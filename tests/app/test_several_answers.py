@@ -1,4 +1,4 @@
-"""Several answers at once from the engine, and one after the other from a server."""
+"""Several answers at once: from the engine, and from a server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from floe_chat.app.client.loading import wait_until_loaded
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Sampling
-from floe_chat.models.errors import FloeError, TryAgainError
+from floe_chat.models.errors import TryAgainError
 
-from .model_server import ANSWER, recorded, serving
+from .model_server import ModelServer, Reply, models, refusing, said, serving
 
 HI = Question([PromptTurn("user", "hi")], Sampling(temperature=1.0, seed=7), 12)
 
@@ -105,41 +105,24 @@ def test_whole_answers_do_not_mix(client: ChatClient) -> None:
     assert json.loads(texts[form]) in ("one", "two")
 
 
-@pytest.fixture
-def remote() -> Iterator[RemoteClient]:
-    with serving(recorded("vllm")) as server:
+def test_a_server_is_asked_for_all_at_once() -> None:
+    hanging, usage = Reply(parts=said({"content": "Hm"}, reason=None), end="hang"), {"completion_tokens": 2}
+    answered = Reply(parts=said({"content": "Hello"}, usage={"prompt_tokens": 10, **usage}))
+    with serving(ModelServer(models("tiny"), hanging, answered, refusing(500, "It broke"))) as server:
         client = RemoteClient(Address.parse(server.url), Key(""), None)
         client.start()
-        wait_until_loaded(client)
-        yield client
-        client.close()
-
-
-def test_an_answer_that_cannot_be_prepared_fails_and_the_next_one_comes(
-    remote: RemoteClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare, prepared = remote.prepare, list[Question]()
-
-    def refusing(question: Question) -> object:
-        prepared.append(question)
-        if len(prepared) == 2:
-            raise FloeError("It broke", "A reason.", "A hint.")
-        return prepare(question)
-
-    monkeypatch.setattr(remote, "prepare", refusing)
-    remote.prepare_others(HI, 3)
-    remote.begin()
-    texts, ended = ends(remote, 3)
-    assert [(type(end), end.request) for end in ended] == [(Finished, 1), (Failed, 2), (Finished, 3)]
-    assert set(texts) == {1, 3}
-
-
-def test_a_server_answers_in_turn(remote: RemoteClient) -> None:
-    remote.prepare_others(HI, 3)
-    remote.begin()
-    texts, ended = ends(remote, 1)
-    remote.cancel(3)
-    more, others = ends(remote, 2)
-    assert texts == {1: ANSWER} and more == {2: ANSWER}
-    reasons = [end.reason for end in (*ended, *others) if isinstance(end, Finished)]
-    assert reasons == ["stop", "stop", "cancelled"]
+        try:
+            wait_until_loaded(client)
+            assert [one.request for one in client.prepare_others(HI, 3)] == [1, 2, 3]
+            client.begin()
+            texts, ended = ends(client, 2)
+            client.cancel()
+            ended += ends(client, 1)[1]
+            assert "Hello" in texts.values() and {end.request for end in ended} == {1, 2, 3}
+            kinds = sorted("failed" if isinstance(end, Failed) else end.reason for end in ended)
+            assert kinds == ["cancelled", "failed", "stop"]
+            stats = next(end.stats for end in ended if isinstance(end, Finished) and end.reason == "stop")
+            assert texts[stats.request] == "Hello" and stats.new_tokens == 2
+            assert sorted(each.body["seed"] for each in server.questions) == [7, 8, 9]
+        finally:
+            client.close()

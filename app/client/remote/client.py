@@ -19,8 +19,8 @@ from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule
 from ....engine.mailbox import Mailbox
 from ....models.errors import FloeError, TryAgainError, UsageError
 from ...settings.servers import SavedServer
-from ..in_turn import AnswersInTurn
 from ..interface import Choice, Cost, PromptTurn, Question, Submitted, Update
+from ..speaking import apart
 from .address import Address, Key
 from .meter import Meter
 from .models import Offered, as_name
@@ -53,7 +53,7 @@ class _Asked:
     cancelled: bool = False
 
 
-class RemoteClient(AnswersInTurn):
+class RemoteClient:
     """One server and one of its models; see `interface.Client`."""
 
     def __init__(
@@ -66,14 +66,14 @@ class RemoteClient(AnswersInTurn):
         patience: Patience | None = None,
     ) -> None:
         """`model`: its id or a part of it; None: the only one that the server offers."""
-        super().__init__()
         self.think = think
         self._address, self._key, self._wanted = address, key, model
         self._patience = patience or Patience()
         self._model: Offered | None = None
         self._window = 0
         self._news: Mailbox[Update] = Mailbox()
-        self._asked: _Asked | None = None
+        self._last_request = 0
+        self._asked: dict[int, _Asked] = {}  # by request
         self._per_token = _CHARACTERS
         self._refused: set[str] = set()  # fields that this server does not know
         self._server: Server | None = None
@@ -127,9 +127,9 @@ class RemoteClient(AnswersInTurn):
         """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
         updates = self._news.take(timeout)
         for update in updates:
-            if isinstance(update, Finished | Failed) and self._asked and update.request == self._asked.request:
-                self._asked = None
-        return updates if self._asked is not None else updates + self._take_turn()
+            if isinstance(update, Finished | Failed) and update.request is not None:
+                self._asked.pop(update.request, None)
+        return updates
 
     def submit(self, question: Question) -> Submitted:
         """Ask a question: `prepare` and `begin` in one."""
@@ -146,20 +146,28 @@ class RemoteClient(AnswersInTurn):
         Raises:
             FloeError: no connection yet, or still busy; thinking is to be continued.
         """
+        return self.prepare_others(question, 1)[0]
+
+    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
+        """Make `count` requests for answers to one question, which the server gets at once. Others: see `prepare`."""
         from .request import body, without
 
         if self._model is None:
             raise TryAgainError(f"{self.remote} is not connected yet", "", "Wait until it answers.")
-        if self._asked is not None:
+        if self._asked:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
         if question.thought and not question.answer:
             raise UsageError("A server cannot continue thinking", "", "Ask again instead.")
         kept, dropped = self._fitting(question.messages, question.max_new_tokens)
-        needed, others = body(self._model, replace(question, messages=kept), think=self.think)
-        self._last_request += 1
         characters = sum(len(turn.text) for turn in kept) + len(question.answer)
-        self._asked = _Asked(self._last_request, (needed, without(others, [*self._refused])), characters)
-        return Submitted(self._last_request, None, dropped)
+        first = self._last_request + 1
+        for at in range(count):
+            one = replace(question, messages=kept, sampling=apart(question.sampling, at))
+            needed, others = body(self._model, one, think=self.think)
+            fields = needed, without(others, [*self._refused])
+            self._asked[first + at] = _Asked(first + at, fields, characters)
+        self._last_request += count
+        return [Submitted(request, None, dropped) for request in range(first, first + count)]
 
     def _fitting(self, messages: Sequence[PromptTurn], most_new: int) -> tuple[Sequence[PromptTurn], int]:
         """The latest messages that should fit the window, and how many older ones do not. The last one always goes."""
@@ -175,23 +183,21 @@ class RemoteClient(AnswersInTurn):
 
     def begin(self) -> None:
         """Ask what was prepared."""
-        asked = self._asked
-        if asked is not None and asked.running is None:
-            asked.running = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
-            if asked.cancelled:
-                self._disconnect(asked)
+        for asked in self._asked.values():
+            if asked.running is None:
+                asked.running = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
+                if asked.cancelled:
+                    self._stop(asked)
 
     def cancel(self, request: int | None = None) -> None:
-        """Stop the answer to `request`, or (None) all that run or wait, by closing the connection."""
-        self._cancel(request, None if self._asked is None else self._asked.request)
+        """Stop the answer to `request`, or (None) all, by closing its connection."""
+        for asked in tuple(self._asked.values()):
+            if request in (None, asked.request):
+                asked.cancelled = True
+                if asked.running is not None:
+                    self._stop(asked)
 
-    def _stop(self) -> None:
-        if self._asked is not None:
-            self._asked.cancelled = True
-            if self._asked.running is not None:
-                self._disconnect(self._asked)
-
-    def _disconnect(self, asked: _Asked) -> None:
+    def _stop(self, asked: _Asked) -> None:
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.stop, asked.request)
 
@@ -302,8 +308,8 @@ class RemoteClient(AnswersInTurn):
 
     def _refuse(self, names: Sequence[str]) -> None:
         """Do not send these fields again."""
+        said = ", ".join(name for name in names if name not in (*self._refused, "max_tokens"))
         self._refused.update(names)
-        said = ", ".join(name for name in names if name != "max_tokens")
         if said:
             self._news.put(Notice(f"{self.remote} does not know {said}", "It answers without."))
 
