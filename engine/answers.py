@@ -6,7 +6,6 @@ scheduling (section 5) measures batches, where its Algorithm 2 has most to balan
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,7 +166,7 @@ class Answers:
         except BaseException as error:  # noqa: BLE001 - the session's border reports it for each
             return [Step(one, (), error) for one in group]
         if logits is None:
-            self._pace.observed(preset, len(group), math.inf, 1)
+            self._pace.refused(preset, len(group))
             return None
         found: list[Step] = []
         for one, row in zip(group, logits.split(1), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .quality_presets import Preset
 
 _TRY = 16  # tokens after which a speed is known
@@ -22,11 +24,15 @@ class Pace:
         if preset is not self._preset:
             self._preset, self._seconds, self._tokens = preset, {}, {}
         each = seconds / tokens
-        before = self._seconds.get(together, each)
-        self._seconds[together] = before + _STEP * (each - before)
+        before = self._seconds.get(together, math.inf)
+        self._seconds[together] = before + _STEP * (each - before) if math.isfinite(before) else each
         self._tokens[together] = self._tokens.get(together, 0) + tokens
         if self._tokens[together] >= _AGAIN:
             self._tokens = {together: _TRY}
+
+    def refused(self, preset: Preset, together: int) -> None:
+        """So many cannot be computed together now."""
+        self.observed(preset, together, math.inf, _TRY)
 
     def known(self, together: int) -> bool:
         """Whether the speed of so many is known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,8 +234,11 @@ class TestPace:
 
     def test_what_cannot_be_together_is_not(self) -> None:
         pace = self.measured(n1=1.0)
-        pace.observed(ONE, 2, math.inf, 20)
-        assert not pace.may_join(ONE, 2)
+        pace.refused(ONE, 2)
+        assert not pace.may_join(ONE, 2) and pace.may_join(ONE, 3)
+        pace.observed(ONE, 1, 500.0, 500)
+        pace.observed(ONE, 2, 8.0, 16)  # there is memory again
+        assert pace.joins(ONE, 2)
 
 
 def test_it_is_measured_what_is_faster(tiny_pack: Path) -> None:

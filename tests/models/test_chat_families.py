@@ -123,17 +123,17 @@ def test_an_answer_is_split_and_goes_on_where_it_was_cut(name: str, tmp_path: Pa
     write_family(tmp_path, name)
     chat = ChatProcess(tmp_path)
     thought, answer = ("", "Cold <b>.") if name == "qwen2_moe" else ("Ice\n\nis…", "Cold <b>.")
-    begin = chat.fit(SAID, 4000, begin=True)
+    begin = chat.fit(SAID, 4000, begin=0)
     assert isinstance(begin, Fitted)
     parts = [("thinking", thought)] if thought else []
     assert pushed(chat, tmp_path, SPOKEN[name].format(thought, answer)) == [*parts, ("answer", answer)]
     written = spelled(tmp_path, begin.ids) + SPOKEN[name].format(thought, answer)
-    more = chat.fit(SAID, 4000, answer, thought, begin=True)
+    more = chat.fit(SAID, 4000, answer, thought, begin=0)
     assert isinstance(more, Fitted)
     assert spelled(tmp_path, more.ids).split() == written.split() or name in ("glm4_moe", "qwen3_moe instruct", "lfm2")
     assert pushed(chat, tmp_path, " And white.") == [("answer", " And white.")]
     if thought:
-        more = chat.fit(SAID, 4000, "", thought, begin=True)
+        more = chat.fit(SAID, 4000, "", thought, begin=0)
         end = SPOKEN[name].partition("{}")[2].format("So.")
         assert pushed(chat, tmp_path, f" hm{end}") == [("thinking", " hm"), ("answer", "So.")]
     chat.close()
@@ -156,6 +156,6 @@ CALLS = {
 def test_calls_of_tools_are_read(name: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
     chat = ChatProcess(tmp_path)
-    chat.fit(SAID, 4000, begin=True)
+    chat.fit(SAID, 4000, begin=0)
     assert pushed(chat, tmp_path, CALLS[name]) == [("answer", "Well.\n"), ("call", 'find{"at": "sea"}')]
     chat.close()

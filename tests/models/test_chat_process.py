@@ -63,7 +63,7 @@ def test_it_says_what_the_format_itself_would(folder: Path, chat: ChatProcess) -
         assert len(prompt.ids) <= limit
     assert chat.fit([*LONG, *HI], 10_000) == Fitted(own.encode([*LONG, *HI]), 0)
     assert chat.count("hello") == 5 == len(encode(folder, "hello"))
-    assert chat.fit(HI, 100, "well", begin=True) == Fitted([*own.encode(HI), *own.encode_text("well")], 0)
+    assert chat.fit(HI, 100, "well", begin=0) == Fitted([*own.encode(HI), *own.encode_text("well")], 0)
     assert chat.push(own.encode_text("🎉\x1b[1m")) == Pushed((Part("answer", "🎉␛[1m"),), 0)
     with pytest.raises(UsageError, match="refuses"):
         chat.fit([{"role": "narrator", "content": ""}], 100)
