@@ -294,7 +294,8 @@ void dot_floats(const floe_vector &v, const Stored *w, int rows, const Token *co
         for (int t = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) own[mine++] = tokens[t];
         Ahead rest = ahead[r];
-        for (; count > kAlone && done + 4 <= mine; done += 4, rest.lines = 0) four(v, w[r], own + done, found + done, rest);
+        for (; count > kAlone && done + 4 <= mine; done += 4, rest.lines = 0)
+            four(v, w[r], own + done, found + done, rest);
         for (; done < mine; done++, rest.lines = 0) one(v, w[r], own + done, found + done, rest);
         for (int t = 0, i = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) out[r][t] = found[i++];
