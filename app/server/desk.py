@@ -156,10 +156,10 @@ class Desk:
             RefusedError: too many wait already.
         """
         with self._lock:
-            waiting = self.waiting
+            waiting, free = self.waiting, self._together - len(self._served)
             if self._closed:
                 raise RefusedError(503, "The server is ending.")
-            if waiting + len(orders) > self._most:
+            if waiting + len(orders) > self._most + free:
                 self.counts.refused += 1
                 message = f"{waiting} answers are waiting, and at most {self._most} may. Try again later."
                 raise RefusedError(429, message, None, "queue_full", {"Retry-After": str(self._until_free(waiting))})
@@ -212,11 +212,10 @@ class Desk:
                 if self._served:
                     for update in self._client.poll(_LOOK_S):
                         self._hear(update)
-            # The thread's border: the next orders must not suffer.
-            except Exception:  # noqa: BLE001
-                _log.exception("answers failed")
+            # The thread's border: whoever waits is told, and the next orders must not suffer.
+            except Exception as error:  # noqa: BLE001
                 self._client.cancel()
-                self._fail(RefusedError(500, "The answer failed. This is a bug in floe-chat; the log has the details."))
+                self._fail(_refused(error))
             self.counts.seconds += time.monotonic() - began
 
     def _next(self) -> Ticket | None:
@@ -240,7 +239,7 @@ class Desk:
 
     def _begin(self, ticket: Ticket) -> None:
         """Hand an order to the client, or say why not."""
-        order, last = ticket.order, None
+        order = ticket.order
         try:
             if not self._served:
                 self._client.poll()  # what is left of answers before
@@ -251,15 +250,8 @@ class Desk:
                 self._served[ticket.request] = _Served(ticket, Spoken(order.stops, order.tools), preset)
                 if ticket.left or self._closed:
                     self._client.cancel(ticket.request)
-        except RefusedError as error:
-            last = error
-        except FloeError as error:
-            last = refusal(error)
-        except Exception:
-            self._end(ticket, RefusedError(500, "The answer failed. This is a bug in floe-chat."))
-            raise
-        if last is not None:
-            self._end(ticket, last)
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._end(ticket, _refused(error))
 
     def _hear(self, update: Update) -> None:
         """Pass on what came of one answer."""
@@ -335,6 +327,18 @@ class Desk:
                         raise RefusedError(400, text, field_name, "invalid_value")
                     case _:
                         pass
+
+
+def _refused(error: Exception) -> RefusedError:
+    """What is told of an answer that cannot be computed."""
+    match error:
+        case RefusedError():
+            return error
+        case FloeError():
+            return refusal(error)
+        case _:
+            _log.error("an answer failed", exc_info=error)
+            return RefusedError(500, "The answer failed. This is a bug in floe-chat; the log has the details.")
 
 
 def _numbered(tell: Callable[[int, News], None], number: int) -> Callable[[News], None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import History
+from textual.pilot import Pilot
 
 from .beside import WIDE, answered, end, head, others, page, saved, see, texts
 from .scripted import (
@@ -18,6 +19,15 @@ from .scripted import (
     until,
     write,
 )
+
+
+async def again(pilot: Pilot[int], client: ScriptedClient) -> None:
+    """A chat whose answer is being written once more, and has two letters of `alpha`."""
+    await answered(pilot, client)
+    await pilot.press("ctrl+t")
+    await until(pilot, lambda: len(client.asked) == 2)
+    client.say(TextDelta(2, "al"))
+    await until(pilot, lambda: texts(pilot) == ["one", "al"])
 
 
 async def test_a_held_key_asks_for_three(tmp_path: Path) -> None:
@@ -44,11 +54,7 @@ async def test_a_held_key_asks_for_three(tmp_path: Path) -> None:
 async def test_an_answer_that_has_text_is_the_first_of_the_three(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
-        await answered(pilot, client)
-        await pilot.press("ctrl+t")
-        await until(pilot, lambda: len(client.asked) == 2)
-        client.say(TextDelta(2, "al"))
-        await until(pilot, lambda: texts(pilot) == ["one", "al"])
+        await again(pilot, client)
         await pilot.press("ctrl+t")
         await see(pilot, "1 ● writing", "2 ● waiting", "3 ● waiting")
         assert client.cancelled == 0
@@ -70,11 +76,7 @@ async def test_a_second_press_by_accident_loses_nothing(tmp_path: Path) -> None:
     """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
-        await answered(pilot, client)
-        await pilot.press("ctrl+t")
-        await until(pilot, lambda: len(client.asked) == 2)
-        client.say(TextDelta(2, "al"))
-        await until(pilot, lambda: texts(pilot) == ["one", "al"])
+        await again(pilot, client)
         await pilot.press("ctrl+t")
         await see(pilot, "1 ● writing")
         await pilot.press("1")

@@ -22,6 +22,7 @@ WATCHED = (
     "test_forms.py",
     "test_x_bits.py",
     "test_dense_step.py",
+    "test_dense_together.py",
     "test_token_step.py",
     "test_draw.py",
     "test_pool.py",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn
 from floe_chat.app.server.desk import End, News, Order
 from floe_chat.app.server.refusals import RefusedError
@@ -154,3 +155,22 @@ class TestTogether:
         orders = [order("a", 9), replace(order("b", 9), quality="Best"), order("c", 9)]
         told = self.taken(demo, orders)
         assert told[1] == " [400]" and told[0] == told[2] and told[0].endswith("[length Balanced]")
+
+    def test_a_burst_may_be_as_large_as_what_is_free(self, slow: Served) -> None:
+        """One is computed, and two may wait."""
+        with pytest.raises(RefusedError, match="may"):
+            slow.desk.take([order()] * 4, lambda _, __: None)
+        for ticket in slow.desk.take([order()] * 3, lambda _, __: None):
+            ticket.leave()
+        slow.until("floe_running", 0)
+
+    def test_what_nobody_expected_is_told_and_the_next_has_its_turn(
+        self, demo: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_given: object, **_how: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatClient, "submit_whole", broken)
+            assert self.taken(demo, [order("a"), order("b")]) == [" [500]"] * 2
+        assert self.taken(demo, [order("a")])[0].endswith("[length Balanced]")
