@@ -17,7 +17,9 @@ from .processes import Processes
 
 # The demo model keeps keys and values in 16 bits: which way one is rounded changes as much in one process, see
 # `test_how_much_chunks_change`.
-LIMITS = {"demo": 1e-4}
+# The demo rounds inputs and keys, and how that falls depends on the processor: 1.2e-4 by the portable kernels after a
+# turn before. A part that is missing shows from 2e-3 on.
+LIMITS = {"demo": 3e-4}
 LIMIT = 1e-5
 PATTERNS = ("tp", "ep", "etp", "s-etp")
 DROPPING = {"drop": 0.7, "major": 1.0}
