@@ -16,9 +16,8 @@ from .leader import preset_of
 from .processes import Processes
 
 # The demo model keeps keys and values in 16 bits: which way one is rounded changes as much in one process, see
-# `test_how_much_chunks_change`.
-# The demo rounds inputs and keys, and how that falls depends on the processor: 1.2e-4 by the portable kernels after a
-# turn before. A part that is missing shows from 2e-3 on.
+# `test_how_much_chunks_change`. It depends on the processor: 1.2e-4 by the portable kernels after a turn before. A part
+# that is missing shows from 2e-3 on.
 LIMITS = {"demo": 3e-4}
 LIMIT = 1e-5
 PATTERNS = ("tp", "ep", "etp", "s-etp")
