@@ -186,8 +186,6 @@ class RemoteClient:
         for asked in self._asked.values():
             if asked.running is None:
                 asked.running = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
-                if asked.cancelled:
-                    self._stop(asked)
 
     def cancel(self, request: int | None = None) -> None:
         """Stop the answer to `request`, or (None) all, by closing its connection."""
@@ -296,6 +294,8 @@ class RemoteClient:
     async def _answer(self, asked: _Asked) -> None:
         assert self._server is not None
         meter = Meter(asked.request, self._window)
+        if asked.cancelled:  # before it began
+            self._server.stop(asked.request)
         try:
             await self._server.answer(asked.request, asked.fields, meter, self._news.put, self._refuse)
         except FloeError as error:
