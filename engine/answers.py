@@ -107,7 +107,7 @@ class Answers:
         except BaseException:
             self._leave(kv)
             raise
-        self._shelf.turn_to(kv, command.prompt, control.preset, others)
+        self._shelf.turn_to(kv, command.prompt, control.preset, others, alike=answer.alike)
         self.running.append(Running(command, answer, time.perf_counter()))
         return self.running[-1]
 

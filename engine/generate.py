@@ -50,6 +50,7 @@ class Answer:
 
     Attributes:
         counts: what it counts by itself.
+        alike: whether to reuse only what is exactly as if it were computed again: it has a seed, to be repeated by.
         end: why it ended: "stop" (a stop id was drawn; it is not reported), "length" (max_new_tokens), "context" (the
             window is full); "" before that.
 
@@ -78,6 +79,7 @@ class Answer:
         self.kv, self.end = kv, ""
         self._prompt, self._stop_ids, self._control = prompt, stop_ids, control
         self._sampler = Sampler(sampling, prompt, extras, allowed)
+        self.alike = sampling.seed is not None
         self._telemetry, self.counts = telemetry, telemetry.answer
         self._most = min(max_new_tokens, window - len(prompt))
         self._ended = "length" if len(prompt) + self._most < window else "context"
@@ -127,14 +129,14 @@ class Answer:
     def _read(self) -> list[Progress]:
         kv, prompt, control, telemetry = self.kv, self._prompt, self._control, self._telemetry
         if self._began is None:
-            kept, self._began = kv.keep(prompt, control.preset), telemetry.clock()
+            kept, self._began = kv.keep(prompt, control.preset, alike=self.alike), telemetry.clock()
             if kept:
                 telemetry.reused(kept)
                 return [Progress(None, kept)]
         control.counting = False
         start = kv.length
         with telemetry.prompt():
-            logits = _forward(self.decoder, kv, prompt[start : start + control.chunk], control)
+            logits = _forward(self.decoder, kv, prompt[start : start + control.chunk], control, reading=True)
         if kv.length == len(prompt):
             telemetry.prefill_done(telemetry.clock() - self._began)
             self._logits = logits
@@ -236,14 +238,14 @@ def _not_finite(part: str) -> PackError:
     )
 
 
-def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
+def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control, *, reading: bool = False) -> Tensor:
     """Logits (1, V) after `ids`, which are then in `kv`. If device memory runs out, retries once with more room."""
     preset = control.preset
     while (logits := _once(decoder, kv, ids, control)) is None:
         # Not inside the except block: the traceback holds the very memory that must be freed.
         if control.make_room is None or not control.make_room():
             raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
-    kv.computed(ids, preset)
+    kv.computed(ids, preset, chunk=reading and len(ids) == control.chunk)
     return logits
 
 

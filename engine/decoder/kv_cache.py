@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -55,21 +55,60 @@ class KVStore(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Computed:
+    """Tokens that have keys and values.
+
+    Attributes:
+        presets: by which each was computed. chunks: where the first parts of a prompt end that were computed by
+            themselves, one behind the other, in the size that every prompt is read in.
+    """
+
+    tokens: list[int] = field(default_factory=list[int])
+    presets: list[Preset] = field(default_factory=list[Preset])
+    chunks: list[int] = field(default_factory=list[int])
+
+    def first(self, length: int) -> Computed:
+        """The first `length` of them."""
+        ends = [end for end in self.chunks if end <= length]
+        return Computed(self.tokens[:length], self.presets[:length], ends)
+
+    def add(self, ids: Sequence[int], preset: Preset, *, chunk: bool) -> None:
+        """`ids` follow, as such a part or not."""
+        if chunk and len(self.tokens) == (self.chunks[-1] if self.chunks else 0):
+            self.chunks.append(len(self.tokens) + len(ids))
+        self.tokens += ids
+        self.presets += [preset] * len(ids)
+
+    def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool) -> int:
+        """See `KVCache.common`."""
+        kept = 0
+        for token, mine, computed in zip(prompt[:-1], self.tokens, self.presets, strict=False):
+            if token != mine or not _covers(computed, preset) or (alike and not _covers(preset, computed)):
+                break
+            kept += 1
+        return max((end for end in self.chunks if end <= kept), default=0) if alike else kept
+
+
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A copy of keys and values of `tokens`, and the presets by which they were computed."""
+    """A copy of keys and values of `tokens`, and how they were computed: see `Computed`."""
 
-    tokens: list[int]
-    presets: list[Preset]
+    computed: Computed
     entries: list[Tensor]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those tokens."""
+        return self.computed.tokens
 
     def nbytes(self) -> int:
         """Bytes that it takes."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def common(self, prompt: Sequence[int], preset: Preset) -> int:
+    def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
         """See `KVCache.common`."""
-        return _common(prompt, preset, self.tokens, self.presets)
+        return self.computed.common(prompt, preset, alike=alike)
 
 
 class KVCache:
@@ -80,22 +119,22 @@ class KVCache:
 
     def __init__(self) -> None:
         self.store: KVStore | None = None
-        self._tokens: list[int] = []
-        self._presets: list[Preset] = []
+        self._computed = Computed()
 
     @property
     def length(self) -> int:
         """The number of tokens with keys and values."""
-        return len(self._tokens)
+        return len(self._computed.tokens)
 
     @property
     def tokens(self) -> list[int]:
         """Those tokens."""
-        return list(self._tokens)
+        return list(self._computed.tokens)
 
     def renew(self) -> None:
         """Compute its tokens again: what is stored of them serves no pass any more."""
         self.store = None
+        self._computed.chunks.clear()
 
     @property
     def cache(self) -> Any:
@@ -122,13 +161,13 @@ class KVCache:
         """Bytes of them that a device has no room for."""
         return self.store.spilled() if self.store is not None else 0
 
-    def keep(self, prompt: Sequence[int], preset: Preset) -> int:
-        """Keep the part of `prompt` that is there already and drop the rest; returns its number of tokens.
+    def keep(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
+        """Keep the part of `prompt` that is there already (see `common`), drop the rest; returns its number of tokens.
 
         Never all of the prompt: its last token is computed for its logits. What a coarser preset computed is dropped,
         so that an answer has the quality of its own preset.
         """
-        kept = self.common(prompt, preset)
+        kept = self.common(prompt, preset, alike=alike)
         if self.store is not None:
             kept = self.store.keeps(kept)
         self.cut(kept)
@@ -138,13 +177,17 @@ class KVCache:
 
     def cut(self, length: int) -> None:
         """Drop all but the first `length` tokens."""
-        del self._tokens[length:], self._presets[length:]
+        self._computed = self._computed.first(length)
         if self.store is not None:
             self.store.crop(length)
 
-    def common(self, prompt: Sequence[int], preset: Preset) -> int:
-        """How many tokens of `prompt` are there already, as exact as `preset` wants them."""
-        return _common(prompt, preset, self._tokens, self._presets)
+    def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
+        """How many tokens of `prompt` are there already, as exact as `preset` wants them.
+
+        Sums round by the order in which they run, so what was computed token by token, or from another token on,
+        differs by float noise. `alike`: only those count that are what reading the whole prompt gives, to the last bit.
+        """
+        return self._computed.common(prompt, preset, alike=alike)
 
     def parked(self, most: int) -> Parked | None:
         """A copy; None if it would take more than `most` bytes, or cannot be put back."""
@@ -152,31 +195,23 @@ class KVCache:
             return None
         self.store.crop(self.length)
         entries = self.store.copied()
-        return Parked(list(self._tokens), list(self._presets), entries) if entries else None
+        return Parked(self._computed.first(self.length), entries) if entries else None
 
     def resume(self, parked: Parked, length: int) -> bool:
         """Hold the first `length` tokens of a copy instead of what is there; False if there is no store yet."""
         if self.store is None:
             return False
-        self._tokens, self._presets = [], []  # if it fails, nothing is there
+        self._computed = Computed()  # if it fails, nothing is there
         self.store.crop(0)
         self.store.put(parked.entries, length)
-        self._tokens, self._presets = parked.tokens[:length], parked.presets[:length]
+        self._computed = parked.computed.first(length)
         return True
 
-    def computed(self, ids: Sequence[int], preset: Preset) -> None:
-        """All layers have computed `ids`, which follow what is there, at `preset`."""
-        self._tokens += ids
-        self._presets += [preset] * len(ids)
-
-
-def _common(prompt: Sequence[int], preset: Preset, tokens: Sequence[int], presets: Sequence[Preset]) -> int:
-    kept = 0
-    for token, mine, computed in zip(prompt[:-1], tokens, presets, strict=False):
-        if token != mine or not _covers(computed, preset):
-            break
-        kept += 1
-    return kept
+    def computed(self, ids: Sequence[int], preset: Preset, *, chunk: bool = False) -> None:
+        """All layers have computed `ids`, which follow what is there, at `preset`. `chunk`: together, as a part of a
+        prompt that has the size of all such parts but the last.
+        """
+        self._computed.add(ids, preset, chunk=chunk)
 
 
 def _covers(computed: Preset, wanted: Preset) -> bool:

@@ -32,16 +32,28 @@ class KVShelf:
         return sum(parked.nbytes() for parked in self._parked)
 
     @torch.inference_mode()
-    def turn_to(self, kv: KVCache, prompt: Sequence[int], preset: Preset, others: Sequence[KVCache] = ()) -> None:
+    def turn_to(
+        self,
+        kv: KVCache,
+        prompt: Sequence[int],
+        preset: Preset,
+        others: Sequence[KVCache] = (),
+        *,
+        alike: bool = False,
+    ) -> None:
         """Before `kv.keep`: park what that would drop, and bring back what has more of `prompt`, which one of `others`
-        may have too.
+        may have too. `alike`: see `KVCache.common`.
         """
-        kept = kv.common(prompt, preset)
+
+        def common(one: KVCache | Parked) -> int:
+            return one.common(prompt, preset, alike=alike)
+
+        kept = common(kv)
         best, found = None, kept + LEAST - 1
-        nearest = max(others, key=lambda other: other.common(prompt, preset), default=None)
-        copies = [] if nearest is None or nearest.common(prompt, preset) <= found else [nearest.parked(self._most)]
+        nearest = max(others, key=common, default=None)
+        copies = [] if nearest is None or common(nearest) <= found else [nearest.parked(self._most)]
         for parked in (*filter(None, copies), *self._parked):
-            if (shared := parked.common(prompt, preset)) > found:
+            if (shared := common(parked)) > found:
                 best, found = parked, shared
         if kv.length - kept >= LEAST:
             self.leave(kv)

@@ -15,6 +15,7 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_shelf import LEAST
 from floe_chat.engine.events import (
     Cancel,
+    Chance,
     Extras,
     Failed,
     Finished,
@@ -30,6 +31,7 @@ from floe_chat.engine.events import (
     Unload,
     Unloaded,
 )
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.generate import Answer, Progress
 from floe_chat.engine.pace import Pace
 from floe_chat.engine.quality_presets import Preset
@@ -128,12 +130,45 @@ def test_a_fifth_waits_for_its_turn(engine: Engine, widths: list[int]) -> None:
 def test_a_common_beginning_is_computed_once(engine: Engine, widths: list[int]) -> None:
     prompt = prompt_of(3, LEAST + 40)
     for number in (8, 9):  # the second time its prompt is there too, whose last token is then computed by itself
-        alone(engine, number, asking(number, prompt, tokens=250, sampling=WARM))
-    engine.send(*(asking(number, prompt, tokens=250, sampling=WARM) for number in (1, 2, 3)))
+        alone(engine, number, asking(number, prompt, tokens=250))
+    engine.send(*(asking(number, prompt, tokens=250) for number in (1, 2, 3)))
     for number in (1, 2, 3):
         stats = finished(engine, number).stats
         assert stats.reused_tokens == len(prompt) - 1
         assert engine.tokens_of(number) == engine.tokens_of(9)
+    assert max(widths) == 3
+
+
+def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: list[int]) -> None:
+    """To the last bit, by a rule that leaves out what is small: what is kept is what reading the prompt gives."""
+    first, said = prompt_of(4, PREFILL_CHUNK + 90), 80
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), "Balanced", "cpu"))
+        engine.until(Loaded)
+
+        def ask(number: int, prompt: Sequence[int], sampling: Sampling = WARM) -> Generate:
+            return replace(asking(number, prompt, sampling=sampling, tokens=said), extras=Extras(likeliest=3))
+
+        def heard(number: int) -> list[tuple[int, Chance]]:
+            news = [event for event in engine.seen if isinstance(event, NewTokens) and event.request == number]
+            return [each for event in news for each in zip(event.ids, event.chances, strict=True)]
+
+        alone(engine, 1, ask(1, first))
+        second = [*first, *engine.tokens_of(1), 5, 6, 7]
+        engine.send(Unload(), Load(str(tiny_pack), "Balanced", "cpu"))
+        engine.until(Loaded)
+        alone(engine, 2, ask(2, second))
+        assert len(heard(2)) == said
+        # The first chunk of the prompt is there; then also an answer's tokens, which were computed one by one.
+        for number, before in ((3, first), (4, second[:-1]), (5, prompt_of(6, 200)), (6, second)):
+            alone(engine, 10 + number, ask(10 + number, before, GREEDY))
+            alone(engine, number, ask(number, second))
+            stats = finished(engine, number).stats
+            assert stats.reused_tokens == PREFILL_CHUNK and heard(number) == heard(2), number
+        engine.send(*(ask(number, second) for number in (7, 8, 9)))
+        for number in (7, 8, 9):
+            finished(engine, number)
+            assert heard(number) == heard(2), number
     assert max(widths) == 3
 
 

@@ -96,6 +96,35 @@ def test_a_preset_that_changed_on_the_way_keeps_what_came_before() -> None:
     assert kv.keep([1, 2, 3, 4, 5, 6, 7], EXACT) == 3
 
 
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([(6, SAME, True), (6, SAME, True), (3, SAME, False)], 12),
+        ([(6, SAME, True), (3, SAME, False), (1, SAME, False), (6, SAME, True)], 6),  # token by token, then from there
+        ([(6, FINER, True), (6, SAME, True)], 0),
+        ([(6, SAME, True), (6, FINER, True)], 6),
+        ([(4, SAME, False)], 0),
+        ([(16, SAME, True)], 0),  # the prompt's last token has to be computed, in its part
+    ],
+)
+def test_only_what_reading_the_prompt_gives_is_alike(parts: list[tuple[int, Preset, bool]], kept: int) -> None:
+    kv, prompt = KVCache(), list(range(16))
+    for count, preset, chunk in parts:
+        kv.computed(prompt[kv.length : kv.length + count], preset, chunk=chunk)
+    assert kv.common(prompt, SAME, alike=True) == kept
+    assert kv.keep(prompt, SAME, alike=True) == kept == kv.length
+
+
+def test_what_is_computed_again_is_not_alike() -> None:
+    kv = KVCache()
+    kv.computed([1, 2, 3], SAME, chunk=True)
+    kv.computed([4, 5, 6], SAME, chunk=True)
+    kv.cut(5)
+    assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 3
+    kv.renew()
+    assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 0
+
+
 def test_keys_of_one_kind_are_not_taken_for_another() -> None:
     kv = KVCache()
     assert kv.cache is kv.cache

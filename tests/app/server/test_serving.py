@@ -87,10 +87,10 @@ def test_a_seed_repeats_answers_and_each_of_several_has_its_own(demo: Served) ->
         assert [choice["index"] for choice in choices] == list(range(n))
         return [choice["message"]["content"] for choice in choices]
 
-    texts(1, 1)  # from here on the same part of the prompt is there already
     three = texts(7, 3)
     assert len(set(three)) == 3 and three == texts(7, 3)
-    assert three[1:] == [texts(8, 1)[0], texts(9, 1)[0]]
+    demo.post({"messages": [*user("Tell me more."), {"role": "assistant", "content": three[0]}, *user("And then?")]})
+    assert three[1:] == [texts(8, 1)[0], texts(9, 1)[0]]  # whatever was computed in between
 
 
 def test_a_text_is_continued(demo: Served) -> None:
