@@ -10,6 +10,7 @@ import torch
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.kernels.cpu import native
 from floe_chat.models.packing.calibration import threshold_at
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -152,10 +153,17 @@ def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None
 @pytest.mark.parametrize("length", [1, 40])
 def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
     loaded = open_model(packed)
-    loaded.control.preset = a_preset("", 0.0)  # so that no neuron can fall to the other side of a threshold
-    ids = torch.tensor([prompt_of(length)])
-    with torch.inference_mode():
-        fewer = loaded.model(input_ids=ids).logits
-        loaded.control.preset = a_preset("", 0.0, lossless=True)
-        exact = loaded.model(input_ids=ids).logits
-    assert relative_rms(fewer, exact) <= 1e-3
+
+    def error(prompt: list[int]) -> float:
+        ids = torch.tensor([prompt])
+        found: list[torch.Tensor] = []
+        for lossless in (False, True):
+            # Nothing is left out, so that no neuron can fall to the other side of a threshold.
+            loaded.control.preset = a_preset("", 0.0, lossless=lossless)
+            with torch.inference_mode():
+                found.append(loaded.model(input_ids=ids).logits)
+        return relative_rms(*found)
+
+    errors = sorted(map(error, prompts_of(length)[:7]))
+    assert errors[0] > 0 or native.isa().name == "portable"  # which rounds no x
+    assert errors[3] <= 1e-3, errors  # in a few, the router chooses between two experts that are about equally good
