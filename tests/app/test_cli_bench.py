@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.app.cli.bench.table import text
+from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.kernels import cpu
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.machine.random_weights import Shapes
@@ -35,8 +36,12 @@ ROW_FIELDS = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that take no time."""
-    monkeypatch.setattr(cpu, "MIXTRAL", Shapes(128, 256, experts=2, tokens=2, cache=0))
+    """Sizes that take no time, for every model."""
+
+    def tiny(_name: str) -> Shapes:
+        return Shapes(128, 256, experts=2, tokens=2, cache=0)
+
+    monkeypatch.setattr(synthetic, "shapes_of", tiny)
 
 
 def check_fields(fields: dict[str, Any]) -> None:
