@@ -42,8 +42,9 @@ class Progress:
 class Answer:
     """One answer, computed step by step: by itself, or with others in between or together with them.
 
-    The part of the prompt that is in `kv` is not computed again, except for the last token; if there is any, it is
-    reported first. What it does counts for the answer that telemetry began last before it was made.
+    The part of the prompt that is in `kv` is not computed again, except for the last token where its logits are not
+    there; if there is any, it is reported first. What it does counts for the answer that telemetry began last before it
+    was made.
 
     Args:
         model: what computes the next tokens; a transformers model is called as it is.
@@ -132,17 +133,25 @@ class Answer:
             kept, self._began = kv.keep(prompt, control.preset, alike=self.alike), telemetry.clock()
             if kept:
                 telemetry.reused(kept)
+                if kept == len(prompt):
+                    self._prompt_read(kv.logits)
                 return [Progress(None, kept)]
         control.counting = False
         start = kv.length
         with telemetry.prompt():
             logits = _forward(self.decoder, kv, prompt[start : start + control.chunk], control, reading=True)
         if kv.length == len(prompt):
-            telemetry.prefill_done(telemetry.clock() - self._began)
-            self._logits = logits
-            if not self._most:
-                self.end = self._ended
+            kv.read(start, logits)
+            self._prompt_read(logits)
         return [Progress(None, kv.length)]
+
+    def _prompt_read(self, logits: Tensor | None) -> None:
+        assert self._began is not None
+        assert logits is not None
+        self._telemetry.prefill_done(self._telemetry.clock() - self._began)
+        self._logits = logits.clone()
+        if not self._most:
+            self.end = self._ended
 
     def _write(self) -> list[Progress]:
         control, telemetry = self._control, self._telemetry

@@ -61,17 +61,27 @@ class Computed:
 
     Attributes:
         presets: by which each was computed. chunks: where the first parts of a prompt end that were computed by
-            themselves, one behind the other, in the size that every prompt is read in.
+            themselves, one behind the other, in the size that every prompt is read in. logits: (1, V), behind the first
+            `whole` tokens, which are a prompt that was read in such parts and a smaller last one.
     """
 
     tokens: list[int] = field(default_factory=list[int])
     presets: list[Preset] = field(default_factory=list[Preset])
     chunks: list[int] = field(default_factory=list[int])
+    logits: Tensor | None = None
+    whole: int = 0
 
     def first(self, length: int) -> Computed:
         """The first `length` of them."""
-        ends = [end for end in self.chunks if end <= length]
-        return Computed(self.tokens[:length], self.presets[:length], ends)
+        found = Computed(self.tokens[:length], self.presets[:length], [end for end in self.chunks if end <= length])
+        if self.whole <= length:
+            found.logits, found.whole = self.logits, self.whole
+        return found
+
+    def read(self, begun: int, logits: Tensor) -> None:
+        """They are a prompt, with these logits behind it, whose last part began at `begun`."""
+        if begun in (0, *self.chunks):
+            self.logits, self.whole = logits.clone(), len(self.tokens)
 
     def add(self, ids: Sequence[int], preset: Preset, *, chunk: bool) -> None:
         """`ids` follow, as such a part or not."""
@@ -83,10 +93,13 @@ class Computed:
     def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool) -> int:
         """See `KVCache.common`."""
         kept = 0
-        for token, mine, computed in zip(prompt[:-1], self.tokens, self.presets, strict=False):
+        for token, mine, computed in zip(prompt, self.tokens, self.presets, strict=False):
             if token != mine or not _covers(computed, preset) or (alike and not _covers(preset, computed)):
                 break
             kept += 1
+        if alike and kept == len(prompt) == self.whole:
+            return kept
+        kept = min(kept, len(prompt) - 1)
         return max((end for end in self.chunks if end <= kept), default=0) if alike else kept
 
 
@@ -104,7 +117,8 @@ class Parked:
 
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return sum(entry.nbytes for entry in self.entries)
+        logits = self.computed.logits
+        return sum(entry.nbytes for entry in self.entries) + (0 if logits is None else logits.nbytes)
 
     def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
         """See `KVCache.common`."""
@@ -131,10 +145,20 @@ class KVCache:
         """Those tokens."""
         return list(self._computed.tokens)
 
+    @property
+    def logits(self) -> Tensor | None:
+        """(1, V), behind all of them, if they are a prompt that was read from its beginning."""
+        return self._computed.logits if self._computed.whole == self.length else None
+
+    def read(self, begun: int, logits: Tensor) -> None:
+        """What is there is a prompt, with these logits (1, V) behind it, whose last part began at `begun`."""
+        self._computed.read(begun, logits)
+
     def renew(self) -> None:
         """Compute its tokens again: what is stored of them serves no pass any more."""
         self.store = None
-        self._computed.chunks.clear()
+        computed = self._computed
+        self._computed = Computed(computed.tokens, computed.presets)
 
     @property
     def cache(self) -> Any:
@@ -164,8 +188,8 @@ class KVCache:
     def keep(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
         """Keep the part of `prompt` that is there already (see `common`), drop the rest; returns its number of tokens.
 
-        Never all of the prompt: its last token is computed for its logits. What a coarser preset computed is dropped,
-        so that an answer has the quality of its own preset.
+        Never all of the prompt, unless `logits` are behind it: its last token is computed for them. What a coarser
+        preset computed is dropped, so that an answer has the quality of its own preset.
         """
         kept = self.common(prompt, preset, alike=alike)
         if self.store is not None:
@@ -185,7 +209,8 @@ class KVCache:
         """How many tokens of `prompt` are there already, as exact as `preset` wants them.
 
         Sums round by the order in which they run, so what was computed token by token, or from another token on,
-        differs by float noise. `alike`: only those count that are what reading the whole prompt gives, to the last bit.
+        differs by float noise. `alike`: only those count that are what reading the whole prompt gives, to the last bit;
+        these may be all of it.
         """
         return self._computed.common(prompt, preset, alike=alike)
 

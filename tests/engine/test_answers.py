@@ -139,11 +139,12 @@ def test_a_common_beginning_is_computed_once(engine: Engine, widths: list[int]) 
     assert max(widths) == 3
 
 
-def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: list[int]) -> None:
-    """To the last bit, by a rule that leaves out what is small: what is kept is what reading the prompt gives."""
+@pytest.mark.parametrize("parked", [0, 1 << 30])
+def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: list[int], parked: int) -> None:
+    """To the last bit, by a rule that leaves out what is small."""
     first, said = prompt_of(4, PREFILL_CHUNK + 90), 80
     with Engine() as engine:
-        engine.send(Load(str(tiny_pack), "Balanced", "cpu"))
+        engine.send(Load(str(tiny_pack), "Balanced", "cpu", parked=parked))
         engine.until(Loaded)
 
         def ask(number: int, prompt: Sequence[int], sampling: Sampling = WARM) -> Generate:
@@ -155,16 +156,22 @@ def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: li
 
         alone(engine, 1, ask(1, first))
         second = [*first, *engine.tokens_of(1), 5, 6, 7]
-        engine.send(Unload(), Load(str(tiny_pack), "Balanced", "cpu"))
+        engine.send(Unload(), Load(str(tiny_pack), "Balanced", "cpu", parked=parked))
         engine.until(Loaded)
         alone(engine, 2, ask(2, second))
         assert len(heard(2)) == said
-        # The first chunk of the prompt is there; then also an answer's tokens, which were computed one by one.
-        for number, before in ((3, first), (4, second[:-1]), (5, prompt_of(6, 200)), (6, second)):
+        # The first chunk of the prompt is there; then also tokens that were computed one by one; nothing; all of it.
+        chunk = PREFILL_CHUNK
+        for number, before, there in (
+            (3, first, chunk),
+            (4, second[:-1], chunk),
+            (5, prompt_of(6), 0),
+            (6, second, chunk),
+        ):
             alone(engine, 10 + number, ask(10 + number, before, GREEDY))
             alone(engine, number, ask(number, second))
             stats = finished(engine, number).stats
-            assert stats.reused_tokens == PREFILL_CHUNK and heard(number) == heard(2), number
+            assert stats.reused_tokens == (len(second) if parked else there) and heard(number) == heard(2), number
         engine.send(*(ask(number, second) for number in (7, 8, 9)))
         for number in (7, 8, 9):
             finished(engine, number)

@@ -25,6 +25,7 @@ from .driver import Engine, a_preset, asking
 SAME = a_preset("", 0.5, 0.5, drop=0.2, major=0.4)
 FINER = a_preset("", 0.3, 0.5, drop=0.2, major=0.4)
 EXACT = a_preset("", 0.0, lossless=True)
+LOGITS = torch.randn(1, 5)
 
 
 def holding(*parts: tuple[list[int], Preset]) -> KVCache:
@@ -115,13 +116,33 @@ def test_only_what_reading_the_prompt_gives_is_alike(parts: list[tuple[int, Pres
     assert kv.keep(prompt, SAME, alike=True) == kept == kv.length
 
 
+def test_a_prompt_that_was_read_whole_is_alike_with_its_logits() -> None:
+    prompt = list(range(8))
+    kv = KVCache()
+    kv.computed(prompt[:6], SAME, chunk=True)
+    kv.computed(prompt[6:], SAME)
+    kv.read(6, LOGITS)
+    kv.computed([8, 9], SAME)  # an answer
+    for other, kept in ((prompt, 8), ([*prompt, 8], 6), (prompt[:7], 6), ([*prompt[:7], 9], 6)):
+        assert kv.common(other, SAME, alike=True) == kept
+    assert kv.common(prompt, FINER, alike=True) == 0 and kv.common(prompt, SAME) == 7
+    assert kv.logits is None  # it is behind more
+    assert kv.keep(prompt, SAME, alike=True) == 8 and kv.logits is not None and torch.equal(kv.logits, LOGITS)
+    assert kv.keep(prompt, SAME) == 7  # without a seed, its last token is computed: now by itself
+    kv.computed(prompt[7:], SAME)
+    kv.read(7, LOGITS)
+    assert kv.common(prompt, SAME, alike=True) == 6
+
+
 def test_what_is_computed_again_is_not_alike() -> None:
     kv = KVCache()
     kv.computed([1, 2, 3], SAME, chunk=True)
     kv.computed([4, 5, 6], SAME, chunk=True)
     kv.cut(5)
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 3
+    kv.read(3, LOGITS)
     kv.renew()
+    assert kv.logits is None and kv.common([1, 2, 3, 4, 5], SAME, alike=True) == 0
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 0
 
 
