@@ -201,7 +201,8 @@ class KVCache:
 
     def cut(self, length: int) -> None:
         """Drop all but the first `length` tokens."""
-        self._computed = self._computed.first(length)
+        if length < self.length:  # a group's processes ask before each token
+            self._computed = self._computed.first(length)
         if self.store is not None:
             self.store.crop(length)
 
