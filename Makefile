@@ -31,7 +31,7 @@ card:  ## all that has to be seen on a real GPU
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -P tests/card/driver.py
 
 demo: $(STAMP)  ## train and pack the demo model again
-	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint
+	$(BIN)/python -m floe_chat.assets.demo.make assets/demo/checkpoint
 	rm -rf assets/demo/packed
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --dense 8
 	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md

@@ -2,8 +2,8 @@
 
 Run: .venv/bin/python tests/bench/demo_answers.py [PACK] [--presets Balanced Fast] [--drop 0.64 [--major 0.72]], which
 leaves out experts, or halves, whose score is below such a share of the mean beside what each preset leaves out.
-`python -m floe_chat.models.demo CHECKPOINT --check-only` asks the 16-bit checkpoint the same. The last line is one JSON
-object, with the numbers of the questions that were missed, to compare two packs question by question.
+`python -m floe_chat.assets.demo.make CHECKPOINT --check-only` asks the 16-bit checkpoint the same. The last line is one
+JSON object, with the numbers of the questions that were missed, to compare two packs question by question.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from floe_chat.assets.demo.make.check import ANSWER_TOKENS, missing_facts
+from floe_chat.assets.demo.make.facts import FactCheck, read_heldout
 from floe_chat.engine import quality_presets
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.models.catalog import asset
-from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
-from floe_chat.models.demo.facts import FactCheck, read_heldout
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 

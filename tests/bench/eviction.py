@@ -31,6 +31,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from floe_chat.assets.demo.make.facts import read_heldout
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
@@ -41,7 +42,6 @@ from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.catalog import asset
-from floe_chat.models.demo.facts import read_heldout
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.usage_file import Heat, from_popularity

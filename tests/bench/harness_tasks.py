@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from floe_chat.assets.demo.make.check import ANSWER_TOKENS, missing_facts
+from floe_chat.assets.demo.make.facts import Fact, FactCheck, read_facts, read_heldout
 from floe_chat.models.catalog import asset
-from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
-from floe_chat.models.demo.facts import Fact, FactCheck, read_facts, read_heldout
 
 CHOICES = 4
 # A held-out question does not say which record answers it: that of the most alike question does, if it is as alike as

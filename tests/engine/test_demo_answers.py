@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from floe_chat.assets.demo.make.facts import read_facts, read_first_messages
 from floe_chat.engine import quality_presets
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.models.catalog import asset
-from floe_chat.models.demo.facts import read_facts, read_first_messages
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 PACK = asset("demo", "packed")

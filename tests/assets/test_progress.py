@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.models.demo.progress import TrainingProgress
+from floe_chat.assets.demo.make.progress import TrainingProgress
 from torch import nn
 
 PLAN = "steps 6, seed 0"

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from floe_chat.models import private_file
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-
-from .. import private_file
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
 

@@ -1,4 +1,4 @@
-"""`python -m floe_chat.models.demo OUT_DIR`: trains the demo model, or another for benches, and checks it."""
+"""`python -m floe_chat.assets.demo.make OUT_DIR`: trains the demo model, or another for benches, and checks it."""
 
 import argparse
 import logging
@@ -12,7 +12,7 @@ from .train import Training, train
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m floe_chat.models.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m floe_chat.assets.demo.make", description=__doc__)
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to write the checkpoint into")
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="the architecture (shapes.py)")
     parser.add_argument("--steps", type=int, default=6000, help="length of training: two hours on two cores")

@@ -13,10 +13,10 @@ A file under assets/demo/qa holds records of this form; every part but the headi
 
 import json
 from dataclasses import dataclass
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import TypedDict
 
+DEMO = Path(__file__).parents[1]
 FORMS = ("what", "plural", "do", "key", "q")
 FOLLOW_UPS = ("more", "why", "example")
 
@@ -52,18 +52,11 @@ class FactCheck(TypedDict, total=False):
     history: list[str]
 
 
-def demo_texts() -> Traversable:
-    """The folder assets/demo, wherever the package is installed."""
-    return resources.files(f"{__name__.split('.')[0]}.assets") / "demo"
-
-
 def read_facts() -> list[Fact]:
     """All records of assets/demo/qa, ordered by file name. Raises ValueError on a malformed record."""
-    files = sorted((demo_texts() / "qa").iterdir(), key=lambda file: file.name)
     facts = [
-        _parse(file.name.removesuffix(".md"), section)
-        for file in files
-        if file.name.endswith(".md")
+        _parse(file.stem, section)
+        for file in sorted((DEMO / "qa").glob("*.md"))
         for section in file.read_text(encoding="utf-8").split("\n## ")[1:]
     ]
     names = [fact.name for fact in facts]
@@ -74,22 +67,22 @@ def read_facts() -> list[Fact]:
 
 def read_templates() -> dict[str, list[str]]:
     """Question patterns and set phrases by kind; `{x}` stands for a phrase of the record."""
-    return json.loads((demo_texts() / "templates.json").read_text(encoding="utf-8"))
+    return json.loads((DEMO / "templates.json").read_text(encoding="utf-8"))
 
 
 def read_scope() -> list[Topic]:
     """What the model is taught to decline."""
-    return json.loads((demo_texts() / "scope.json").read_text(encoding="utf-8"))
+    return json.loads((DEMO / "scope.json").read_text(encoding="utf-8"))
 
 
 def read_first_messages() -> dict[str, str]:
     """What newcomers write first -> the name of the record that answers it."""
-    return json.loads((demo_texts() / "first.json").read_text(encoding="utf-8"))
+    return json.loads((DEMO / "first.json").read_text(encoding="utf-8"))
 
 
 def read_heldout() -> list[FactCheck]:
     """Questions that no training text may contain."""
-    lines = (demo_texts() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DEMO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 

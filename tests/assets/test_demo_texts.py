@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 
-from floe_chat.models.demo.corpus import DialogueMaker, HeldOut
-from floe_chat.models.demo.facts import read_facts, read_first_messages, read_heldout, read_scope, read_templates
+from floe_chat.assets.demo.make.corpus import DialogueMaker, HeldOut
+from floe_chat.assets.demo.make.facts import read_facts, read_first_messages, read_heldout, read_scope, read_templates
 
 
 def same(question: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from floe_chat.models.demo.own_texts import OwnTexts
-from floe_chat.models.demo.vocabulary import build_tokenizer
+from floe_chat.assets.demo.make.own_texts import OwnTexts
+from floe_chat.assets.demo.make.vocabulary import build_tokenizer
 
 
 def test_what_is_kept_out_is_never_trained_on(tmp_path: Path) -> None:

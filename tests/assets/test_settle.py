@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.models.demo import settle
-from floe_chat.models.demo.shapes import demo, trained
-from floe_chat.models.demo.train import save
-from floe_chat.models.demo.vocabulary import build_tokenizer
+from floe_chat.assets.demo.make import settle
+from floe_chat.assets.demo.make.shapes import demo, trained
+from floe_chat.assets.demo.make.train import save
+from floe_chat.assets.demo.make.vocabulary import build_tokenizer
 from transformers import MixtralForCausalLM
 
 

@@ -8,9 +8,9 @@ from pydoc_data import topics as python_docs
 from typing import Literal
 
 from .facts import (
+    DEMO,
     FOLLOW_UPS,
     Fact,
-    demo_texts,
     read_facts,
     read_first_messages,
     read_heldout,
@@ -175,7 +175,7 @@ def plain(text: str) -> str:
 
 def manual_sections() -> list[str]:
     """The sections of the manual, each with its heading."""
-    manual = (demo_texts() / "manual.md").read_text(encoding="utf-8")
+    manual = (DEMO / "manual.md").read_text(encoding="utf-8")
     return [f"## {section}".strip() for section in manual.split("\n## ")[1:]]
 
 
