@@ -17,12 +17,12 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.models.catalog import asset
 from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
 from .driver import answer, open_model
+from .trained import demo_source
 
 MODELS: dict[str, dict[str, Any] | None] = {
     "mixtral": {"window": 1024},
@@ -57,11 +57,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder: Path = tmp_path_factory.mktemp("parity")
     sizes = MODELS[request.param]
-    if sizes is None:
-        source = asset("demo", "checkpoint")
-        assert (source / "config.json").is_file(), "the demo model's checkpoint is not there: run make demo"
-    else:
-        source = make_checkpoint(folder / "source", **sizes)
+    source = demo_source(folder / "source") if sizes is None else make_checkpoint(folder / "source", **sizes)
     make_pack(source, folder / "packed", EXACT)
     theirs = reference_model(source)
     theirs.generation_config.eos_token_id = None

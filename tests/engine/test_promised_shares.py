@@ -17,8 +17,9 @@ from floe_chat.models.packing.pack import EXACT, pack
 from floe_chat.models.tokenizer.chat_process import encode
 
 from .driver import open_model
+from .trained import demo_source, finer_source
 
-SOURCES = {"demo": asset("demo", "checkpoint"), "fine": Path(__file__).parents[1] / "fine" / "checkpoint"}
+SOURCES = {"demo": demo_source, "finer": finer_source}
 TOKENS = 1536
 LAYER, MEAN = 0.03, 0.01  # how far a layer, and the mean of all layers, may be off
 
@@ -26,7 +27,8 @@ LAYER, MEAN = 0.03, 0.01  # how far a layer, and the mean of all layers, may be 
 @pytest.fixture(scope="module", params=SOURCES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model, packed without rounding, which thresholds do not hang on."""
-    source, folder = SOURCES[request.param], tmp_path_factory.mktemp("promise") / request.param
+    folder = tmp_path_factory.mktemp("promise") / request.param
+    source = SOURCES[request.param](folder.with_name("source"))
     text = read_tokens(source, asset("calibration.txt").read_text(encoding="utf-8"))
     pack(Checkpoint(source), folder, EXACT, text, request.param)
     return folder

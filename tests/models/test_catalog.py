@@ -12,11 +12,12 @@ import pytest
 import torch
 from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
 from floe_chat.models.catalog_entry import Sizes
+from floe_chat.models.checking.verify import damages, unrecorded
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
-from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.published import PUBLISHED
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -87,16 +88,10 @@ def test_installed_lists_good_and_bad(named: str) -> None:
     assert found["broken"].trouble
 
 
-def test_the_demo_is_whole_and_packed_from_its_checkpoint() -> None:
-    packed = PackedModel.open(find("demo"), recheck=True)
-    source = Checkpoint(asset("demo", "checkpoint"))
-    dense, published = packed.dense(), set(source.dense_names())
-    assert all(torch.equal(dense[name], source.tensor(name)) for name in published & set(dense))
-    rounded = {
-        name.removesuffix(".weight") + part for name in published - set(dense) for part in (".q", ".scale", ".zero")
-    }
-    assert set(dense) - published == rounded
-    assert packed.manifest.architecture.layers == source.config.num_hidden_layers
+def test_the_demo_is_whole() -> None:
+    pack = find("demo")
+    assert damages(pack, Manifest.read(pack), lambda _step, _share: None) == []
+    assert unrecorded(pack, Manifest.read(pack)) == []
 
 
 def test_assets_are_there() -> None:
