@@ -134,9 +134,11 @@ def test_the_source_beside_the_pack_is_found(
     arguments = ("eval", str(pack), "--text", str(text), "--tokens", "64", "-p", "High", "--device", "cpu")
     alone = run_cli(*arguments)
     assert alone.code == 0 and "against itself with nothing left out" in alone.out
+    assert "without   the loss of rounding" in alone.out
     shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
     beside = run_cli(*arguments)
     assert beside.code == 0 and "against its 16-bit source tiny" in beside.out
+    assert "loss of rounding" not in beside.out
 
 
 def test_a_quality_set_by_hand_is_measured(tiny_pack: Path, text: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
 _HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
 _KV_TITLE = "Keys and values of 8 bits against 16, both of the pack: what a chat loses that stores 8"
+_ITSELF = "  without   the loss of rounding, which --source FOLDER, the 16-bit checkpoint, would show"
 _LENIENT = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
 _LEGEND = (
     "perplexity  of the next token; the reference's own is above",
@@ -118,6 +119,7 @@ def table(found: Evaluation, text: str) -> str:
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
         f"  text      {Path(text).name}: {read}",
         f"  reference perplexity {digits(first.source_perplexity)}",
+        *((_ITSELF,) if found.source is None else ()),
         *((f"  keys      and values stored with {found.kv_bits} bits, as in a chat",) if found.kv_bits else ()),
         *((_LENIENT,) if found.lenient else ()),
         "",
