@@ -7,7 +7,7 @@ routers of probabilities replace experts. The rise of the loss (nats per token) 
 whole model are printed, then by which projection each layer alone loses less.
 
 Run: .venv/bin/python tests/bench/orderings.py [CHECKPOINT] [--text FILE], of any family whose experts are
-SwiGLU. The last line is one JSON object.
+SwiGLU; by default the demo's 16-bit source, which `make demo` makes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from floe_chat.assets.demo.make import source
 from floe_chat.engine.experts import substitution
 from floe_chat.engine.quality.half_resident import RESIDENT_SHARE
 from floe_chat.models.catalog import asset
@@ -127,12 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=asset("demo", "checkpoint"))
+    parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--text", type=Path, default=asset("demo", "manual.md"))
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens, at the most")
     options = parser.parse_args(arguments)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, local_files_only=True)
-    ids = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json")).encode(options.text.read_text("utf-8")).ids
+    checkpoint: Path = options.checkpoint or source()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+    ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(options.text.read_text("utf-8")).ids
     count = min(options.windows, len(ids) // WINDOW)
     tokens = torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
     family = FAMILIES[model.config.model_type]

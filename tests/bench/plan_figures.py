@@ -5,8 +5,9 @@ Dropped experts are read from the demo pack's frontier.json, which `floe-chat tu
 is measured by the named parts: "widths" packs the demo by up and tunes that, and packs it twice more, all on the manual
 that it was trained on, since on a text that it does not know this small model loses far more than large ones do on
 theirs; "hits" runs the bench of eviction, "lenient" `floe-chat eval`, "kernels" `kernel_shares.py` by both instruction
-sets. Parts that are not named keep their figures. Figures that other sections of BENCHMARKS.md have (packing, prompts,
-the host's own time) are written into the file by hand, with the command that they came from.
+sets. "widths" and "lenient" need the demo's 16-bit source, which `make demo` makes. Parts that are not named keep their
+figures. Figures that other sections of BENCHMARKS.md have (packing, prompts, the host's own time) are written into the
+file by hand, with the command that they came from.
 
 Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient kernels] [--machine B]
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from floe_chat.assets.demo.make import source
 from floe_chat.engine.quality.frontier import WIDTHS
 from floe_chat.models.catalog import asset
 from floe_chat.models.quantities import trimmed
@@ -61,17 +63,17 @@ def of_frontier(points: Points) -> dict[str, Any]:
 def widths() -> dict[str, dict[str, float]]:
     """The quality loss of one part at fewer bits, everything else as published."""
     found: dict[str, float] = {}
-    source = asset("demo", "checkpoint")
+    checkpoint = str(source())
     with tempfile.TemporaryDirectory() as folder:
         by_up = Path(folder) / "up"
-        _floe("pack", str(source), str(by_up), "--signal", "up")
-        _floe("tune", str(by_up), "--source", str(source), "--text", str(asset("demo", "manual.md")))
+        _floe("pack", checkpoint, str(by_up), "--signal", "up")
+        _floe("tune", str(by_up), "--source", checkpoint, "--text", str(asset("demo", "manual.md")))
         points = json.loads((by_up / "frontier.json").read_text(encoding="utf-8"))["points"]
         for bits in (4, 8):
             pack = str(Path(folder) / str(bits))
-            _floe("pack", str(source), pack, "--up", "16", "--rows", "16", "--dense", str(bits))
+            _floe("pack", checkpoint, pack, "--up", "16", "--rows", "16", "--dense", str(bits))
             arguments = ["--text", str(asset("demo", "manual.md")), "--tokens", str(_TEXT_TOKENS), "--json"]
-            ran = _floe("eval", pack, "--source", str(source), "--preset", "No sparsity", *arguments)
+            ran = _floe("eval", pack, "--source", checkpoint, "--preset", "No sparsity", *arguments)
             found[str(bits)] = round(json.loads(ran.splitlines()[-1])["presets"][0]["kl_mean"], 5)
     parts = ("up", "gate", "down")
     losses = {part: {str(b): round(point(points, **{part: b})["kl"], 5) for b in WIDTHS} for part in parts}
@@ -94,7 +96,7 @@ def hits() -> list[list[float]]:
 
 def lenient() -> float:
     """What leaving out weak rows adds to the loss of Balanced if none of them is ever there."""
-    arguments = ("eval", str(asset("demo", "packed")), "--source", str(asset("demo", "checkpoint")), "--json")
+    arguments = ("eval", str(asset("demo", "packed")), "--source", str(source()), "--json")
     strict, late = (
         json.loads(_floe(*arguments, "--preset", "Balanced", *flags))["presets"][0]["kl_mean"]
         for flags in ((), ("--lenient",))

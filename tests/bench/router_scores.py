@@ -6,7 +6,7 @@ the expert's tokens, is negative, against its load, the number of those tokens; 
 and the mean of the layers'. An expert that the text never reaches has no such share, and is not counted.
 
 Run: .venv/bin/python tests/bench/router_scores.py [CHECKPOINT] [--text FILE], of any family whose experts are
-SwiGLU. The last line is one JSON object.
+SwiGLU; by default the demo's 16-bit source, which `make demo` makes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from floe_chat.assets.demo.make import source
 from floe_chat.models.catalog import asset
 from floe_chat.models.families import FAMILIES
 from tokenizers import Tokenizer
@@ -72,11 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from transformers import AutoModelForCausalLM
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=asset("demo", "checkpoint"))
+    parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--text", type=Path, default=asset("demo", "heldout.md"))
     options = parser.parse_args(arguments)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, local_files_only=True)
-    ids = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json")).encode(options.text.read_text("utf-8")).ids
+    checkpoint: Path = options.checkpoint or source()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+    ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(options.text.read_text("utf-8")).ids
     family = FAMILIES[model.config.model_type]
     if family.experts_by != "silu" or family.biased:
         parser.error(f"the experts of {family.called} are no SwiGLU without biases")

@@ -39,7 +39,7 @@ _WEIGHT = 0.02  # the standard deviation, as transformers initializes them
 def write(folder: Path, layers: int, experts: int) -> None:
     """The checkpoint, one file for each layer and one for the rest."""
     folder.mkdir(parents=True)
-    demo = asset("demo/checkpoint")
+    demo = asset("demo", "packed")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(demo / name, folder / name)
     config = json.loads((demo / "config.json").read_text(encoding="utf-8"))
