@@ -310,7 +310,7 @@ def test_the_expert_of_any_key_is_found() -> None:
     """Keys at the edges of experts whose number of neurons is no power of two, and many of them."""
     for layers, experts, neurons in ((1, 3, 1), (2, 5, 7), (1, 2, 1 << 16), (3, 11, 65_537)):
         shape = layers, experts, neurons
-        table = CompiledTable(*shape, RULE, means(1, shape))
+        table = native_pool.NativeTable(*shape, RULE, means(1, shape))
         table.resize(layers * experts * 2)
         for layer in range(layers):
             edges = np.unique([[e * neurons, (e + 1) * neurons - 1] for e in range(experts)])
