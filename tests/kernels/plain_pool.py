@@ -141,8 +141,7 @@ class StepTable(RowTable):
 
     def check(self, found: Found) -> None:
         """Refuse what cannot be placed: raises ValueError."""
-        _readable(found)
-        indices("expert", found.chosen.flatten(), self.experts)
+        _readable(found, self.experts)
         if found.heard is not None and found.heard.shape != (len(found.chosen), self.experts):
             raise ValueError("heard must be the scores of all experts for each token")
         self.keys_of(found.layer, *_numbers(found), found.width)
@@ -153,7 +152,7 @@ class StepTable(RowTable):
         Raises:
             ValueError: an index out of range. Nothing has changed then.
         """
-        _readable(found)
+        _readable(found, self.experts)
         self.count(found.layer, *_numbers(found), found.width)
 
     def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
@@ -166,7 +165,7 @@ class StepTable(RowTable):
             ValueError: an index out of range, or a weight that is no number. Nothing has changed then. RuntimeError:
                 the link's failure.
         """
-        _readable(guess)
+        _readable(guess, self.experts)
         if guess.weights.isnan().any():
             raise ValueError("a call's weight must be a number")
         experts, offsets, neurons = _numbers(guess)
@@ -189,7 +188,7 @@ class StepTable(RowTable):
         Raises:
             ValueError: an index out of range.
         """
-        _readable(found)
+        _readable(found, self.experts)
         indices("guess", torch.from_numpy(guessed), self.width)
         return int(np.isin(self.keys_of(found.layer, *_numbers(found), found.width), guessed).sum())
 
@@ -428,9 +427,10 @@ def _heard(found: Found, experts: int) -> NDArray[np.float64]:
     return heard
 
 
-def _readable(found: Found) -> None:
+def _readable(found: Found, experts: int) -> None:
     if found_record(found) is None:
         raise ValueError("tensors that no compiled call reads")
+    indices("expert", found.chosen.flatten(), experts)
 
 
 def _once(found: Found, experts: Keys, offsets: Keys, neurons: Keys) -> bool:
