@@ -27,7 +27,8 @@ from ...kernels.weights import ExpertRows, SignalWeights
 from ..host_copies import Copy, moved, to_host
 from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
-from .links.transfer import Link, Transfer
+from .links.compiled_link import CompiledLink
+from .links.transfer import Transfer
 
 Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
@@ -62,7 +63,7 @@ class Device:
         self,
         name: str,
         place: str,
-        link: Link,
+        link: CompiledLink,
         rates: Rates,
         cpu_share: float = 1.0,
         kept: Path | None = None,

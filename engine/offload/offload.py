@@ -12,7 +12,6 @@ from typing import cast
 
 from torch import Tensor
 
-from ...kernels.cpu.native_pool import NativeTable
 from ...kernels.layouts import RowLayout
 from ...kernels.weights import ExpertRows
 from ...models.errors import FloeError, UsageError
@@ -21,12 +20,10 @@ from ...models.pack.usage_file import Heat
 from ...models.quantities import memory as size
 from ..events import Advanced, CardRows, Notice
 from ..ranges import PREDICTORS, TRANSFERS
-from .compiled_scheduler import CompiledScheduler
 from .device import Device
 from .device_memory import ALIGNED, DeviceMemory
 from .eviction import Policy
 from .expert_ring import ExpertRing
-from .links.compiled_link import CompiledLink
 from .links.transfer import TransferMode
 from .mix import Mix
 from .predictor import Predictor
@@ -122,7 +119,7 @@ class Offload:
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
         sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
-        self.scheduler = _scheduler(device, self.pool, self.memory, sources)
+        self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.ring = ExpertRing(device, self.pool, self.memory)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
@@ -264,11 +261,3 @@ class Offload:
     def _fit(self) -> None:
         """Resize the pool to the rows that memory has room for."""
         self.pool.resize(len(self.memory.rows))
-
-
-def _scheduler(device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> Scheduler:
-    """Compiled, where the pool's tables and the link are."""
-    table, link = pool.table, device.link
-    if isinstance(table, NativeTable) and isinstance(link, CompiledLink):
-        return CompiledScheduler(device, pool, memory, sources, table, link)
-    return Scheduler(device, pool, memory, sources)

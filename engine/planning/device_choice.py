@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from ...kernels import operations as kernels
+from ...kernels.cpu import binding as native
 from ...kernels.cpu.binding import NativeUnavailableError, library
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
@@ -29,11 +33,10 @@ from ..offload.cards import Card
 from ..offload.device import Device
 from ..offload.lane_rates import TOUCHED, Rates, rates_file
 from ..offload.links import pinning
-from ..offload.links.compiled_cuda import open_cuda_link
 from ..offload.links.compiled_link import CompiledLink, throttled_link
-from ..offload.links.cuda_link import CudaLink
+from ..offload.links.cuda_link import open_cuda_link
 from ..offload.links.pinning import Pinned
-from ..offload.links.transfer import Kind, MeasuredLink, TransferMode
+from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import Turns, VirtualDevice
@@ -114,6 +117,7 @@ def choose(
     element = kv_element(manifest.architecture.model_type, manifest.widths.dense) if virtual or throttled else 2
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
+        _compiled(wanted)
         return _virtual(wanted, pack, vram)
     if throttled:
         return _throttled(wanted, pack, vram)
@@ -128,6 +132,13 @@ def choose(
     gpus = [UsableGpu.of(f"cuda:{gpu.index}", found) for gpu in found.gpus if gpu.index is not None]
     if len(gpus) > 1:
         gpus = [gpu for gpu in gpus if kernels.choose(gpu.place).name != "reference"] or gpus
+    try:
+        library()
+    except NativeUnavailableError as error:
+        whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
+        if not whole:
+            return _in_ram(f"a part of it on a GPU needs compiled code, and {error}. {_cure()}", pack, packed)
+        gpus = whole
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
         least = size(pack.least())
@@ -161,6 +172,8 @@ def real_place(wanted: str) -> tuple[str, str]:
 def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     budget = gpu.budget(vram)
     shares = pack.shares(gpu.machine, budget)
+    if shares.place != "gpu":
+        _compiled(gpu.place)
     if shares.place == "gpu":
         return gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
     if vram is not None and vram > gpu.free:
@@ -179,15 +192,13 @@ def gpu_with(
     row = layers[0].rows.layout.nbytes
 
     def make(wanted: TransferMode) -> Device:
-        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> MeasuredLink:
+        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CompiledLink:
             in_place = kind == "in place"
             return open_cuda_link(torch.device(place), row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
         device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
         device.looks_ahead = False
-        if isinstance(device.link, CudaLink) and device.link.instead:
-            device.moves += f"; {device.link.instead}"
         return device
 
     return DeviceChoice(place, why, shares, make, budget, cap)
@@ -277,12 +288,28 @@ def throttled_rate(wanted: str, vram: int | None) -> float:
             "",
             "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
+    _compiled(wanted)
+    return float(rate[:-2]) * 1e9
+
+
+def _compiled(wanted: str) -> None:
+    """Refuse a device whose rows cross a link where the compiled kernels are missing; raises UsageError."""
     try:
         library()
     except NativeUnavailableError as error:
-        cause = f"Its link is compiled, and {error}."
-        raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
-    return float(rate[:-2]) * 1e9
+        cause = f"Rows of experts are moved by compiled code, and {error}."
+        raise UsageError(f"The device {wanted!r} cannot be used for a part of a model", cause, _cure()) from error
+
+
+def _cure() -> str:
+    """The one command that brings the compiled kernels."""
+    if isa := os.environ.get("FLOE_CPU_ISA"):
+        return f"Unset FLOE_CPU_ISA, which asks for {isa!r}; or use --device cpu."
+    script = Path(native.__file__).with_name("build.py")
+    words = [sys.executable, str(script), str(script.with_name("_floe.so"))]
+    if not script.with_name("offload").is_dir():  # a wheel has no sources: it brought the library
+        words = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", "floe-chat"]
+    return f"Run: {shlex.join(words)}; or use --device cpu."
 
 
 def throttled_with(

@@ -1,11 +1,7 @@
-"""`placing.StepTable` compiled from C++ (offload/): the same tables, worked on in one call where numpy takes dozens.
-
-If the library refuses, the definition runs instead, which finds and reports the reason.
-"""
+"""The tables of a pool with the compiled calls that work on them (offload/): one call where numpy would take dozens."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import replace
@@ -17,17 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..checks import index
-from ..offload import located
-from ..offload.located import Keys, Part, Slots
-from ..offload.placing import Ahead, Found, Placed, StepTable, Way
-from ..offload.pool import EvictionRule, Means
+from ..offload.located import Keys, Part, Slots, check_landing, require
+from ..offload.placing import Ahead, Found, Placed, Way
+from ..offload.pool import EvictionRule, Means, RowTable
 from ..offload.sharing import Lanes
-from .binding import NativeUnavailableError, codes, isa_is_forced, library, records, refused
+from .binding import check, codes, library, records
 
-# located.require compares these faster than numpy's types.
+# `require` compares these faster than numpy's types.
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 KINDS = {torch.float32: codes.FLOAT32, torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
-_log = logging.getLogger("floe_chat.kernels")
 
 
 class Lists:
@@ -97,14 +91,18 @@ def _part(part: int, bounds: NDArray[np.int64], at: NDArray[np.int32], places: N
     return Part(bounds[part], at[part, :end], places[part, :end])
 
 
-class NativeTable(StepTable):
-    """`StepTable`, compiled.
+class NativeTable(RowTable):
+    """The tables, and what a step decides about its rows.
 
-    Raises:
-        NativeUnavailableError: the compiled kernels cannot be used here.
+    A call that is refused changes nothing.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
+        """See `RowTable`.
+
+        Raises:
+            NativeUnavailableError: the compiled kernels cannot be used here.
+        """
         self._functions = functions = library()
         self._reserve, self._settle = functions.pool_reserve, functions.pool_settle
         super().__init__(layers, experts, neurons, rule, means)
@@ -113,85 +111,131 @@ class NativeTable(StepTable):
         self._handed_over()
 
     def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
-        """See `StepTable`."""
-        record = found_record(found)
-        if record is None or not self.hears(found):
-            return super().place(found, lanes, way)
+        """Place a step's rows. Those that are present stay until `release`; those that are copied are visitors.
+
+        Args:
+            way: to send for the copied rows at once.
+
+        Raises:
+            ValueError: an index out of range, or tensors that do not fit. RuntimeError: the link's failure.
+        """
+        record = self.record(found)
         lists, both, over = self._lists.of(record), records.lanes(**lanes._asdict()), way_record(way)
-        code = self._functions.offload_place(self.native, record, both, over, lists.places, lists.placed)
-        if self._refused(code, way):
-            return super().place(found, lanes, way)
+        self._check(self._functions.offload_place(self.native, record, both, over, lists.places, lists.placed), way)
         placed = lists.filled()
         return replace(placed, keys=placed.keys.copy(), slots=placed.slots.copy())
 
     def note(self, found: Found) -> None:
-        """See `StepTable`."""
-        record = found_record(found)
-        if record is None or refused(self._functions.offload_note(self.native, record, None)):
-            super().note(found)
+        """Count the use of a step's neurons.
+
+        Raises:
+            ValueError: an index out of range.
+        """
+        check(self._functions.offload_note(self.native, _readable(found), None))
 
     def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
-        """See `StepTable`."""
-        record = found_record(guess)
-        if record is None:
-            return super().ahead(guess, way)
+        """Slots for the absent neurons of a guess, those of the calls that weigh most first.
+
+        Args:
+            way: as for `place`.
+
+        Raises:
+            ValueError: an index out of range, or a weight that is no number. RuntimeError: the link's failure.
+        """
+        record = _readable(guess)
         guessed, keys, slots = np.empty((3, record.room), np.int32)
         runs = np.empty((record.calls, 2), np.int64)
         sent = None if way is None else np.empty((record.calls * way.pieces, 2), np.int64)
         taken = self._functions.offload_ahead(self.native, record, way_record(way), guessed, keys, slots, runs, sent)
-        if self._refused(taken, way):
-            return super().ahead(guess, way)
+        self._check(taken, way)
         numbers = [] if sent is None else [(number, end) for number, end in sent.tolist() if number]
         guessed = guessed[: int(guess.active.offsets[-1])]
         return Ahead(guessed, keys[:taken], slots[:taken], [(call, count) for call, count in runs.tolist()], numbers)
 
     def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
-        """See `StepTable`."""
-        record = found_record(found)
-        count = -1
-        if record is not None:
-            count = self._functions.offload_right(self.native, record, guessed.size, guessed, self.flags)
-        return super().right(found, guessed) if record is None or refused(count) else count
+        """How many of a step's active neurons are among the guessed keys.
+
+        Raises:
+            ValueError: an index out of range.
+        """
+        count: int = self._functions.offload_right(self.native, _readable(found), guessed.size, guessed, self.flags)
+        check(count)
+        return count
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
-        """See `StepTable`."""
+        """Slots for the first M of these absent neurons (N,), free ones first; the rows that were in them are evicted.
+        `urgent` and the policy: see `engine/offload/row_pool.py`.
+
+        Raises:
+            ValueError: a key out of range, present or named twice.
+        """
         index("layer", layer, self.layers)
-        located.require("keys", keys, _INT64, (keys.size,))
+        require("keys", keys, _INT64, (keys.size,))
         slots = np.empty(keys.size, np.int32)
         taken = self._reserve(self.native, layer, keys.size, keys, urgent, slots)
-        return super().reserve(layer, keys, urgent=urgent) if refused(taken) else slots[:taken]
+        check(taken)
+        return slots[:taken]
 
     def visit(self, wanted: int) -> Slots:
-        """See `StepTable`."""
+        """Slots for visitors, free ones first; rows are evicted if there are too few. Maybe fewer than wanted.
+
+        Raises:
+            ValueError: fewer than none.
+        """
         slots = np.empty(min(max(wanted, 0), self.capacity), np.int32)
         taken = self._functions.pool_visit(self.native, min(wanted, self.capacity), slots)
-        return super().visit(wanted) if refused(taken) else slots[:taken]
+        check(taken)
+        return slots[:taken]
 
     def keep(self, layer: int, keys: Keys, slots: Slots, spared: int) -> Slots:
-        """See `StepTable`."""
+        """Give a place to those of the last visitors that are worth it, and evict as many rows as are missing then.
+
+        Args:
+            keys, slots: (N,) of all rows of the last `visit`, each once. spared: by score slots are kept free for the
+                next step's visitors, this small part of the pool at most; free ones beyond are filled in any case.
+
+        Returns:
+            (M,) the slots of the rows that stay; they are filling.
+
+        Raises:
+            ValueError: other slots than the last visitors', or a key out of range or present.
+        """
         index("layer", layer, self.layers)
-        located.require("keys", keys, _INT64, (keys.size,))
-        located.require("slots", slots, _INT32, (keys.size,))
+        require("keys", keys, _INT64, (keys.size,))
+        require("slots", slots, _INT32, (keys.size,))
         kept = np.empty(keys.size, np.int32)
         total = self._functions.pool_keep(self.native, layer, keys.size, keys, slots, spared, kept)
-        return super().keep(layer, keys, slots, spared) if refused(total) else kept[:total]
+        check(total)
+        return kept[:total]
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
-        """See `StepTable`."""
-        located.require("slots", slots, _INT32, (slots.size,))
-        if refused(self._settle(self.native, slots.size, slots, arrived)):
-            super().settle(slots, arrived=arrived)
+        """These filling rows have arrived, or never will: then they are absent and their slots free.
+
+        Raises:
+            ValueError: a slot that is not filling, or named twice.
+        """
+        require("slots", slots, _INT32, (slots.size,))
+        check(self._settle(self.native, slots.size, slots, arrived))
 
     def resize(self, capacity: int) -> None:
-        """See `StepTable`."""
+        """See `RowTable`."""
         super().resize(capacity)
         self._handed_over()
 
-    def _refused(self, code: int, way: Way | None) -> bool:
-        """Whether the library refused the arguments; raises RuntimeError for a link's failure."""
+    def record(self, found: Found) -> Any:
+        """`floe_found` of a step; raises ValueError for tensors that do not fit."""
+        if not self.hears(found):
+            raise ValueError("heard must be the scores of all experts for each token")
+        return _readable(found)
+
+    def hears(self, found: Found) -> bool:
+        """Whether the scores of all experts, if given, have the right shape."""
+        return found.heard is None or found.heard.shape == (len(found.chosen), self.experts)
+
+    def _check(self, code: int, way: Way | None) -> None:
         if way is not None and code == codes.LINK_FAILED:
             raise RuntimeError(self._functions.link_failure(way.link).decode())
-        return refused(code)
+        check(code)
 
     def _handed_over(self) -> None:
         """Tell the library where the tables are now."""
@@ -250,6 +294,12 @@ def _float32(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dtype is torch.float32 else tensor.float()).contiguous()
 
 
+def _readable(found: Found) -> Any:
+    if (record := found_record(found)) is None:
+        raise ValueError("the compiled kernels cannot read the tensors of this step")
+    return record
+
+
 def found_record(found: Found) -> Any:
     """`floe_found`, made once; None for tensors that the library would misread."""
     if found.native is not None:
@@ -292,29 +342,16 @@ def found_record(found: Found) -> Any:
     return made
 
 
-def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[StepTable, str]:
-    """The best table available here, and the reason.
+def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
+    """The slots (N,) of a transfer as int64, after checking that nothing in it is out of range.
+
+    Args:
+        source: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
 
     Raises:
-        NativeUnavailableError: an instruction set is requested by name and is not available.
+        ValueError: a row or slot out of range, or a slot named twice; not as many rows as slots.
     """
-    try:
-        return NativeTable(layers, experts, neurons, rule, means), "compiled"
-    except NativeUnavailableError as error:
-        if isa_is_forced():
-            raise
-        _log.info("the pool's tables are numpy's: %s", error)
-        return StepTable(layers, experts, neurons, rule, means), f"numpy, since {error}"
-
-
-def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
-    """See `located.landing`, which runs if the library is missing."""
-    try:
-        functions = library()
-    except NativeUnavailableError:
-        return located.landing(source, slots, rows, capacity)
-    located.check_landing(source, slots, rows, capacity)
+    check_landing(source, slots, rows, capacity)
     places = np.empty(source.size, np.int64)
-    if refused(functions.landing(source.size, source, slots, rows, capacity, places)):
-        return located.landing(source, slots, rows, capacity)
+    check(library().landing(source.size, source, slots, rows, capacity, places))
     return places

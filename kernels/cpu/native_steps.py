@@ -20,7 +20,7 @@ from ..offload.located import Keys, Part
 from ..offload.placing import Found, Placed, Way
 from ..types import Calls
 from ..weights import ExpertRows
-from .binding import check, codes, library, records, refused
+from .binding import check, codes, library, records
 from .native import digits_of, float32
 from .native_pool import KINDS, Lists, NativeTable, found_record, way_record
 from .weights import rows_record
@@ -110,14 +110,11 @@ class NativeSteps:
         Raises:
             ValueError: an index out of range. RuntimeError: the link's failure.
         """
-        record, over = found_record(found), way_record(way)
-        if record is None or not self._table.hears(found):
-            self._explained(found)
+        record, over = self._table.record(found), way_record(way)
         self._offload.cpu_share, self._found = cpu_share, record
         lists, beside = self._lists.of(record), None if share is None else self._beside(share)
         code = self._functions.offload_start(self._of_now(), record, over, beside, lists.places, lists.placed)
-        if self._refused(code, way):
-            self._explained(found)
+        self.failed(code, way)
         return lists.filled()
 
     def finish(self, way: Way, computed: Callable[[], None]) -> Iterator[tuple[Part, float]]:
@@ -132,8 +129,7 @@ class NativeSteps:
             lists.placed.waited = 0.0
             given = self._of_now(), record, over, self._table.flags, None, lists.places, lists.placed
             code = self._functions.offload_finish(*given)
-            if self._refused(code, way):
-                check(code)
+            self.failed(code, way)
             yield lists.arrived(), lists.placed.waited
             if code == codes.MORE:
                 computed()
@@ -187,8 +183,9 @@ class NativeSteps:
 
     def failed(self, code: int, way: Way) -> None:
         """Raise what an error of a step means."""
-        if self._refused(code, way):
-            check(code)
+        if code == codes.LINK_FAILED:
+            raise RuntimeError(self._functions.link_failure(way.link).decode())
+        check(code)
 
     def begin_share(self, share: Share) -> None:
         """Start the CPU's share of the step that was placed last."""
@@ -208,8 +205,7 @@ class NativeSteps:
         index("layer", layer, self._table.layers)
         given = self._of_now(), layer, way_record(way), keys.size, keys, urgent, score
         taken = self._functions.offload_fetch(*given)
-        if self._refused(taken, way):
-            check(taken)
+        self.failed(taken, way)
 
     def collect(self, others: bool) -> None:
         """Note what has arrived. others: whether transfers elsewhere have ended."""
@@ -245,13 +241,3 @@ class NativeSteps:
             threads=torch.get_num_threads(),
         )
         return share.record
-
-    def _explained(self, found: Found) -> None:
-        """Raise what is wrong with a step that the library refused."""
-        self._table.check(found)
-        raise ValueError("the compiled kernels cannot take this step")
-
-    def _refused(self, code: int, way: Way) -> bool:
-        if code == codes.LINK_FAILED:
-            raise RuntimeError(self._functions.link_failure(way.link).decode())
-        return refused(code)

@@ -26,36 +26,6 @@ class Part:
     places: NDArray[np.integer[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The active neurons of a step by where their rows are: there, on their way, or absent."""
-
-    ready: Part
-    coming: Part
-    absent: Part
-
-
-def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
-    """The slots (N,) of a transfer as int64, after checking that nothing in it is out of range.
-
-    Args:
-        source: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
-
-    Raises:
-        ValueError: a row or slot out of range, or a slot named twice; not as many rows as slots.
-    """
-    check_landing(source, slots, rows, capacity)
-    if source.size:
-        ordered = np.sort(slots)
-        if source.min() < 0 or source.max() >= rows:
-            raise ValueError(f"row out of range 0..{rows - 1}")
-        if ordered[0] < 0 or ordered[-1] >= capacity:
-            raise ValueError(f"slot out of range 0..{capacity - 1}")
-        if (ordered[1:] == ordered[:-1]).any():
-            raise ValueError("a slot is written twice")
-    return slots.astype(np.int64)
-
-
 def check_landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> None:
     """Refuse arguments of `landing` of other shapes or types.
 
@@ -80,8 +50,3 @@ def require(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) 
             f"{name} must be contiguous {np.dtype(dtype)} of shape {shape}, "
             f"not {array.dtype} of shape {array.shape} with strides {array.strides}"
         )
-
-
-def check_offsets(offsets: NDArray[np.int64], count: int) -> None:
-    if offsets[0] or (np.diff(offsets) < 0).any() or offsets[-1] != count:
-        raise ValueError(f"offsets must rise from 0 to the number of neurons, {count}")

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 class Lanes(NamedTuple):
@@ -26,29 +25,6 @@ class Lanes(NamedTuple):
     copy_row: float
     memory_cpu: float = 0.0
     memory_copy: float = 0.0
-
-
-def share(missing: Sequence[int], weights: Sequence[float], lanes: Lanes) -> list[int]:
-    """Split a step's absent rows between the link and the CPU so that both end together (Fiddler).
-
-    With c of M rows on the CPU, it ends at cpu_start + c · cpu_row, the link (and the device behind it) at copy_start +
-    (M - c) · copy_row; a lane without rows ends at 0. RAM ends at c · memory_cpu + (M - c) · memory_copy. The
-    best split is none, all, or next to a crossing of two of the lines. Of equally quick splits the one that copies more
-    is taken, and the CPU gets the rows of the calls with the lowest router weights: copied rows stay in the pool, and
-    experts with high scores are needed again soonest.
-
-    Args:
-        missing: absent rows of each call. weights: the router's weight of each call.
-
-    Returns:
-        Rows of each call that the CPU computes.
-    """
-    rows = cpu_rows(lanes, sum(missing))
-    taken = [0] * len(missing)
-    for call in lightest(np.array(weights, np.float64)):
-        taken[call] = min(rows, missing[call])
-        rows -= taken[call]
-    return taken
 
 
 def cpu_rows(lanes: Lanes, total: int) -> int:
@@ -81,8 +57,3 @@ def _crossings(lanes: Lanes, total: int) -> Iterator[float]:
         yield (lanes.memory_copy * total - lanes.cpu_start) / (lanes.cpu_row + saved)
     if saved <= 0:  # memory ends no sooner then: the link's line crosses its line at a best split too
         yield (lanes.copy_start + (lanes.copy_row - lanes.memory_copy) * total) / (lanes.copy_row - saved)
-
-
-def lightest(weights: NDArray[np.floating]) -> list[int]:
-    """Calls by weight, those that weigh nothing that is a number last."""
-    return np.argsort(np.where(np.isnan(weights), np.inf, weights), kind="stable").tolist()

@@ -14,8 +14,6 @@ from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu.binding import records
 from torch import Tensor
 
-from .ram_link import RamLink
-
 NBYTES = 128
 ROWS = 600
 SLOTS = 400
@@ -65,9 +63,6 @@ class GatedLink(CompiledLink):
     def urged(self, _transfer: Transfer) -> bool:
         """Whether somebody has begun to wait."""
         return self.gate.record.waiting > 0
-
-
-Gated = GatedLink | RamLink
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -9,6 +9,8 @@ from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from numpy.typing import NDArray
 
+from ..kernels.plain_pool import definition
+
 POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")
 
 
@@ -29,8 +31,8 @@ def find(pool: RowPool, layer: int, keys: Keys) -> Found:
     """Where neurons in any order, which may be named twice, are; their use is noted."""
     neurons = pool.slots.shape[2]
     given = layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons
-    located = pool.table.locate(*given)
-    pool.table.count(*given)
+    located = definition(pool.table).locate(*given)
+    definition(pool.table).count(*given)
     found = Found(np.full(keys.size, -1, np.int32), np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_))
     for part, mask in ((located.ready, found.ready), (located.coming, found.coming)):
         found.slots[part.at], mask[part.at] = part.places, True

@@ -25,12 +25,10 @@ from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.offload.virtual import virtual_link
 from floe_chat.engine.planning import machine, speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.speed_estimate import Held, TokenWork
 from floe_chat.engine.quality_presets import Preset
-from floe_chat.kernels.cpu.binding import NativeUnavailableError
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.calibration import threshold_at
@@ -199,19 +197,6 @@ def test_the_hosts_time_is_counted_where_asked_for(trace: Trace) -> None:
     free, again, counted = played(False), played(False), played(True)
     assert free.host == 0 and free.seconds == again.seconds  # by the profile alone: the same on any machine
     assert 0 < counted.host <= counted.seconds  # the host does one thing after the other
-
-
-def test_it_is_the_same_with_the_definition_of_the_link(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_given: object, **_named: object) -> None:
-        raise NativeUnavailableError("left out here")
-
-    def played() -> Played:
-        return play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
-
-    compiled = played()
-    monkeypatch.delenv("FLOE_CPU_ISA", raising=False)  # where it is set, nothing stands in for the library
-    monkeypatch.setattr(virtual_link, "CompiledLink", missing)
-    assert played() == compiled and compiled.moved > 0  # to the last digit
 
 
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links import compiled_cuda
-from floe_chat.engine.offload.links.compiled_cuda import LANES, CardParts, CompiledCudaLink, head_of, open_cuda_link
+from floe_chat.engine.offload.links import cuda_link
 from floe_chat.engine.offload.links.compiled_link import throttled_link
-from floe_chat.engine.offload.links.cuda_link import CudaLink
+from floe_chat.engine.offload.links.cuda_link import LANES, CardParts, CudaLink, head_of, open_cuda_link
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.kernels.cpu import binding
 from floe_chat.kernels.cpu.binding import array_of, codes, records
+from floe_chat.models.errors import UsageError
 from torch import Tensor
 
-from .fake_cuda import FakeCuda
-from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Sender, until
+from .moving import NBYTES, SENTINEL, SLOTS, Sender, until
 
 CPU = torch.device("cpu")
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
@@ -39,7 +38,7 @@ class Card:
         self.library = library
         library.fake_reset()
         self.compute: int = library.fake_stream()
-        self.opened: list[CompiledCudaLink] = []
+        self.opened: list[CudaLink] = []
         self.kept: list[tuple[Tensor, object]] = []
 
     def parts(self, chunk: int, *, in_place: bool, stalls: int = 8) -> CardParts:
@@ -55,9 +54,9 @@ class Card:
         pairs = np.array([[fake.fake_event(), fake.fake_event()] for _ in range(stalls)], np.int64).reshape(-1, 2)
         return CardParts(records.driver(context=77, **addresses), lanes, pairs, self.compute, streams, held)
 
-    def link(self, chunk: int = 10, *, in_place: bool = False, pinned: Any = None, stalls: int = 8) -> CompiledCudaLink:
+    def link(self, chunk: int = 10, *, in_place: bool = False, pinned: Any = None, stalls: int = 8) -> CudaLink:
         parts = self.parts(chunk, in_place=in_place, stalls=stalls)
-        self.opened.append(CompiledCudaLink(CPU, NBYTES, parts, chunk=chunk, zero_copy=in_place, pinned=pinned))
+        self.opened.append(CudaLink(CPU, NBYTES, parts, chunk=chunk, zero_copy=in_place, pinned=pinned))
         return self.opened[-1]
 
     def noted(self) -> list[tuple[int, int]]:
@@ -321,19 +320,10 @@ def test_a_compiled_call_meets_a_new_target_too(card: Card, source: Tensor, targ
     assert len(card.calls(WAIT)) == LANES
 
 
-def test_without_a_driver_pythons_thread_moves_rows(
-    source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cuda = FakeCuda(monkeypatch)
-    link = open_cuda_link(CPU, NBYTES, chunk=10)
-    assert isinstance(link, CudaLink) and "Python's thread" in caplog.text and "which is slower" in link.instead
-    sender = Sender(source, target)
-    transfer = sender.make(ROWS // 20)
-    link.submit(transfer)
-    with cuda.running():
-        link.wait(transfer)
-        link.close()
-    assert sender.there(transfer)
+def test_without_a_driver_no_link_is_made_and_it_says_why() -> None:
+    with pytest.raises(UsageError, match="No rows can be sent to cpu") as refused:
+        open_cuda_link(CPU, NBYTES, chunk=10)
+    assert refused.value.cause == "cpu has no driver."
 
 
 def test_the_drivers_functions_are_found_by_name() -> None:
@@ -346,7 +336,7 @@ def test_the_drivers_functions_are_found_by_name() -> None:
             context._obj.value = 5
             return 0
 
-    found = compiled_cuda.driver_of(Library())
+    found = cuda_link.driver_of(Library())
     address = ctypes.cast(FUNCTION, ctypes.c_void_p).value
     assert found.context == 5 and all(getattr(found, name) == address for name in NAMES)
 

@@ -18,14 +18,13 @@ from floe_chat.engine.loader import load
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Link, Transfer
-from floe_chat.engine.offload.virtual import virtual_link
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
-from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 from floe_chat.kernels.cpu.binding import codes, library, records
 from floe_chat.models.errors import UsageError
 
 from .driver import silent
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS
+from .plain_link import VirtualLink
 
 CARD = Card("plain", 2**30, 1e3, 1e3, 3.7 * NBYTES, 0.3, 0.5, 1e2, 1e3, math.inf)
 STALE = -(2**63), -1, 0, 10**6, 2**63 - 1
@@ -152,7 +151,7 @@ def test_rows_without_content_leave_memory_alone(source: torch.Tensor) -> None:
 @pytest.mark.parametrize("first", [2**31, 2**32, -(2**32) + 1, 2**62])
 def test_a_row_that_no_32_bits_hold_is_refused(first: int, source: torch.Tensor, target: torch.Tensor) -> None:
     link = CompiledLink("none", "none", NBYTES)
-    with pytest.raises(ValueError, match="row out of range"):
+    with pytest.raises(ValueError, match="out of range"):
         link.submit(Transfer(source, np.array([first, 1]), target, np.arange(2, dtype=np.int32), True, 0.0, 0))
     assert (target == SENTINEL).all()
 
@@ -293,12 +292,14 @@ def test_a_link_that_nobody_holds_is_freed() -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_the_library_a_virtual_link_is_pythons() -> None:
-    assert isinstance(virtual_link.open_link(CARD, Clock(), NBYTES), VirtualLink)
-
-
-@pytest.mark.usefixtures("no_library")
 def test_without_the_library_a_throttled_device_says_why_it_cannot_be(tiny_pack: Path) -> None:
     with pytest.raises(UsageError, match="throttled:1gb") as refused:
         load(tiny_pack, None, "throttled:1gb", silent, vram=1 << 30)
     assert "it was not compiled" in refused.value.cause
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_a_virtual_card_names_the_command_that_builds_it(tiny_pack: Path) -> None:
+    with pytest.raises(UsageError, match="sim:rtx3060-12gb") as refused:
+        load(tiny_pack, None, "sim:rtx3060-12gb", silent)
+    assert "it was not compiled" in refused.value.cause and "build.py" in refused.value.hint

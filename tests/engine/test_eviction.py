@@ -11,9 +11,8 @@ from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool
 from floe_chat.models.pack.usage_file import Heat, from_popularity
 
+from ..kernels.plain_pool import definition
 from .pools import POLICIES, bring, find, keys_of, present
-
-pytestmark = pytest.mark.usefixtures("tables")
 
 
 def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity: int) -> float:
@@ -63,7 +62,7 @@ def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, 
 def test_by_score_the_rows_of_the_expert_that_the_router_forgot_go_first() -> None:
     pool = RowPool(1, 2, 8, 8)
     for turn in range(40):
-        pool.table.hear(0, np.array([0.9, 0.1] if turn < 20 else [0.1, 0.9]))
+        definition(pool.table).hear(0, np.array([0.9, 0.1] if turn < 20 else [0.1, 0.9]))
         keys = keys_of(0, 1, 2, 3) if turn < 20 else keys_of(8, 9, 10, 11)
         found = find(pool, 0, keys)
         bring(pool, 0, keys[found.slots < 0])
@@ -97,7 +96,7 @@ def test_by_score_the_layer_whose_turn_is_next_keeps_its_rows() -> None:
 def test_a_prefetch_leaves_rows_that_are_worth_more_than_a_guess() -> None:
     pool = RowPool(1, 2, 8, 4)
     for _ in range(300):
-        pool.table.hear(0, np.array([1.3, 0.0]))
+        definition(pool.table).hear(0, np.array([1.3, 0.0]))
         keys = np.arange(4)
         bring(pool, 0, keys[find(pool, 0, keys).slots < 0])
         pool.release()
@@ -150,8 +149,8 @@ def test_by_score_rows_that_are_seldom_used_displace_no_others() -> None:
 def test_scores_that_are_no_numbers_are_forgotten() -> None:
     pool = RowPool(1, 2, 3, 3)
     before = pool.heat().scores
-    pool.table.hear(0, np.array([np.nan, 0.5]))
-    pool.table.hear(0, np.array([np.inf, 0.5]))
+    definition(pool.table).hear(0, np.array([np.nan, 0.5]))
+    definition(pool.table).hear(0, np.array([np.inf, 0.5]))
     assert (pool.heat().scores == before).all()
 
 

@@ -10,8 +10,9 @@ import pytest
 from floe_chat.engine.offload import missing_rows
 from floe_chat.engine.offload.lane_rates import TOUCHED, Rates
 from floe_chat.engine.offload.missing_rows import Lane, prefill, prefill_alike
-from floe_chat.kernels.offload.sharing import Lanes, cpu_rows, share
+from floe_chat.kernels.offload.sharing import Lanes, cpu_rows
 
+from ..kernels.plain_pool import share
 from .rates import RANDOM, some_rates
 
 

@@ -15,9 +15,8 @@ from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.offload.pool import SPARE
 
+from ..kernels.plain_pool import definition
 from .pools import POLICIES, find, keys_of
-
-pytestmark = pytest.mark.usefixtures("tables")
 
 
 @dataclass
@@ -123,7 +122,7 @@ class Model:
 
     def heard(self) -> None:
         layer = self.dice.randrange(len(self.pool.slots))
-        self.pool.table.hear(layer, np.array([self.dice.random() for _ in range(self.pool.slots.shape[1])]))
+        definition(self.pool.table).hear(layer, np.array([self.dice.random() for _ in range(self.pool.slots.shape[1])]))
 
     def resize(self) -> None:
         capacity = self.dice.choice([0, 1, self.pool.capacity, self.dice.randint(0, self.pool.slots.size + 3)])
@@ -233,7 +232,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
     seen = 0
     for turn in range(120):
         layer, after = turn % layers, (turn + 1) % layers
-        pool.table.hear(layer, rng.dirichlet(np.ones(experts)))
+        definition(pool.table).hear(layer, rng.dirichlet(np.ones(experts)))
         keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
         found = find(pool, layer, keys)
         send(layer, keys[found.slots < 0], urgent=True)

@@ -13,15 +13,13 @@ import torch
 from floe_chat.engine.host_copies import Copy
 from floe_chat.engine.offload.asked import Asked
 from floe_chat.engine.offload.cards import named as card
-from floe_chat.engine.offload.compiled_scheduler import CompiledScheduler
 from floe_chat.engine.offload.device import Joined
 from floe_chat.engine.offload.device_memory import DeviceMemory
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
+from floe_chat.engine.offload.links.transfer import Link
 from floe_chat.engine.offload.row_pool import RowPool
 from floe_chat.engine.offload.scheduler import PendingPrefetch, Scheduler
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
-from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
-from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.cpu.native_steps import Beside
 from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.offload.pool import FREE_COUNT, VISITING
@@ -29,6 +27,8 @@ from floe_chat.kernels.types import Active
 
 from ..kernels.test_placing import EXPERTS, LAYERS, NEURONS, Walk
 from ..kernels.test_pool import RULE
+from .plain_link import VirtualLink
+from .plain_scheduler import PlainScheduler
 
 NBYTES, CHUNK = 64, 5
 CARD = card("sim:rtx3060-12gb")
@@ -39,28 +39,22 @@ class Side(VirtualDevice):
 
     def __init__(self, capacity: int, *, compiled: bool) -> None:
         super().__init__(CARD, NBYTES, 64, 10_000, host=False, content=False)
-        if not compiled:
-            self.link = VirtualLink(CARD, self.clock, NBYTES, CHUNK, content=False)
-        else:
-            rate = min(CARD.link_bytes_s, CARD.pack_bytes_s)
-            self.link = CompiledLink(
-                *("virtual", "", NBYTES),
-                chunk=CHUNK,
-                rate=rate,
-                latency=CARD.link_latency_s,
-                clock=self.clock.record,
-                content=False,
-            )
+        rate = min(CARD.link_bytes_s, CARD.pack_bytes_s)
+        self.link = CompiledLink(
+            *("virtual", "", NBYTES),
+            chunk=CHUNK,
+            rate=rate,
+            latency=CARD.link_latency_s,
+            clock=self.clock.record,
+            content=False,
+        )
+        self.used: Link = self.link if compiled else VirtualLink(CARD, self.clock, NBYTES, CHUNK, content=False)
         self.beside: list[Active] = []
         self.pool = RowPool(LAYERS, EXPERTS, NEURONS, capacity)
         rows = torch.zeros(EXPERTS * NEURONS, NBYTES, dtype=torch.uint8)
         target = SimpleNamespace(rows=torch.zeros(capacity, NBYTES, dtype=torch.uint8), row_bytes=NBYTES)
         given = self, self.pool, cast(DeviceMemory, target), [rows] * LAYERS
-        if compiled:
-            assert isinstance(self.pool.table, NativeTable) and isinstance(self.link, CompiledLink)
-            self.scheduler: Scheduler = CompiledScheduler(*given, self.pool.table, self.link)
-        else:
-            self.scheduler = Scheduler(*given)
+        self.scheduler = Scheduler(*given) if compiled else PlainScheduler(*given, self.used)
 
     def rows_beside(self, given: Beside, active: Active) -> Joined:
         self.beside.append(active)
@@ -72,7 +66,7 @@ class Side(VirtualDevice):
         lists = table.slots, table.cells[:-1], table.residents, table.counters, table.means.raw, table.means.growth
         free = np.sort(table.free[: table.counters[FREE_COUNT]]), table.visitors[: table.counters[VISITING]], table.busy
         times = [getattr(record, name) for name in ("host", "gpu", "cpu", "link")]
-        moved = self.link.bytes_moved, self.link.busy_s, self.link.queued_bytes()
+        moved = self.used.bytes_moved, self.used.busy_s, self.used.queued_bytes()
         return [*lists, *free, times, moved, [self.rates.link_bytes_s, self.rates.cpu_bytes_s]]
 
 
@@ -167,5 +161,5 @@ def test_compiled_steps_are_those_of_the_definition(capacity: int, seed: int) ->
         steps.same()
     assert loads > (1 if capacity < 20 else 0)
     for side in steps.sides:
-        assert side.link.bytes_moved > 0
+        assert side.used.bytes_moved > 0
         side.close()

@@ -16,12 +16,11 @@ from floe_chat.engine.offload.links.compiled_link import throttled_link
 from floe_chat.engine.offload.links.transfer import Link, Transfer
 from torch import Tensor
 
-from .moving import FAST, NBYTES, ROWS, SENTINEL, SLOTS, Gated, Sender, until
-from .ram_link import RamLink
+from .moving import FAST, NBYTES, ROWS, SENTINEL, SLOTS, GatedLink, Sender, until
 
 
 def test_urgent_goes_first_then_the_highest_score_then_the_older(
-    gated: Callable[..., Gated], source: Tensor, target: Tensor
+    gated: Callable[..., GatedLink], source: Tensor, target: Tensor
 ) -> None:
     link, sender = gated(), Sender(source, target)
     begun = sender.make(3)
@@ -42,7 +41,7 @@ def test_urgent_goes_first_then_the_highest_score_then_the_older(
 
 
 def test_an_urgent_one_goes_between_the_chunks_of_a_prefetch(
-    gated: Callable[..., Gated], source: Tensor, target: Tensor
+    gated: Callable[..., GatedLink], source: Tensor, target: Tensor
 ) -> None:
     link, sender = gated(), Sender(source, target)
     prefetch, urgent = sender.make(45), sender.make(15, urgent=True)
@@ -59,7 +58,7 @@ def test_an_urgent_one_goes_between_the_chunks_of_a_prefetch(
     assert sender.there(prefetch) and sender.there(urgent)
 
 
-def test_waiting_makes_a_prefetch_urgent(gated: Callable[..., Gated], source: Tensor, target: Tensor) -> None:
+def test_waiting_makes_a_prefetch_urgent(gated: Callable[..., GatedLink], source: Tensor, target: Tensor) -> None:
     link, sender = gated(), Sender(source, target)
     begun, better, wanted = sender.make(1), sender.make(5, score=2.0), sender.make(5, score=1.0)
     link.submit(begun)
@@ -112,7 +111,7 @@ def test_the_slots_are_written_and_nothing_else(chunk: int, source: Tensor) -> N
 
 
 def test_what_was_submitted_no_longer_depends_on_the_callers_arrays(
-    gated: Callable[..., Gated], source: Tensor, target: Tensor
+    gated: Callable[..., GatedLink], source: Tensor, target: Tensor
 ) -> None:
     link, sender = gated(), Sender(source, target)
     transfer = sender.make(30)
@@ -178,7 +177,7 @@ def test_many_random_transfers(seed: int, source: Tensor, target: Tensor) -> Non
     link.close()
 
 
-def test_drop_returns_what_has_not_begun(gated: Callable[..., Gated], source: Tensor, target: Tensor) -> None:
+def test_drop_returns_what_has_not_begun(gated: Callable[..., GatedLink], source: Tensor, target: Tensor) -> None:
     link, sender = gated(), Sender(source, target)
     begun = sender.make(25, layer=1)
     link.submit(begun)
@@ -202,7 +201,7 @@ def test_drop_returns_what_has_not_begun(gated: Callable[..., Gated], source: Te
 
 @pytest.mark.parametrize("fail_at", [0, 2])
 def test_a_failure_reaches_whoever_waits_or_submits(
-    fail_at: int, gated: Callable[..., Gated], source: Tensor, target: Tensor
+    fail_at: int, gated: Callable[..., GatedLink], source: Tensor, target: Tensor
 ) -> None:
     link, sender = gated(fail_at=fail_at), Sender(source, target)
     lost, prefetch, other = sender.make(60, urgent=True), sender.make(5), sender.make(5)
@@ -219,22 +218,7 @@ def test_a_failure_reaches_whoever_waits_or_submits(
     assert sender.untouched(lost.slots[10 * fail_at :].tolist())
 
 
-def test_a_failure_to_land_counts_as_well(source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object) -> None:
-        raise OSError("the card is gone")
-
-    link, sender = RamLink(NBYTES, 10), Sender(source, target)
-    monkeypatch.setattr(link, "_land", gone)
-    transfer = sender.make(1)
-    link.submit(transfer)
-    link.open()
-    with pytest.raises(OSError, match="the card is gone"):
-        link.wait(transfer)
-    assert not transfer.done and link.bytes_moved == 0
-    link.close()
-
-
-def test_closing_while_busy(gated: Callable[..., Gated], source: Tensor, target: Tensor) -> None:
+def test_closing_while_busy(gated: Callable[..., GatedLink], source: Tensor, target: Tensor) -> None:
     link, sender = gated(), Sender(source, target)
     single, long, queued = sender.make(10), sender.make(40), sender.make(10)
     for transfer in (single, long, queued):
@@ -288,11 +272,11 @@ def _slots(*slots: int) -> dict[str, Any]:
         _changed("device", "on cpu, not of 128 on meta", lambda t: {"target": t.target.to("meta")}),
         _changed("index dtype", "int64 and int32", lambda t: {"index": t.index.astype(np.int32)}),
         _changed("lengths", "int64 and int32", lambda t: {"slots": t.slots[:2]}),
-        _changed("row", "row out of range 0..599", lambda _: {"index": np.array([0, 1, ROWS])}),
-        _changed("negative row", "row out of range", lambda _: {"index": np.array([0, -1, 2])}),
-        _changed("slot", "slot out of range 0..399", lambda _: _slots(0, 1, SLOTS)),
-        _changed("absent slot", "slot out of range", lambda _: _slots(-1, 1, 2)),
-        _changed("slot twice", "a slot is written twice", lambda _: _slots(5, 1, 5)),
+        _changed("row", "out of range", lambda _: {"index": np.array([0, 1, ROWS])}),
+        _changed("negative row", "out of range", lambda _: {"index": np.array([0, -1, 2])}),
+        _changed("slot", "out of range", lambda _: _slots(0, 1, SLOTS)),
+        _changed("absent slot", "out of range", lambda _: _slots(-1, 1, 2)),
+        _changed("slot twice", "twice", lambda _: _slots(5, 1, 5)),
         _changed("score", "score", lambda _: {"score": math.nan}),
     ],
 )

@@ -18,9 +18,9 @@ from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Link, Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock, Timeline
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
-from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 
 from .driver import answer, silent
+from .plain_link import VirtualLink
 
 RANDOM = random.Random()
 NBYTES = 128  # of a row

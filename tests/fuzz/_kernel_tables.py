@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from floe_chat.kernels.cpu import native_pool
-from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.offload.located import landing
-from floe_chat.kernels.offload.placing import Found, StepTable
+from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.offload.pool import FILLING, FREE_COUNT, EvictionRule, Means
 from floe_chat.kernels.offload.sharing import Lanes
 from floe_chat.kernels.types import Active
 
+from ..kernels.plain_pool import CompiledTable, StepTable, landing
 from . import _operands as made
 from ._operands import Case
 
@@ -53,7 +52,7 @@ def tables(rng: Random) -> str:
     def make(kind: type[StepTable]) -> StepTable:
         return kind(layers, experts, neurons, rule, _means(seed, layers, experts, neurons))
 
-    both = [_tried(make, kind) for kind in (NativeTable, StepTable)]
+    both = [_tried(make, kind) for kind in (CompiledTable, StepTable)]
     if both == [None, None]:
         return "refused"
     compiled, plain = both

@@ -12,14 +12,14 @@ import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
-from floe_chat.kernels.offload.located import landing as plain_landing
-from floe_chat.kernels.offload.placing import StepTable
 from floe_chat.kernels.offload.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from torch import Tensor
 
 from .oracle import make_layer
+from .plain_pool import CompiledTable, StepTable
+from .plain_pool import landing as plain_landing
 
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
 UP, ROWS = LAYER.stored, LAYER.rows
@@ -283,7 +283,7 @@ def means(layers: int, experts: int, neurons: int) -> Means:
     return Means(np.ones(shape), np.ones(shape), np.ones((layers, experts * neurons), np.float32), np.ones(shape))
 
 
-TABLES = pytest.mark.parametrize("kind", [StepTable, native_pool.NativeTable], ids=["numpy", "compiled"])
+TABLES = pytest.mark.parametrize("kind", [StepTable, CompiledTable], ids=["numpy", "compiled"])
 
 
 @TABLES

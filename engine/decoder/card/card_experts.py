@@ -28,9 +28,8 @@ from ...experts.moe_layer import Cancelled, Choice
 from ...experts.offloaded_layer import OffloadedLayer
 from ...experts.offloaded_step import OffloadedStep, StepInputs
 from ...experts.ruled_layer import RuledLayer
-from ...offload.compiled_scheduler import CompiledScheduler
+from ...offload.scheduler import Scheduler
 from ..graphs import Captured
-from ..layers import Unsupported
 from .card_counts import CardCounts
 from .card_lists import Form, Residents, fields
 
@@ -73,7 +72,7 @@ class _Layer:
         """The step, with room for all neurons."""
         return self.stepped(self.form.listing.neurons.numel()).found()
 
-    def prepare(self, scheduler: CompiledScheduler) -> None:
+    def prepare(self, scheduler: Scheduler) -> None:
         """Make what the compiled calls take."""
         step = self.stepped(0)
         work, rows = step.choice.work, self.layer.in_ram().layer.rows
@@ -94,8 +93,6 @@ class CardExperts:
     def __init__(self, blocks: Sequence[OffloadedLayer | None], top_k: int, total: Total) -> None:
         first = next(block for block in blocks if block is not None)
         self._total, self._control, self._shared = total, first.control, first.shared
-        if not isinstance(first.shared.scheduler, CompiledScheduler):
-            raise Unsupported(f"the pool's tables are {first.shared.pool.reason}")
         self._scheduler, self._settled = first.shared.scheduler, -1
         self._forms: dict[object, Form] = {}
         self._layers = [None if block is None else self._made(block, top_k) for block in blocks]

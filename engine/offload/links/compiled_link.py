@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ....kernels.cpu.binding import check, codes, library, records, refused
 from ....kernels.cpu.native_pool import landing
-from .link_queue import check_ends, check_tensors
 from .transfer import CHUNK, Transfer
 
 CompiledKind = Literal["none", "virtual", "throttled", "cuda", "disk"]
@@ -238,6 +238,38 @@ class CompiledLink:
         if code == codes.LINK_FAILED:
             raise RuntimeError(self._functions.link_failure(self.handle).decode())
         return refused(code)
+
+
+def check_tensors(source: Tensor, target: Tensor, nbytes: int, device: torch.device) -> None:
+    """Check both ends of transfers.
+
+    Raises:
+        ValueError: tensors that do not fit.
+    """
+    for what, tensor, place in (("source", source, torch.device("cpu")), ("target", target, device)):
+        if tensor.dtype != torch.uint8 or tensor.ndim != 2 or not tensor.is_contiguous():
+            raise ValueError(f"{what} must be contiguous 2-D uint8, not {tensor.ndim}-D {tensor.dtype}")
+        if tensor.shape[1] != nbytes or tensor.device != place:
+            raise ValueError(
+                f"{what} must be rows of {nbytes} bytes on {place}, not of {tensor.shape[1]} on {tensor.device}"
+            )
+
+
+def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
+    """Check a transfer's tensors and arrays, but not what index and slots hold.
+
+    Raises:
+        ValueError: rows, slots, tensors or a score that do not fit.
+    """
+    index, slots = transfer.index, transfer.slots
+    check_tensors(transfer.source, transfer.target, nbytes, device)
+    if index.dtype != np.int64 or slots.dtype != np.int32 or index.ndim != 1 or index.shape != slots.shape:
+        raise ValueError(
+            f"index and slots must be (N,) int64 and int32, "
+            f"not {index.shape} {index.dtype} and {slots.shape} {slots.dtype}"
+        )
+    if math.isnan(transfer.score):
+        raise ValueError("a score must be a number")
 
 
 def throttled_link(nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> CompiledLink:

@@ -1,95 +1,128 @@
-"""The link to a GPU, through pinned memory or by reading rows in place."""
+"""The link to a GPU (kernels/cpu/link/cuda_link.cpp): through pinned memory, or by reading rows in place.
+
+What only torch can make is made here once: buffers, streams, events, and for each lane a graph that puts its rows into
+their slots (`kernels.triton.land`), so that compiled code need not know how Triton passes arguments.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import ctypes
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.codes import align
-from .link_queue import Job
+from ....kernels.cpu.binding import array_of, codes, records
+from ....models.errors import UsageError
+from .compiled_link import CardFields, CompiledLink
 from .pinning import Pinned
-from .threaded_link import LANES, ThreadedLink
 from .transfer import CHUNK, Transfer
 
+LANES: int = codes.LINK_LANES
 STREAMS = 2  # one chunk's rows are put into their slots while the next chunk's cross the bus
+STALLS = 64  # waits of the compute stream that are measured at the same time
+_FUNCTIONS = {
+    "set_context": "cuCtxSetCurrent",
+    "copy": "cuMemcpyHtoDAsync_v2",
+    "launch": "cuGraphLaunch",
+    "record": "cuEventRecord",
+    "query": "cuEventQuery",
+    "synchronize": "cuEventSynchronize",
+    "elapsed": "cuEventElapsedTime",
+    "wait": "cuStreamWaitEvent",
+    "address": "cuPointerGetAttribute",
+    "text": "cuGetErrorString",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
-    """Buffers of one chunk: [numbers int64 | rows], in pinned memory (`here`) and on the device (`there`).
+class CardParts:
+    """What a link uses on a card: records for compiled code, and what keeps their handles and addresses alive.
 
     Attributes:
-        head: bytes in front of the rows.
-        numbers_here, numbers_there: (1, chunk) slots, or (2, chunk) slots and rows of the source.
-        rows_here, rows_there: (chunk, nbytes); none here when the device reads them in place.
-        event: recorded after the chunk's last kernel.
+        driver, lanes: `floe_driver`, and `floe_lane` for each of `LANES`. stalls: (N, 2) pairs of events with times.
+        compute: the handle of the stream that waits for rows. streams: torch's streams of the lanes.
     """
 
-    here: Tensor
-    there: Tensor
-    head: int
-    numbers_here: Tensor
-    numbers_there: Tensor
-    rows_here: Tensor
-    rows_there: Tensor
-    stream: Any
-    event: Any
+    driver: Any
+    lanes: Sequence[Any]
+    stalls: NDArray[np.int64]
+    compute: int
+    streams: Sequence[Any]
+    held: object
 
 
-class CudaLink(ThreadedLink):
-    """To a GPU (FloE section 3.4.2): all cores pack a chunk into pinned memory, one copy transfers it with its slot
+class CudaLink(CompiledLink):
+    """To a GPU (FloE section 3.4.2): cores pack a chunk into pinned memory, one copy transfers it with its slot
     numbers, and a kernel puts its rows there.
 
-    `wait` returns when the copies are under way, with the current stream ordered after them: the compute stream is the
-    current one of the thread that submits and waits. `zero_copy`: rows in pinned memory are read by the device itself.
-    Rows in RAM never change, so only unpinning has to wait for the kernels that read them: see `close`.
-
-    Attributes:
-        instead: why this is used, not the compiled one, which is faster; "" if it was asked for.
+    `wait` returns when the copies are under way, with the compute stream ordered after them; that is the current one of
+    the thread that opens the link. `zero_copy`: rows in pinned memory are read by the device itself. Rows in RAM never
+    change, so only unpinning has to wait for the kernels that read them: see `close`.
     """
-
-    instead = ""
 
     def __init__(
         self,
         device: torch.device,
         nbytes: int,
+        parts: CardParts,
         *,
         chunk: int = CHUNK,
-        streams: int = STREAMS,
         zero_copy: bool = False,
         pinned: Pinned | None = None,
     ) -> None:
-        """Buffers for rows of `nbytes` in chunks of `chunk` rows, on as many streams.
-
-        Args:
-            pinned: what holds the rows that are read in place; it is released when the link ends.
+        """`pinned`: what holds the rows that are read in place; it is released when the link ends.
 
         Raises:
-            ValueError: no such size, or zero_copy without the Triton kernels. RuntimeError: no memory.
+            NativeUnavailableError: there is no compiled library. ValueError: no such size.
         """
-        self._cpu, self._gpu = kernels.choose("cpu"), kernels.choose(device)
-        if zero_copy and self._gpu.name == "reference":
-            raise ValueError(f"rows cannot be read in place: {self._gpu.reason}")
-        self.zero_copy, self._pinned = zero_copy, pinned
-        device = torch.empty(0, device=device).device  # with its number
-        # Their small kernels run before the compute stream's large ones.
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
-        self._lanes = [_lane(self._streams[i % streams], device, nbytes, chunk, zero_copy) for i in range(LANES)]
+        fields = CardFields(
+            driver=parts.driver,
+            lanes=array_of(parts.lanes),
+            stalls=parts.stalls,
+            stall_count=len(parts.stalls),
+            head=head_of(chunk),
+            compute=parts.compute,
+            in_place=zero_copy,
+        )
+        self.zero_copy, self._pinned, self._streams = zero_copy, pinned, parts.streams
         self._target: ref[Tensor] | None = None
-        self._stalls: deque[tuple[Any, Any]] = deque()
-        self._spare: list[tuple[Any, Any]] = []
-        super().__init__("cuda, read in place" if zero_copy else "cuda", device, nbytes, chunk)
+        name = "cuda, read in place" if zero_copy else "cuda"
+        super().__init__("cuda", name, nbytes, chunk=chunk, device=device, card=fields, held=parts)
 
-    def wait(self, transfer: Transfer) -> float:
-        """See `Link`. Returns the host's seconds now, plus the compute stream's of earlier calls once known."""
-        return super().wait(transfer) + self._stalled()
+    def submit(self, transfer: Transfer) -> None:
+        """See `Link`."""
+        self._meet(transfer.source, transfer.target)
+        super().submit(transfer)
+
+    def ends(self, source: Tensor, target: Tensor) -> tuple[int, Tensor | None, Tensor | None]:
+        """See `CompiledLink`."""
+        self._meet(source, target)
+        return super().ends(source, target)
+
+    def _meet(self, source: Tensor, target: Tensor) -> None:
+        """Make sure that rows can be read, and that a target is not written to too early.
+
+        Raises:
+            ValueError: pageable memory that is to be read in place. RuntimeError: the link's failure.
+        """
+        if self.zero_copy and not source.is_pinned():
+            raise ValueError("source is in pageable memory, which the device cannot read in place: pin it")
+        if self._target is None or self._target() is not target:
+            # A new target: pending work of the compute stream on that memory comes first, and it is not reused before
+            # the copies have ended.
+            for stream in self._streams:
+                target.record_stream(stream)
+            self.follow()
+            self._target = ref(target)
 
     def close(self) -> None:
         """See `Link`. Afterwards no kernel reads rows in RAM, and none is pinned."""
@@ -97,82 +130,92 @@ class CudaLink(ThreadedLink):
         if self._pinned is not None:
             self._pinned.release()
 
-    def _accept(self, transfer: Transfer) -> Job:
-        job, target = super()._accept(transfer), transfer.target
-        if self.zero_copy and not transfer.source.is_pinned():
-            raise ValueError("source is in pageable memory, which the device cannot read in place: pin it")
-        if self._target is None or self._target() is not target:
-            # A new target: pending work of its own stream on that memory comes first, and it is not reused before the
-            # copies have ended.
-            compute = torch.cuda.current_stream(self.device)
-            for stream in self._streams:
-                stream.wait_stream(compute)
-                target.record_stream(stream)
-            self._target = ref(target)
-        return job
 
-    def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        place, count = self._lanes[lane], last - first
-        place.numbers_here[0, :count] = job.places[first:last]
-        if self.zero_copy:
-            place.numbers_here[1, :count] = job.index[first:last]
-        else:
-            self._cpu.gather_rows(job.rows(), 0, job.index[first:last], place.rows_here[:count])
-        used = place.head + (0 if self.zero_copy else count) * self.nbytes
-        numbers, rows = place.numbers_there[:, :count], place.rows_there[:count]
-        with torch.cuda.stream(place.stream):
-            place.there[:used].copy_(place.here[:used], non_blocking=True)
-            if self.zero_copy:
-                self._gpu.gather_rows(job.rows(), 0, numbers[1], rows)
-            self._gpu.pool_scatter(job.transfer.target, numbers[0], rows)
-            place.event.record(place.stream)
+def open_cuda_link(
+    device: torch.device, nbytes: int, *, chunk: int = CHUNK, zero_copy: bool = False, pinned: Pinned | None = None
+) -> CudaLink:
+    """The link to a GPU, as seen from its current stream.
 
-    def _arrived(self, lane: int) -> bool:
-        return self._lanes[lane].event.query()
+    Args:
+        pinned: what holds the rows that are read in place; it is released when the link ends.
 
-    def _land(self, lane: int, job: Job, first: int, last: int) -> None:
-        self._lanes[lane].event.synchronize()
-
-    def _reached(self, job: Job) -> bool:
-        return job.sent == job.total
-
-    def _settle(self, job: Job) -> None:
-        if lanes := self._lanes_of(job):
-            compute = torch.cuda.current_stream(self.device)
-            before, after = self._spare.pop() if self._spare else _pair()
-            before.record(compute)
-            for lane in lanes:
-                compute.wait_event(self._lanes[lane].event)
-            after.record(compute)
-            self._stalls.append((before, after))
-        super()._settle(job)
-
-    def _stalled(self) -> float:
-        """Seconds that the compute stream stalled on copies, for the waits that it has passed."""
-        seconds = 0.0
-        while self._stalls and self._stalls[0][1].query():
-            pair = self._stalls.popleft()
-            seconds += pair[0].elapsed_time(pair[1]) / 1e3
-            self._spare.append(pair)
-        return seconds
+    Raises:
+        NativeUnavailableError: there is no compiled library. UsageError: no link to this GPU can be. ValueError: no
+            such size. RuntimeError: no memory.
+    """
+    device = torch.empty(0, device=device).device  # with its number
+    try:
+        parts = parts_on(device, nbytes, chunk, zero_copy=zero_copy)
+    except (OSError, AttributeError, ImportError) as error:
+        hint = "Use --device cpu, or a GPU that holds the whole model."
+        raise UsageError(f"No rows can be sent to {device}", f"{error}.", hint) from error
+    return CudaLink(device, nbytes, parts, chunk=chunk, zero_copy=zero_copy, pinned=pinned)
 
 
-def _pair() -> tuple[Any, Any]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def head_of(chunk: int) -> int:
+    """Bytes in front of a lane's rows: four words, then slots and rows of the source."""
+    return align(32 + 8 * chunk)
 
 
-def _lane(stream: Any, device: torch.device, nbytes: int, chunk: int, zero_copy: bool) -> _Lane:
-    kinds = 2 if zero_copy else 1
-    head, body = align(8 * kinds * chunk), chunk * nbytes
-    here = torch.empty(head + (0 if zero_copy else body), dtype=torch.uint8, pin_memory=device.type == "cuda")
+def driver_of(library: Any) -> Any:
+    """`floe_driver` of the driver's library, with the context that is current in this thread.
+
+    Raises:
+        AttributeError: the library lacks a function. RuntimeError: no context.
+    """
+    context = ctypes.c_void_p()
+    if library.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+        raise RuntimeError("the GPU's driver has no context in this thread")
+    addresses = {name: ctypes.cast(getattr(library, real), ctypes.c_void_p).value for name, real in _FUNCTIONS.items()}
+    return records.driver(context=context.value, **addresses)
+
+
+def parts_on(device: torch.device, nbytes: int, chunk: int, *, zero_copy: bool) -> CardParts:
+    """Buffers, streams, events and graphs on a GPU.
+
+    Raises:
+        OSError, AttributeError: the driver's library is not there, or too old. ImportError: no Triton for this GPU.
+        RuntimeError: no memory, or a graph that cannot be captured.
+    """
+    if device.type != "cuda":
+        raise OSError(f"{device} has no driver")
+    chosen = kernels.choose(device)
+    if chosen.name == "reference":
+        raise ImportError(chosen.reason)
+    library: Any = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    with torch.cuda.device(device):
+        compute = torch.cuda.current_stream(device)
+        # Their small kernels run before the compute stream's large ones.
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)]
+        made = [_lane(streams[i % STREAMS], device, nbytes, chunk, zero_copy) for i in range(LANES)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(STALLS)]
+        for event in (event for pair in events for event in pair):
+            event.record(compute)  # an event has no handle before
+        stalls = np.array([[event.cuda_event for event in pair] for pair in events], np.int64)
+        driver, lanes = driver_of(library), [lane for lane, _ in made]
+    return CardParts(driver, lanes, stalls, compute.cuda_stream, streams, (library, made, events))
+
+
+def _lane(stream: Any, device: torch.device, nbytes: int, chunk: int, zero_copy: bool) -> tuple[Any, object]:
+    """A lane's record, and what it needs alive."""
+    from ....kernels import triton
+
+    size = head_of(chunk) + (0 if zero_copy else chunk * nbytes)
+    here = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    event, fence, graph = torch.cuda.Event(blocking=True), torch.cuda.Event(), torch.cuda.CUDAGraph()
+
+    def land() -> None:
+        triton.land(there, chunk, head_of(chunk), nbytes, in_place=zero_copy)
+
     with torch.cuda.stream(stream):  # the memory belongs to this stream, also when it is freed
-        there = torch.empty(head + body, dtype=torch.uint8, device=device)
-
-    def numbers(buffer: Tensor) -> Tensor:
-        return buffer[: 8 * kinds * chunk].view(torch.int64).view(kinds, chunk)
-
-    def rows(buffer: Tensor) -> Tensor:
-        return buffer[head:].view(-1, nbytes)
-
-    event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the cores are for computing
-    return _Lane(here, there, head, numbers(here), numbers(there), rows(here), rows(there), stream, event)
+        there = torch.zeros(size, dtype=torch.uint8, device=device)
+        land()  # compiles it; a head of zeros has no rows
+        event.record(stream)
+        fence.record(stream)
+    stream.synchronize()
+    # The threads of other links may call the driver meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        land()
+    handles = {"stream": stream.cuda_stream, "event": event.cuda_event, "fence": fence.cuda_event}
+    lane = records.lane(here=here, there=there.data_ptr(), scatter=graph.raw_cuda_graph_exec(), **handles)
+    return lane, (here, there, event, fence, graph)

@@ -91,21 +91,3 @@ class Link(Protocol):
     def close(self) -> None:
         """End: transfers under way land, queued ones are not done."""
         ...
-
-
-class MeasuredLink(Link, Protocol):
-    """A link in real time.
-
-    Attributes:
-        chunk: rows at a time, at most.
-    """
-
-    chunk: int
-
-    def drain(self) -> None:
-        """Wait until everything submitted has landed, such as before the target is freed.
-
-        Raises:
-            Exception: the link's failure.
-        """
-        ...

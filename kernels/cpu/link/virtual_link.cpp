@@ -1,5 +1,5 @@
 // Links whose bytes arrive at once: in virtual time, counted by a clock, or in none.
-// The definition is engine/offload/virtual/virtual_link.py, to the last read of the clock.
+// The definition is tests/engine/plain_link.py, to the last read of the clock.
 #include "link/clock.h"
 #include "link/link.h"
 #include "link/row_moves.h"

@@ -1,9 +1,4 @@
-"""The queue of a link: which rows go next, in which chunks, and which have landed. It has no thread and no clock.
-
-A link moves chunks of rows. Before each chunk the queue is asked again, so that an urgent transfer waits for the chunks
-on their way at most; an interrupted prefetch continues later. Two kinds of link work through it: `threaded_link.py`
-by the machine's clock, `virtual_link.py` by a virtual one. It defines what kernels/cpu/link/link_queue.cpp does.
-"""
+"""What kernels/cpu/link does for a virtual card, in Python: its queue, and a link whose chunks take virtual time."""
 
 from __future__ import annotations
 
@@ -13,15 +8,18 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
+from floe_chat.engine.offload.cards import PREFIX, Card
+from floe_chat.engine.offload.links.compiled_link import check_ends
+from floe_chat.engine.offload.links.transfer import Transfer
+from floe_chat.engine.offload.virtual.virtual_clock import Clock
+from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.codes import ALIGN
+from floe_chat.kernels.layouts import RowLayout, VectorLayout
+from floe_chat.kernels.weights import ExpertRows
 from torch import Tensor
 
-from ....kernels.codes import ALIGN
-from ....kernels.cpu.native_pool import landing
-from ....kernels.layouts import RowLayout, VectorLayout
-from ....kernels.weights import ExpertRows
-from .transfer import Transfer
+from ..kernels.plain_pool import landing
 
 
 @dataclass(eq=False, slots=True)
@@ -207,36 +205,109 @@ class LinkQueue:
         return not self._jobs
 
 
-def check_tensors(source: Tensor, target: Tensor, nbytes: int, device: torch.device) -> None:
-    """Check both ends of transfers.
+class VirtualLink:
+    """A link (see `transfer.Link`) whose chunks take a card's time.
 
-    Raises:
-        ValueError: tensors that do not fit.
+    Bytes are in the target when `submit` returns, so that decisions and results are real; `done` follows the clock's
+    link lane. Landed are the chunks due by the host's clock, and those that the GPU has waited for.
     """
-    for what, tensor, place in (("source", source, torch.device("cpu")), ("target", target, device)):
-        if tensor.dtype != torch.uint8 or tensor.ndim != 2 or not tensor.is_contiguous():
-            raise ValueError(f"{what} must be contiguous 2-D uint8, not {tensor.ndim}-D {tensor.dtype}")
-        if tensor.shape[1] != nbytes or tensor.device != place:
-            raise ValueError(
-                f"{what} must be rows of {nbytes} bytes on {place}, not of {tensor.shape[1]} on {tensor.device}"
-            )
 
+    def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int, *, content: bool = True) -> None:
+        """`nbytes`: of one row. `chunk`: rows at a time, at most. `content`: whether bytes are moved."""
+        self.name = PREFIX + card.name
+        self._card, self._clock, self._content = card, clock, content
+        self._queue = LinkQueue(nbytes, chunk, torch.device("cpu"))
+        self._staging = torch.empty(self._queue.chunk, nbytes, dtype=torch.uint8)
+        self._closed = False
 
-def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
-    """Check a transfer's tensors and arrays, but not what index and slots hold.
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes landed so far."""
+        return self._queue.bytes_moved
 
-    Raises:
-        ValueError: rows, slots, tensors or a score that do not fit.
-    """
-    index, slots = transfer.index, transfer.slots
-    check_tensors(transfer.source, transfer.target, nbytes, device)
-    if index.dtype != np.int64 or slots.dtype != np.int32 or index.ndim != 1 or index.shape != slots.shape:
-        raise ValueError(
-            f"index and slots must be (N,) int64 and int32, "
-            f"not {index.shape} {index.dtype} and {slots.shape} {slots.dtype}"
-        )
-    if math.isnan(transfer.score):
-        raise ValueError("a score must be a number")
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds, see `LinkQueue`."""
+        return self._queue.busy_s
+
+    def queued_bytes(self) -> int:
+        """Bytes that were submitted and have not landed."""
+        self._catch_up()
+        return self._queue.queued_bytes
+
+    def submit(self, transfer: Transfer) -> None:
+        """See `Link`."""
+        if self._closed:
+            raise RuntimeError("the link is closed")
+        job = self._queue.accept(transfer)
+        self._catch_up()
+        self._queue.put(job, self._clock.now)
+        with self._clock.aside():
+            if self._content:
+                self._move(job)
+
+    def wait(self, transfer: Transfer) -> float:
+        """The GPU's lane begins nothing more before the rows have landed; returns the virtual seconds that it idles
+        because of that.
+
+        Raises:
+            ValueError: it was never submitted, or was dropped.
+        """
+        if not transfer.done:
+            self._catch_up()
+        if transfer.done:
+            return 0.0
+        job = self._queue.urge(transfer)
+        with self._clock.aside():
+            while job.begun < job.total:  # nothing submitted later can overtake what begins here
+                self._begin_chunk()
+            last = next(chunk for chunk in self._queue.flying if chunk.last == job.total and chunk.job is job)
+            self._land(last.due)
+        idle = self._clock.wait("gpu", last.due)
+        self._clock.wait("host", last.begun_at)  # as a real link returns once the last chunk is under way
+        return idle
+
+    def finished(self) -> list[Transfer]:
+        """See `Link`."""
+        self._catch_up()
+        return self._queue.finished()
+
+    def drop(self, layer: int | None) -> list[Transfer]:
+        """See `Link`."""
+        self._catch_up()
+        return self._queue.drop(layer)
+
+    def close(self) -> None:
+        """End: queued transfers are not done."""
+        self._closed = True
+
+    def _move(self, job: Job) -> None:
+        cpu, size, rows = kernels.choose("cpu"), self._queue.chunk, job.rows()
+        for wanted, slots in zip(job.index.split(size), job.places.split(size), strict=True):
+            packed = self._staging[: len(wanted)]
+            cpu.gather_rows(rows, 0, wanted, packed)
+            cpu.pool_scatter(job.transfer.target, slots, packed)
+
+    def _catch_up(self) -> None:
+        """Begin the chunks that begin before now, and land those that end by now."""
+        now = self._clock.now
+        with self._clock.aside():  # on a real link its own thread does this
+            while self._queue and not self._closed and self._begins() < now:
+                self._begin_chunk()
+            self._land(now)
+
+    def _begins(self) -> float:
+        return max(self._clock.end("link"), self._queue.asked_at())
+
+    def _begin_chunk(self) -> None:
+        chunk = self._queue.begin(self._begins())
+        chunk.due = self._clock.run("link", self._card.copy_s(chunk.total * self._queue.nbytes), asked=chunk.begun_at)
+        self._queue.sent(chunk)
+
+    def _land(self, until: float) -> None:
+        flying = self._queue.flying
+        while flying and flying[0].due <= until:
+            self._queue.landed(flying[0].due)
 
 
 @cache
