@@ -3,8 +3,9 @@
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
 s is the function of the signal's projection and o the other one's (activation.py): for an expert's gate and up in
 SwiGLU, silu of the gate and nothing of up, whichever of the two is the signal. Biases are added before.
-Of x in float16, sums and products are float32 until the result: what a weight makes small again may be out of float16's
-range on the way. `x_bits` lets other implementations keep less of x's precision, as `rounded` defines; operations here read all of it.
+Of x in float16, sums and products are float32 until the result: what a weight makes small again may be out of
+float16's range on the way. `x_bits` lets other implementations keep less of x's precision, as `rounded` defines;
+operations here read all of it.
 """
 
 from __future__ import annotations
