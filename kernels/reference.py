@@ -107,7 +107,7 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """y[token] += weight · sum_n o(other_n · x) v_n down_n over the active neurons n of every call.
+    """y[token] += sum_n weight · o(other_n · x) v_n · down_n over the active neurons n of every call.
 
     With down_thresholds (P,), neurons with |o(other_n · x) v_n| below the call's are left out. Beside y (B, H), how
     many neurons of every call were not, (P,) int64.
@@ -127,7 +127,7 @@ def sparse_swiglu(
             small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
             h = h.masked_fill(small, 0)
             reached[call] -= small.sum().cpu()
-        y[token] += calls.weights[call].to(wide.dtype) * (h @ down)
+        y[token] += (calls.weights[call].to(wide.dtype) * h) @ down
     return y.to(x.dtype), reached
 
 
