@@ -3,7 +3,9 @@
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
 s is the function of the signal's projection and o the other one's (activation.py): for an expert's gate and up in
 SwiGLU, silu of the gate and nothing of up, whichever of the two is the signal. Biases are added before.
-`x_bits` lets other implementations keep less of x's precision, as `rounded` defines; operations here read all of it.
+Of x in float16, sums and products are float32 until the result: what a weight makes small again may be out of
+float16's range on the way. `x_bits` lets other implementations keep less of x's precision, as `rounded` defines;
+operations here read all of it.
 """
 
 from __future__ import annotations
@@ -79,16 +81,16 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     FloE Algorithm 1, lines 2-3, where the signal is up. A v that is not a number is kept, so that it reaches the
     result and is noticed. A call with an infinite threshold is left out: it keeps nothing.
     """
-    offsets = [0]
+    wide, offsets = _wide(x), [0]
     neurons: list[Tensor] = []
     values: list[Tensor] = []
     for token, expert, threshold in zip(
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
-        v = _signal(x[token], signal, expert)
+        v = _signal(wide[token], signal, expert)
         kept = (~(v.abs() < threshold) & (threshold != math.inf)).nonzero().squeeze(1)
         neurons.append(kept)
-        values.append(v[kept])
+        values.append(v[kept].to(x.dtype))
         offsets.append(offsets[-1] + kept.numel())
     return Active(
         torch.tensor(offsets),
@@ -105,12 +107,13 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """y[token] += weight · sum_n o(other_n · x) v_n down_n over the active neurons n of every call.
+    """y[token] += sum_n weight · o(other_n · x) v_n · down_n over the active neurons n of every call.
 
     With down_thresholds (P,), neurons with |o(other_n · x) v_n| below the call's are left out. Beside y (B, H), how
     many neurons of every call were not, (P,) int64.
     """
-    y = torch.zeros_like(x)
+    wide = _wide(x)
+    y = torch.zeros_like(wide)
     reached = active.offsets.diff()
     offsets = active.offsets.tolist()
     for call, (token, expert) in enumerate(zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)):
@@ -118,14 +121,14 @@ def sparse_swiglu(
         neurons = active.neurons[chosen]
         if not neurons.numel():
             continue  # adds nothing, whatever its weight
-        other, down = _other(x[token], rows, rows.data[expert].index_select(0, neurons))
-        h = other * active.values[chosen]
+        other, down = _other(wide[token], rows, rows.data[expert].index_select(0, neurons))
+        h = other * active.values[chosen].to(wide.dtype)
         if down_thresholds is not None:
             small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
             h = h.masked_fill(small, 0)
             reached[call] -= small.sum().cpu()
-        y[token] += calls.weights[call].to(x.dtype) * (h @ down)
-    return y, reached
+        y[token] += (calls.weights[call].to(wide.dtype) * h) @ down
+    return y.to(x.dtype), reached
 
 
 def moe_step(
@@ -141,9 +144,10 @@ def moe_step(
 
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
     """
-    active = signal_gemv(x, signal, calls, thresholds, x_bits)
-    y, reached = sparse_swiglu(x, rows, calls, active, down_thresholds)
-    return y, torch.stack([active.offsets.diff(), reached], dim=1)
+    wide = _wide(x)
+    active = signal_gemv(wide, signal, calls, thresholds, x_bits)
+    y, reached = sparse_swiglu(wide, rows, calls, active, down_thresholds)
+    return y.to(x.dtype), torch.stack([active.offsets.diff(), reached], dim=1)
 
 
 def expert_swiglu(
@@ -162,12 +166,17 @@ def expert_swiglu(
     Dequantizes the whole expert once and lets the library multiply; what misses a threshold is masked per token, so
     the result is what `signal_gemv` and `sparse_swiglu` give token by token.
     """
-    v = _signal(x, signal, expert)
-    other, down = _other(x, rows, rows.data[expert])
+    wide = _wide(x)
+    v = _signal(wide, signal, expert)
+    other, down = _other(wide, rows, rows.data[expert])
     h = other * v
     active = ~(v.abs() < thresholds[:, None])
     kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
-    return h.masked_fill(~kept, 0) @ down, int(active.sum()), int(kept.sum())
+    return (h.masked_fill(~kept, 0) @ down).to(x.dtype), int(active.sum()), int(kept.sum())
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def _signal(x: Tensor, signal: SignalWeights, expert: int) -> Tensor:

@@ -75,7 +75,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: f"There is no {request.url.path[:200]}.", 405: f"{request.method} is not for this path."}
+    what = {404: f"There is no {request.scope['path'][:200]}.", 405: f"{request.method} is not for this path."}
     message = what.get(error.status_code, error.detail)
     return RefusedError(error.status_code, message, headers=error.headers).response()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import HTTPConnection
 
@@ -33,10 +33,10 @@ class Guard:
         if self._hosts is not None and _name(host) not in self._hosts:
             raise RefusedError(403, f"This server is not called {host[:100]!r}.", None, "wrong_host")
         origin = asked.headers.get("origin")
-        if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in self._origins and _split(origin).netloc != host:
             message = f"Pages of {origin[:100]!r} may not ask this server. Start it with --allow-origin to let them."
             raise RefusedError(403, message, None, "wrong_origin")
-        if self._key is not None and asked.url.path not in OPEN and asked.scope.get("method") != "OPTIONS":
+        if self._key is not None and asked.scope["path"] not in OPEN and asked.scope.get("method") != "OPTIONS":
             kind, _, given = asked.headers.get("authorization", "").partition(" ")
             given = given.strip() if kind.lower() == "bearer" else ""
             if not hmac.compare_digest(given.encode("latin-1", "replace"), self._key):
@@ -45,7 +45,12 @@ class Guard:
 
 
 def _name(host: str) -> str:
+    return _split(f"//{host}").hostname or ""
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of an address; none of what is no address, such as "http://["."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
+        return SplitResult("", "", "", "", "")

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from ...models.errors import FloeError, TryAgainError, UsageError
 from ..client.prompt import FieldError, TooLongPromptError
 
+_LONGEST = 1_000  # characters of a message, or of a field's name
 _KINDS: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
@@ -36,7 +37,7 @@ class RefusedError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.field, self.code = status, message, field, code
+        self.status, self.message, self.field, self.code = status, _short(message), field and _short(field), code
         self.headers = headers
 
     @property
@@ -48,6 +49,11 @@ class RefusedError(Exception):
     def response(self) -> JSONResponse:
         """As HTTP."""
         return JSONResponse(self.body, self.status, self.headers)
+
+
+def _short(text: str) -> str:
+    """Without the middle of what repeats a request's own long text."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
 
 
 def refusal(error: FloeError) -> RefusedError:

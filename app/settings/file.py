@@ -201,10 +201,10 @@ def _with_values(text: str, values: Mapping[_Path, Any]) -> str:
 
 def _with_value(text: str, path: _Path, value: Any) -> str:
     before = _flat(tomllib.loads(text))
-    wanted = {key: known for key, known in before.items() if key[: len(path)] != path}
+    if any(len(key) > len(path) and key[: len(path)] == path for key in before):
+        raise _UnchangeableError(path)  # a table has its name, and its values are not the setting's
+    wanted = {key: known for key, known in before.items() if key != path}
     if value is not None:
-        if any(len(key) > len(path) and key[: len(path)] == path for key in before):
-            raise _UnchangeableError(path)  # a table has its name
         value = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
         wanted[path] = repr(value)
     if wanted == before:

@@ -28,7 +28,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """The parameters of eviction.
+    """The parameters of eviction. Each is finite and in its range, so that every worth is a number that has an order.
 
     Attributes:
         by_score: by what a row is worth; else the smallest mark is evicted first.
@@ -54,16 +54,18 @@ class EvictionRule:
     habit_rate: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError: values for which a search would not end or a mean would not be a number."""
-        if min(self.sample, self.smallest_window) < 1:
-            raise ValueError(f"eviction must look at 1 slot at least, not {self.sample} and {self.smallest_window}")
-        if not 0 <= self.bar < 1:
-            raise ValueError(f"a bar must be from 0 up to 1, not {self.bar}")
-        if not (0 <= self.use_rate < 1 and self.largest_growth >= 1):
-            raise ValueError(
-                f"use_rate must be from 0 up to 1 and largest_growth 1 or more, not {self.use_rate} and "
-                f"{self.largest_growth}"
-            )
+        """Raises ValueError: numbers out of range, with which a search would not end or a worth be no number."""
+        if not 1 <= min(self.sample, self.smallest_window) <= max(self.sample, self.smallest_window) < 1 << 31:
+            raise ValueError(f"eviction must look at 1 to 2^31 - 1 slots, not {self.sample} and {self.smallest_window}")
+        for name in ("bar", "use_rate"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be from 0 up to 1, not {value}")
+        for name in ("turn", "score_rate", "habit_rate"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, not {value}")
+        for name, least in (("prefetch_worth", 0), ("largest_growth", 1)):
+            if not least <= (value := getattr(self, name)) < np.finfo(np.float32).max:
+                raise ValueError(f"{name} must be a finite number from {least} on, not {value}")
 
 
 @dataclass(frozen=True, slots=True)

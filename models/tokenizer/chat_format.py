@@ -170,7 +170,14 @@ class ChatFormat:
             given, tools = self.tool_talk.written(messages, tools, self._safe, self.tokens.defused)
         else:
             given = [self._safe(message) for message in messages]
-        prompt = self._render(given, most, options, tools)
+        try:
+            prompt = self._render(given, most, options, tools)
+        except PackError as error:
+            if not tools:
+                raise
+            # It wrote the functions that it was tried out with (`ToolTalk.of`).
+            title = "The model's chat template cannot write these tools"
+            raise UsageError(title, error.cause, "Simplify their parameters.") from error
         self.step("tokenizer")
         # The template writes the begin token itself: adding special tokens again would double it.
         ids = self.tokens.encode(prompt)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import errors
-from ..errors import FloeError, PackError, verify_hint
+from ..errors import FloeError, PackError, UsageError, verify_hint
 from .parts import Part
 
 _OPENING_S = 6.0  # of computing; the largest published tokenizers take two
 _REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
 _GRACE_S = 8.0  # until a process is killed that neither computes nor answers
+FORM = "answer's form"  # the step whose failures are blamed on who asked for a form, not on the pack
 _SHORT = 1 << 16  # characters that are always tokenized, however short the model's tokens are
 _log = logging.getLogger("floe_chat.models")
 
@@ -183,7 +184,11 @@ class ChatProcess:
         return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
 
     def allowed(self, drawn: int | None, request: int = 0) -> bytes:
-        """Which tokens the answer to a request may have next, see `Constraint.allowed`."""
+        """Which tokens the answer to a request may have next, see `Constraint.allowed`.
+
+        Raises:
+            UsageError: the form cannot be followed. TryAgainError: the process that held the answer to it has ended.
+        """
         return bytes.fromhex(self._ask(0, do="allow", drawn=drawn, request=request)["mask"])
 
     def close(self) -> None:
@@ -231,6 +236,11 @@ def _fitted(reply: Mapping[str, Any]) -> Fitted | TooLong:
     return Fitted(reply["ids"], reply["dropped"], reply.get("constrained", False))
 
 
+def unfollowed(why: str) -> UsageError:
+    """A form that no answer can be held to."""
+    return UsageError("The form of the answer cannot be followed", why, "Simplify its schema.")
+
+
 def most_text(limit: int, longest: int) -> int:
     """Characters beyond which no text can fit into `limit` tokens of at most `longest` characters: it need not be
     tokenized to know that."""
@@ -270,7 +280,9 @@ class _EndedError(Exception):
         super().__init__(why)
         self._step, self._why = step, why
 
-    def explained(self, folder: Path) -> PackError:
+    def explained(self, folder: Path) -> FloeError:
+        if self._step == FORM:
+            return unfollowed(self._why)
         return PackError(f"The {self._step} at {folder} cannot be used", self._why, verify_hint(folder))
 
 

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import FloeError
+from ..errors import FloeError, TryAgainError
 from ..visible import visible
 from .calls import FORMS
 from .chat_format import ChatFormat, TooLongError
-from .chat_process import receive, send
-from .holding import Held, Holding, wrong_schema
+from .chat_process import FORM, receive, send
+from .holding import Held, Holding, following, wrong_schema
 from .parts import Parser, Part, TagParser
 from .tokens import Detokenizer, Tokens, contained
 
@@ -118,26 +118,34 @@ class Worker:
         **form: Any,
     ) -> dict[str, Any]:
         opened = self._opened(folder)
-        if (wrong := wrong_schema(tools["listed"], form["schema"])) is not None:
-            return {"wrong_schema": wrong}
-        holding = Holding(opened, tools, form["schema"])
+        self._step("chat template")
+        talk = opened.tool_talk
+        self._step(FORM)
+        with following():
+            if (wrong := wrong_schema(tools["listed"], form["schema"])) is not None:
+                return {"wrong_schema": wrong}
+            holding = Holding(opened, tools, form["schema"])
         think = holding.think(wanted=think)
         try:
             prompt = opened.whole(messages, limit, tools["listed"], think=think)
         except TooLongError as error:
             return {"too_long": True, "tokens": error.tokens, "system": error.system}
-        calls = opened.tool_talk.style.form or FORMS[0] if tools["listed"] else None
+        calls = talk.style.form or FORMS[0] if tools["listed"] else None
         parser = opened.convention.parser(opened=prompt.opened, calls=calls)
         begun = self._begin(begin, opened.decoder(), parser)
         if holding.needed:
-            self._step("tokenizer")
-            begun.held = holding.begin(prompt, form["vocabulary"], form["ends"], think=think)
+            with following():
+                begun.held = holding.begin(prompt, form["vocabulary"], form["ends"], think=think)
         return {"ids": prompt.ids, "dropped": 0, "constrained": holding.needed}
 
     def do_allow(self, folder: str, drawn: int | None, request: int) -> dict[str, Any]:
-        held = self._answers[request].held
-        assert held is not None, "the answer is free"
-        return {"mask": held.allowed(drawn).hex()}
+        self._step(FORM)
+        if (answer := self._answers.get(request)) is None:
+            cause = "The process that held it to its form has ended: another answer's form took too long."
+            raise TryAgainError("The answer was interrupted", cause, "Ask again.")
+        assert answer.held is not None, "the answer is free"
+        with following():
+            return {"mask": answer.held.allowed(drawn).hex()}
 
     def do_spell(self, folder: str, ids: list[int]) -> dict[str, Any]:
         tokens = self._opened(folder).tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from ..errors import UsageError
+from .chat_process import unfollowed
 from .tokens import contained
 
 _MOST = 1 << 20  # characters of a form
@@ -18,24 +18,19 @@ class Constraint:
     """The form of one answer.
 
     Args:
-        folder: with the tokenizer. form: a grammar, see `Grammars`. vocabulary: how many tokens the model has. ends:
-            tokens that end an answer, allowed where the form is complete.
+        tokens: see `tokenizer`. form: a grammar, see `Grammars`.
 
     Raises:
-        UsageError: a form that cannot be followed. PackError: the tokenizer cannot be used.
+        UsageError: a form that cannot be followed.
     """
 
-    def __init__(self, folder: Path, form: str, vocabulary: int, ends: Collection[int]) -> None:
-        with contained(f"The tokenizer at {folder} cannot be used for answers of a form", folder):
-            tokenizer = _tokenizer(folder, vocabulary, tuple(ends))
+    def __init__(self, tokens: LLTokenizer, form: str) -> None:
         wrong = "It has more than a million characters." if len(form) > _MOST else ""
         if not wrong:
-            self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(form), log_level=0)
+            self._matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(form), log_level=0)
             wrong = self._matcher.get_error()
         if wrong:
-            raise UsageError(
-                "The form of the answer cannot be followed", wrong.partition("\n")[0][:300], "Simplify its schema."
-            )
+            raise unfollowed(wrong.partition("\n")[0][:300])
 
     @property
     def complete(self) -> bool:
@@ -56,8 +51,7 @@ class Constraint:
             self._matcher.consume_token(drawn)
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            why = self._matcher.get_error().partition("\n")[0][:300]
-            raise UsageError("The form of the answer cannot be followed", why, "Simplify its schema.")
+            raise unfollowed(self._matcher.get_error().partition("\n")[0][:300])
         return mask
 
 
@@ -165,6 +159,19 @@ def _changed(mask: bytes, tokens: Collection[int], *, allow: bool) -> bytes:
             bit = 1 << (token & 7)
             changed[token >> 3] = changed[token >> 3] | bit if allow else changed[token >> 3] & ~bit
     return bytes(changed)
+
+
+def tokenizer(folder: Path, vocabulary: int, ends: Collection[int]) -> LLTokenizer:
+    """The tokenizer in a folder, as the library uses it.
+
+    Args:
+        vocabulary: how many tokens the model has. ends: tokens that end an answer, allowed where a form is complete.
+
+    Raises:
+        PackError: it cannot be used.
+    """
+    with contained(f"The tokenizer at {folder} cannot be used for answers of a form", folder):
+        return _tokenizer(folder, vocabulary, tuple(ends))
 
 
 @lru_cache(maxsize=2)

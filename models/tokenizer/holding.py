@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
+from ..errors import FloeError
 from .call_grammar import Grammars, check, closed
 from .chat_format import ChatFormat, Prompt
+from .chat_process import FORM, unfollowed
+from .tokens import first_line
 
 
 class Held(Protocol):
@@ -42,10 +46,15 @@ class Holding:
 
     def begin(self, prompt: Prompt, vocabulary: int, ends: Sequence[int], *, think: bool) -> Held:
         """Of the answer to a prompt. Raises UsageError: the form cannot be followed. PackError: no tokenizer for it."""
-        from .constraint import CallsFirst, CallsWhenBegun, Constraint, ThinkingFirst  # which few answers need
+        # Few answers need these.
+        from .constraint import CallsFirst, CallsWhenBegun, Constraint, ThinkingFirst, tokenizer
+
+        self._opened.step("tokenizer")
+        tokens = tokenizer(self._opened.folder, vocabulary, ends)
+        self._opened.step(FORM)
 
         def made(form: str) -> Constraint:
-            return Constraint(self._opened.folder, form, vocabulary, ends)
+            return Constraint(tokens, form)
 
         calls = CallsWhenBegun(made(self._calls), self._spelling(), self._style.trigger) if self._calls else None
         found: Constraint | CallsFirst | CallsWhenBegun | None = calls
@@ -63,6 +72,18 @@ class Holding:
     def _spelling(self) -> Callable[[int], str]:
         decoder = self._opened.decoder()
         return lambda token: "".join(decoder.pieces([token]))
+
+
+@contextmanager
+def following() -> Generator[None]:
+    """Blames every failure inside on the form that was asked for. Raises UsageError."""
+    try:
+        yield
+    except (FloeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of the library's Rust code has no public type
+        cause = "It needs more memory than it may use." if isinstance(error, MemoryError) else first_line(error)
+        raise unfollowed(cause) from error
 
 
 def wrong_schema(listed: Sequence[Mapping[str, Any]], schema: str) -> tuple[int, str] | None:

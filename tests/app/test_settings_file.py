@@ -172,6 +172,14 @@ def test_what_is_no_ordinary_file_is_neither_waited_for_nor_read_for_ever(file: 
         change(file, {"sampling.top_p": 0.5})
 
 
+@pytest.mark.parametrize("value", ["b", None])
+@pytest.mark.parametrize("text", ["[chat.model]\nsampling = {top_p = 'x'}\n", "chat = {model.a.b = 1}\n"])
+def test_a_table_in_the_place_of_a_setting_keeps_its_values(file: Path, text: str, value: str | None) -> None:
+    with pytest.raises(UsageError, match="was not changed"):
+        change(written(file, text), {"chat.model": value})
+    assert file.read_text() == text
+
+
 @pytest.mark.parametrize("text", ["screen = 5\n", "[chat]\nmodel = 'a'\n[[screen]]\n", "[screen.theme]\nx = 1\n"])
 def test_a_table_that_is_none_is_reported_and_never_written_over(file: Path, text: str) -> None:
     written(file, text)

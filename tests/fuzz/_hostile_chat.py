@@ -1,9 +1,13 @@
-"""Tokenizers and chat templates that an enemy would write, from a seeded generator."""
+"""Tokenizers and chat templates that an enemy would write, from a seeded generator, and the process that reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
+
+from floe_chat.models.errors import FloeError
+from floe_chat.models.tokenizer import chat_process
 
 _NAMES = (
     "messages",
@@ -201,7 +205,9 @@ _DECODERS: tuple[Any, ...] = (
 )
 
 
-def _models(rng: Random, vocab: dict[str, int]) -> dict[str, Any]:
+def _models(rng: Random, given: Any) -> dict[str, Any]:
+    pieces = given if isinstance(given, dict) else [piece for piece, _ in given]  # a Unigram's come with scores
+    vocab: dict[str, int] = {piece: number for number, piece in enumerate(pieces)}
     number = rng.choice((0, 1, len(vocab), 1 << 31, 1 << 32, -1))
     return rng.choice(
         (
@@ -250,3 +256,64 @@ def tokenizer(rng: Random, good: dict[str, Any]) -> dict[str, Any]:
                 cut = {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": rng.choice((0, 9))}
                 fields["truncation"] = cut
     return fields
+
+
+class _Running:
+    """Hands out one process for tokenizers and templates until an input ends it: starting one takes longest.
+
+    Whoever asks while another still has it, as a client that closes has for a moment, gets one of their own.
+    """
+
+    def __init__(self) -> None:
+        self._make = chat_process._Child  # pyright: ignore[reportPrivateUsage]
+        self._process: Any = None
+        self._lent: _Lent | None = None
+
+    def __call__(self) -> Any:
+        if self._lent is not None:
+            return self._make()
+        if self._process is None:
+            self._process = self._make()
+        process, given, asked = self._process, _Lent(), list[bool]()
+        given.number, self._lent = process.number, given
+
+        def ask(seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+            asked.append(True)
+            try:
+                reply = process.ask(seconds, request)
+            except FloeError:  # an answer too
+                asked.pop()
+                raise
+            asked.pop()
+            return reply
+
+        def end() -> None:
+            if self._lent is not given:
+                return
+            # One that still answers, or never did, would answer the next input.
+            if asked or process._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
+                process.end()
+                self._process = None
+            self._lent = None
+
+        given.ask = ask
+        given.end = end
+        return given
+
+
+class _Lent:
+    number: int
+    ask: Callable[[float, dict[str, Any]], dict[str, Any]]
+    end: Callable[[], None]
+
+
+def run_one_process() -> None:
+    """From now on all tokenizers and templates of this process run in one other, see `_Running`."""
+    chat_process._Child = _Running()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+
+def check(error: FloeError) -> None:
+    """An error that a person may see says what is wrong, in short."""
+    for text in (error.title, error.cause, error.hint):
+        assert "bug in floe-chat" not in text and "Traceback" not in text, str(error)
+        assert len(text) < 5000, text[:300]

@@ -96,7 +96,7 @@ def step(rng: Random) -> Case:
         given["added"] = made.uniform(rng, 1, sizes[0])
 
     def kept_of(g: dict[str, Any]) -> Tensor:  # what is no number has more than one form as bytes
-        return values(g["kv"][g["position"]], 2 * sizes[1], sizes[2], torch.float32)
+        return values(g["kv"][g["position"]], 2 * sizes[1], sizes[2], torch.float32).clone()  # the other writes there
 
     def run(_m: Any, g: dict[str, Any]) -> Any:
         made_step = NativeStep(_layer(g, kept))

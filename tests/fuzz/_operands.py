@@ -135,7 +135,7 @@ def limits(rng: Random, count: int) -> Tensor:
 
 
 def _poison(rng: Random, tensor: Tensor) -> Tensor:
-    if not tensor.numel():
+    if not tensor.numel() or tensor.is_complex():
         return tensor
     wrong: Sequence[Any] = (math.nan, math.inf, -math.inf, 3e38, -1e30)
     if not tensor.is_floating_point():
@@ -179,7 +179,7 @@ def _wider(rng: Random, tensor: Tensor) -> Tensor:
 
 
 def _retyped(rng: Random, tensor: Tensor) -> Tensor:
-    if rng.random() < 0.3 and tensor.ndim and tensor.is_contiguous():
+    if rng.random() < 0.3 and tensor.ndim and tensor.is_contiguous() and tensor.stride(-1) == 1:
         return tensor.view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.to(torch.int8)
     return tensor.to(rng.choice(TYPES))
 

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,10 +27,10 @@ from floe_chat.models.checking import verify
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest
 from floe_chat.models.packing.pack import PackSpec
-from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.visible import visible
 
 from ..helpers import make_checkpoint, make_pack
+from ._hostile_chat import run_one_process
 from ._hostile_packs import CHANGES, Made
 
 _WAIT_S = 30.0
@@ -42,61 +41,12 @@ _PACKS: dict[str, tuple[str, PackSpec]] = {
 }
 
 
-class Running:
-    """Hands out one process for tokenizers and templates until an input ends it: starting one takes longest.
-
-    Whoever asks while another still has it, as a client that closes has for a moment, gets one of their own.
-    """
-
-    def __init__(self) -> None:
-        self._make = chat_process._Child  # pyright: ignore[reportPrivateUsage]
-        self._process: Any = None
-        self._lent: _Lent | None = None
-
-    def __call__(self) -> Any:
-        if self._lent is not None:
-            return self._make()
-        if self._process is None:
-            self._process = self._make()
-        process, given, asked = self._process, _Lent(), list[bool]()
-        given.number, self._lent = process.number, given
-
-        def ask(seconds: float, request: dict[str, Any]) -> dict[str, Any]:
-            asked.append(True)
-            try:
-                reply = process.ask(seconds, request)
-            except FloeError:  # an answer too
-                asked.pop()
-                raise
-            asked.pop()
-            return reply
-
-        def end() -> None:
-            if self._lent is not given:
-                return
-            # One that still answers, or never did, would answer the next input.
-            if asked or process._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
-                process.end()
-                self._process = None
-            self._lent = None
-
-        given.ask = ask
-        given.end = end
-        return given
-
-
-class _Lent:
-    number: int
-    ask: Callable[[float, dict[str, Any]], dict[str, Any]]
-    end: Callable[[], None]
-
-
 _made: dict[str, Made] = {}
 
 
 def _good(scratch: Path) -> dict[str, Made]:
     if not _made:
-        chat_process._Child = Running()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        run_one_process()
         logging.getLogger("floe_chat").setLevel(logging.CRITICAL)
         for name, (family, spec) in _PACKS.items():
             source = make_checkpoint(scratch / "source" / name, family=family, hidden=32, intermediate=32, window=128)

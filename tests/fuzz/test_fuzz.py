@@ -8,17 +8,15 @@ import pytest
 
 from . import driver
 
-SECONDS = 60.0
-INPUTS = 100
-"""Of each kind at most: the same seeds on every machine. `make fuzz` goes further."""
+INPUTS = 10
+"""Of each kind: the same seeds on every machine. `make fuzz` goes further."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", driver.kinds())
 def test_hostile_inputs_are_refused_or_read(kind: str) -> None:
-    campaign = driver.run(kind, inputs=INPUTS, seconds=SECONDS / len(driver.kinds()))
+    campaign = driver.run(kind, inputs=INPUTS)
     assert campaign.findings == [], "\n".join(map(str, campaign.findings))
-    assert campaign.inputs > 0
+    assert campaign.inputs == INPUTS
 
 
 @pytest.mark.parametrize(

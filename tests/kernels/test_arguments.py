@@ -297,7 +297,12 @@ def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[StepTable]) -> No
         kind(1, 2, 3, RULE, replace(means(1, 2, 3), growth=np.ones((1, 2), np.float32)))
     for changes in (
         {"sample": 0},
+        {"sample": 1 << 31},
         {"bar": 1.0},
+        {"prefetch_worth": float("nan")},
+        {"prefetch_worth": float("inf")},
+        {"turn": 1e300},
+        {"score_rate": float("nan")},
         {"bar": float("nan")},
         {"smallest_window": 0},
         {"use_rate": 1.0},

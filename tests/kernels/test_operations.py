@@ -290,3 +290,19 @@ def test_rows_made_for_another_signal_are_refused(form: Form) -> None:
                 kernels.moe_step(x, layer.stored, rows, calls, torch.zeros(1))
             with pytest.raises(ValueError, match="the signal is"):
                 kernels.expert_swiglu(x, layer.stored, rows, 1, each(x, 0.0))
+
+
+def test_only_a_result_can_be_out_of_float16s_range() -> None:
+    """The first expert's sum is, until its weight makes it small."""
+    layer, x = make_layer((1, 19, 320, 64), (8, 4, 8)), make_x(1, 320, torch.float16)
+    calls, everybody = make_calls([0], [0]), torch.arange(19)
+    calls.weights.fill_(1.0)
+    (values,) = signal_values(layer, x, calls)
+    whole = swiglu(layer, x, calls, [everybody], [values])
+    assert whole.abs().max() > torch.finfo(torch.float16).max > values.abs().max()
+    calls.weights.fill_(1e4 / float(whole.abs().max()))
+    truth = swiglu(layer, x, calls, [everybody], [values])
+    y, _ = kernels.moe_step(x, layer.stored, layer.rows, calls, torch.zeros(1))
+    assert relative_rms(y, truth) <= 5e-3
+    y, _ = kernels.sparse_swiglu(x, layer.rows, calls, as_active([everybody], [values], torch.float16))
+    assert relative_rms(y, truth) <= 5e-3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from floe_chat.models.errors import TryAgainError, UsageError
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, WrongSchema
 from tokenizers import Tokenizer
@@ -196,3 +197,28 @@ def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], tmp_pa
     found = chat.whole(TALK[:1], 9000, {**tools, "listed": []}, json.dumps(wrong), 400)
     assert isinstance(found, WrongSchema) and found.tool == -1
     chat.close()
+
+
+ENDLESS = {"allOf": [{"pattern": f"(a|b){{{number}}}"} for number in range(40)], "type": "string"}
+
+
+def test_a_form_that_takes_too_long_is_no_fault_of_the_pack(tmp_path: Path) -> None:
+    """Nor is what it interrupts: that answer's form is held in the process that it ends."""
+    write_tools(tmp_path, "qwen3_moe")
+    told = Told(tmp_path)
+    tools = {"listed": [], "choice": "auto", "named": "", "parallel": True, "strict": []}
+    with pytest.raises(UsageError, match="form of the answer cannot be followed"):
+        told.chat.whole(TALK[:1], 9000, tools, json.dumps(ENDLESS), told.size, begin=1)
+    with pytest.raises(TryAgainError, match="interrupted"):
+        told.chat.allowed(None)
+
+
+def test_parameters_that_a_template_cannot_write_are_no_fault_of_the_pack(tmp_path: Path) -> None:
+    write_tools(tmp_path, "qwen3_moe instruct")
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("fields.type | string", "fields.type.upper()"))
+    chat, either = ChatProcess(tmp_path), {"type": ["string", "null"]}
+    function = {"name": "find", "description": "", "parameters": {"type": "object", "properties": {"a": either}}}
+    tools = {"listed": [{"type": "function", "function": function}], "choice": "auto", "named": "", "parallel": True}
+    with pytest.raises(UsageError, match="cannot write these tools"):
+        chat.whole(TALK[:1], 9000, tools | {"strict": []}, "", 300)

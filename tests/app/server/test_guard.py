@@ -44,10 +44,16 @@ def test_only_pages_that_are_allowed_may_ask(locked: Served, demo: Served) -> No
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     before = httpx2.options(f"{locked.url}/chat/completions", headers=asked)
     assert before.status_code == 200 and before.headers["access-control-allow-origin"] == PAGE
-    for origin in ("https://evil.example", "null"):
+    for origin in ("https://evil.example", "null", "http://[", "http://evil.example]"):
         refused = httpx2.get(f"{demo.url}/models", headers={"Origin": origin})
         assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
     assert httpx2.get(f"{demo.url}/models", headers={"Origin": demo.root}).status_code == 200
+
+
+def test_a_name_that_is_no_address_is_no_fault_of_the_server(locked: Served) -> None:
+    key = {"Authorization": "Bearer a-long-secret", "Host": "[::1"}
+    assert httpx2.get(f"{locked.root}/nothing", headers=key).status_code == 404
+    assert httpx2.get(f"{locked.url}/models", headers=key).status_code == 200
 
 
 @pytest.mark.parametrize("host", FOREIGN)
