@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ...engine.events import (
     MOST_TOGETHER,
@@ -34,13 +35,14 @@ from ...engine.events import (
 )
 from ...engine.session import Session
 from ...models import catalog
-from ...models.errors import FloeError, TryAgainError, UsageError
+from ...models.errors import FloeError, PackError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted
 from .interface import NO_TOOLS, Choice, Cost, PromptTurn, Question, Submitted, Tools, Update
 from .loading import foreign_token
 from .prompt import fit, whole
 from .speaking import Speaking, apart
 
+Figure = TypeVar("Figure")
 _THINKING = 8192  # tokens that a model may think, beside those of its answer
 
 
@@ -65,6 +67,7 @@ class ChatClient:
         self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked, spread or SpreadBy())
         self._session = Session()
         self._format: ChatProcess | FloeError | None = None
+        self._figures: ChatProcess | None = None  # counts, so that no answer waits for that
         self._format_lock, self._format_ready = threading.Lock(), threading.Event()
         self._closed = False
         self._held: Loaded | None = None
@@ -282,31 +285,31 @@ class ChatClient:
         return max_new_tokens + _THINKING if thinks else max_new_tokens
 
     def count(self, text: str) -> int | None:
-        """How many tokens `text` takes by itself; None while the model is not ready, or where its tokenizer fails."""
-        chat = self._format
-        if not isinstance(chat, ChatProcess) or not chat.alive:
-            return None
-        try:
-            return chat.count(text)
-        except FloeError:
-            return None
+        """How many tokens `text` takes by itself; None while the model is not ready, or once its tokenizer failed."""
+        return self._figure(lambda chat: chat.count(text))
 
     def context_of(self, messages: Sequence[PromptTurn], max_new_tokens: int) -> tuple[int, int] | None:
         """How many tokens a chat takes before its next question, and how many of its oldest messages are left out so
         that the question and its answer fit; for any thread.
 
-        None while the model is not ready, or where its template refuses the chat or fails.
+        None while the model is not ready, where its template refuses the chat, or once it failed.
         """
-        chat = self._format
-        if not isinstance(chat, ChatProcess) or not chat.alive:
-            return None
         asked = [] if messages and messages[-1].role == "user" else [PromptTurn("user", "")]
-        try:
-            question = Question((*messages, *asked), Sampling(), self.most_new(max_new_tokens))
-            fitted = fit(chat, self._window, question, think=self.think)
-        except FloeError:
+        question = Question((*messages, *asked), Sampling(), self.most_new(max_new_tokens))
+        fitted = self._figure(lambda chat: fit(chat, self._window, question, think=self.think))
+        return None if fitted is None else (len(fitted.ids), fitted.dropped)
+
+    def _figure(self, found: Callable[[ChatProcess], Figure]) -> Figure | None:
+        if (chat := self._figures) is None:
             return None
-        return len(fitted.ids), fitted.dropped
+        try:
+            return found(chat)
+        except PackError:  # nothing is started again for a figure alone
+            self._figures = None
+            chat.close()
+        except FloeError:
+            pass
+        return None
 
     def costs(self) -> tuple[Cost, ...]:
         """See `Client`."""
@@ -363,6 +366,7 @@ class ChatClient:
             wanted = ready is self._format_ready and not self._closed  # no other model was requested meanwhile
             if wanted:
                 self._format = found
+                self._figures = found.beside() if isinstance(found, ChatProcess) else None
         if not wanted and isinstance(found, ChatProcess):
             found.close()
         ready.set()
@@ -370,6 +374,8 @@ class ChatClient:
 
     def _close_format(self) -> None:
         with self._format_lock:
-            chat, self._format, self._format_ready = self._format, None, threading.Event()
-        if isinstance(chat, ChatProcess):
-            chat.close()
+            chats = self._format, self._figures
+            self._format, self._figures, self._format_ready = None, None, threading.Event()
+        for chat in chats:
+            if isinstance(chat, ChatProcess):
+                chat.close()

@@ -298,6 +298,8 @@ def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pa
     assert isinstance(loaded, Loaded)
     with pytest.raises(PackError, match="chat template"):
         client.submit(Question([PromptTurn("user", "loop")], GREEDY, 4))
+    assert client.count("hi") == 2 and client.context_of(HI, 4) == (AROUND + 2, 0)
+    assert client.context_of([PromptTurn("user", "loop")], 4) is None
     assert client.count("hi") is None and client.context_of(HI, 4) is None  # nothing is started for a figure alone
     client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
