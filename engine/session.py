@@ -58,7 +58,8 @@ class Session:
 
     Some answers are computed at the same time where that is faster (`answers.py`), else one after the other.
     `send` never blocks and `poll` returns events since the last call; both may be called from any thread. A cancel is
-    seen within one layer, since it does not queue behind the running answer.
+    seen within one layer, since it does not queue behind the running answer. After it, nothing of the answer is
+    reported but its end.
     """
 
     def __init__(self) -> None:
@@ -223,27 +224,35 @@ class Session:
         self._begin(command)
         assert self._answers is not None
         while self._answers.running:
-            try:
+            with suppress(Cancelled):
                 for step in self._answers.step():
                     self._report(step)
-            except Cancelled:
-                for running in self._answers.running:
-                    if self._must_stop(running.request):
-                        self._end(running, "cancelled")
+            for running in self._answers.running:  # a step that computes nothing new does not see a cancel
+                if self._must_stop(running.request):
+                    self._end(running, "cancelled")
             self._obey_between_tokens()
 
     def _begin(self, command: Generate) -> None:
-        loaded, answers = self._need_model(), self._answers
+        answers = self._answers
         assert answers is not None
         with self._lock:
             self._running.add(command.request)
-            if self._must_stop(command.request):
-                loaded.control.cancelled.set()
+            cancelled = self._must_stop(command.request)
+        if cancelled:
+            self._withdraw(command)
+            return
         try:
             answers.begin(command, self._allowed.get(command.request))
         except BaseException as error:  # noqa: BLE001 - as in `_run`: others may go on
             self._leave(command)
             self._fail(error, command)
+
+    def _withdraw(self, command: Generate) -> None:
+        """It was cancelled before it began."""
+        self._leave(command)
+        loaded = self._need_model()
+        stats = loaded.telemetry.nothing(command.request, len(command.prompt), loaded.window)
+        self._events.put(Finished(command.request, "cancelled", stats))
 
     def _leave(self, command: Generate) -> None:
         """It does not run any more; others are stopped only if they have to be."""
@@ -265,14 +274,18 @@ class Session:
 
     def _report(self, step: Step) -> None:
         running = step.running
-        for one in step.progress:
-            if one.token is None:
-                self._events.put(PrefillProgress(running.request, one.done, len(running.command.prompt)))
-            else:
-                chances = () if one.chance is None else (one.chance,)
-                self._events.put(NewTokens(running.request, (one.token,), chances))
+        with self._lock:  # so that none of it follows a cancel
+            cancelled = self._must_stop(running.request)
+            for one in () if cancelled else step.progress:
+                if one.token is None:
+                    self._events.put(PrefillProgress(running.request, one.done, len(running.command.prompt)))
+                else:
+                    chances = () if one.chance is None else (one.chance,)
+                    self._events.put(NewTokens(running.request, (one.token,), chances))
         self._tell(running)
-        if step.error is not None or running.answer.end:
+        if cancelled:
+            self._end(running, "cancelled")
+        elif step.error is not None or running.answer.end:
             self._end(running, step.error or running.answer.end)
         elif time.perf_counter() - running.told > STATS_EVERY_S:
             running.told = time.perf_counter()
@@ -306,10 +319,7 @@ class Session:
                 self._waiting.append(command)
         for command in [one for one in self._waiting if isinstance(one, Generate) and self._must_stop(one.request)]:
             self._waiting.remove(command)
-            self._leave(command)
-            loaded = self._need_model()
-            stats = loaded.telemetry.nothing(command.request, len(command.prompt), loaded.window)
-            self._events.put(Finished(command.request, "cancelled", stats))
+            self._withdraw(command)
         while self._waiting and isinstance(command := self._waiting[0], Generate):
             if self._answers is None or not self._answers.running or not self._answers.joins(command):
                 return
