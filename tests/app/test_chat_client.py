@@ -65,12 +65,12 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
 
 
 def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> None:
-    submitted = client.prepare(Question(HI, GREEDY, 8))
-    assert submitted == Submitted(1, AROUND + 2, 0)
+    assert client.prepare(Question(HI, GREEDY, 8)) == [1]
     assert not [update for update in client.poll(timeout=0.3) if not isinstance(update, Stats)]
     with pytest.raises(TryAgainError, match="still"):
         client.prepare(Question(HI, GREEDY, 8))
     client.begin()
+    assert until(client, Submitted)[0] == Submitted(1, AROUND + 2, 0)
     text, finished = answered(client)
     assert (finished.request, finished.reason) == (1, "length") and text
     client.begin()  # nothing is left to begin

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Question, Submitted
+from floe_chat.app.client.interface import PromptTurn, Question
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import Welcome
@@ -56,11 +56,11 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def prepare(self, question: Question) -> Submitted:
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
         self.asked.append(list(question.messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
-        return super().prepare(question)
+        return super().prepare(question, count)
 
 
 @asynccontextmanager
