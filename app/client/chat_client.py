@@ -70,7 +70,7 @@ class _Asked(Asked):
     Attributes:
         chat: writes its prompt and reads its tokens. think: see `Client`. calls: whether calls of tools come apart from
             the text. left: tokens that it may still have; None: the engine counts them. failed: whether the model's
-            tokenizer did.
+            tokenizer did. ended: how the engine ended it; its last text may still be made.
     """
 
     chat: ChatProcess = field(kw_only=True)
@@ -79,6 +79,7 @@ class _Asked(Asked):
     calls: bool = False
     left: int | None = None
     failed: bool = False
+    ended: Finished | Failed | None = None
 
 
 class ChatClient(Asking[_Asked]):
@@ -261,6 +262,8 @@ class ChatClient(Asking[_Asked]):
     def _stop(self, asked: _Asked) -> None:
         self._session.send(Cancel(asked.request))
         self._compute(asked, Fitted([], 0))  # a prompt that is still being made is not waited for
+        if asked.ended is not None:  # nor is the rest of the text
+            self._news.put(asked.ended)
 
     @property
     def privacy(self) -> str:
@@ -346,7 +349,9 @@ class ChatClient(Asking[_Asked]):
         """On the engine's thread: what needs no text, or none any more, does not wait for that of others."""
         if isinstance(event, Loaded) and self._format is None:
             self._news.put(Loading("Waiting for the tokenizer", 1.0))
-        asked = self._asked.get(event.request or 0) if isinstance(event, Finished | Failed) else None
+        asked = None
+        if isinstance(event, Finished | Failed) and (asked := self._asked.get(event.request or 0)) is not None:
+            asked.ended = event
         if isinstance(event, Loading) or (asked is not None and asked.cancelled):
             self._news.put(event)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -87,6 +89,23 @@ async def ask(pilot: Pilot[int], text: str) -> None:
     await write(pilot, text)
     await pilot.press("enter")
     await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
+
+
+async def test_keys_are_taken_while_a_prompt_is_made(tiny_pack: Path) -> None:
+    """The tokenizer's process is stopped meanwhile."""
+    client = HeldClient(tiny_pack)
+    async with running(client, max_new_tokens=20) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        chat = client._format  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(chat, ChatProcess) and chat._child is not None  # pyright: ignore[reportPrivateUsage]
+        os.kill(chat._child.number, signal.SIGSTOP)  # pyright: ignore[reportPrivateUsage]
+        await write(pilot, "first")
+        await pilot.press("enter")
+        await until(pilot, lambda: state(pilot) == "preparing the prompt")
+        await write(pilot, "second")
+        assert "second" in screen_text(pilot) and not answers(pilot)[-1].text
+        os.kill(chat._child.number, signal.SIGCONT)  # pyright: ignore[reportPrivateUsage]
+        await until(pilot, lambda: answers(pilot)[-1].text != "")
 
 
 async def test_the_engine_begins_when_the_question_is_painted(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
