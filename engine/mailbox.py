@@ -23,11 +23,13 @@ class Mailbox(Generic[Item]):
         self._items.put(item)
         self.heard()
 
-    def take(self, timeout: float = 0.0) -> list[Item]:
-        """All items since the last call, in order; waits at most `timeout` seconds for the first."""
+    def take(self, timeout: float | None = 0.0) -> list[Item]:
+        """All items since the last call, in order; waits at most `timeout` seconds for the first, or (None) until it
+        comes.
+        """
         items: list[Item] = []
         try:
-            if timeout > 0:
+            if timeout is None or timeout > 0:
                 items.append(self._items.get(timeout=timeout))
             while True:
                 items.append(self._items.get_nowait())

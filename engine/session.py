@@ -58,13 +58,16 @@ class Session:
 
     Some answers are computed at the same time where that is faster (`answers.py`), else one after the other.
     `send` never blocks and `poll` returns events since the last call; both may be called from any thread. A cancel is
-    seen within one layer, since it does not queue behind the running answer.
+    seen within one layer, since it does not queue behind the running answer. After it, nothing of the answer is
+    reported but its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[Event], None] | None = None) -> None:
+        """`report` gets each event, on the engine's thread, and never waits; without one, `poll` returns them."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._waiting: deque[Command] = deque()
         self._events: Mailbox[Event] = Mailbox()
+        self._say = report or self._events.put
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._allowed: dict[int, Allowed] = {}
@@ -101,10 +104,6 @@ class Session:
         """Events since the last call, in order; waits at most `timeout` seconds for the first."""
         return self._events.take(timeout)
 
-    def listen(self, heard: Callable[[], None]) -> None:
-        """Have `heard` called, on the engine's thread, whenever there is something to `poll`."""
-        self._events.heard = heard
-
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end; False if it still runs after `timeout` seconds."""
         if self._thread.is_alive():
@@ -140,7 +139,7 @@ class Session:
                 self._set_preset(command)
             case Unload():
                 self._forget()
-                self._events.put(Unloaded())
+                self._say(Unloaded())
             case Cancel() | Shutdown():  # dealt with where they arrive
                 pass
 
@@ -156,7 +155,7 @@ class Session:
             _log.warning("%s: %s", type(command).__name__, error)
         if isinstance(known, PackError) and request is not None and self._loaded is not None:
             known = PackError(known.title, known.cause, verify_hint(self._loaded.packed.folder))
-        self._events.put(Failed(known.title, known.cause, known.hint, request, known.exit_code))
+        self._say(Failed(known.title, known.cause, known.hint, request, known.exit_code))
 
     def _forget(self) -> None:
         """Unload the model and everything computed with it."""
@@ -165,7 +164,7 @@ class Session:
             loaded.close()
 
     def _load(self, command: Load) -> None:
-        self._events.put(Loading("Starting torch", 0.0))
+        self._say(Loading("Starting torch", 0.0))
         import_torch()
         from .answers import Answers
         from .decoder.kv_shelf import KVShelf
@@ -177,7 +176,7 @@ class Session:
         folder, parked = Path(command.pack), command.parked
 
         def report(step: str, share: float) -> None:
-            self._events.put(Loading(step, share))
+            self._say(Loading(step, share))
 
         self._spread = spread = lead(command, report)
         if spread is None:
@@ -190,9 +189,9 @@ class Session:
         self._loaded = loaded
         self._answers = Answers(loaded, KVShelf(int(PARKED * ram()[1]) if parked is None else parked))
         self._spilled.clear()
-        self._events.put(event)
+        self._say(event)
         # Memory is known before the first answer; what was not measured stays None.
-        self._events.put(
+        self._say(
             loaded.telemetry.stats(
                 kv_bytes=0, vram_bytes=loaded.vram_bytes(), context_used=0, context_window=loaded.window
             )
@@ -208,7 +207,7 @@ class Session:
         else:
             preset = quality_presets.custom(manifest, command.rule)
         loaded.control.preset = preset
-        self._events.put(PresetChanged(preset.name))
+        self._say(PresetChanged(preset.name))
 
     def _need_model(self) -> LoadedModel:
         if self._loaded is None:
@@ -223,27 +222,35 @@ class Session:
         self._begin(command)
         assert self._answers is not None
         while self._answers.running:
-            try:
+            with suppress(Cancelled):
                 for step in self._answers.step():
                     self._report(step)
-            except Cancelled:
-                for running in self._answers.running:
-                    if self._must_stop(running.request):
-                        self._end(running, "cancelled")
+            for running in self._answers.running:  # a step that computes nothing new does not see a cancel
+                if self._must_stop(running.request):
+                    self._end(running, "cancelled")
             self._obey_between_tokens()
 
     def _begin(self, command: Generate) -> None:
-        loaded, answers = self._need_model(), self._answers
+        answers = self._answers
         assert answers is not None
         with self._lock:
             self._running.add(command.request)
-            if self._must_stop(command.request):
-                loaded.control.cancelled.set()
+            cancelled = self._must_stop(command.request)
+        if cancelled:
+            self._withdraw(command)
+            return
         try:
             answers.begin(command, self._allowed.get(command.request))
         except BaseException as error:  # noqa: BLE001 - as in `_run`: others may go on
             self._leave(command)
             self._fail(error, command)
+
+    def _withdraw(self, command: Generate) -> None:
+        """It was cancelled before it began."""
+        self._leave(command)
+        loaded = self._need_model()
+        stats = loaded.telemetry.nothing(command.request, len(command.prompt), loaded.window)
+        self._say(Finished(command.request, "cancelled", stats))
 
     def _leave(self, command: Generate) -> None:
         """It does not run any more; others are stopped only if they have to be."""
@@ -258,35 +265,39 @@ class Session:
         assert self._answers is not None
         self._leave(running.command)
         if isinstance(why, str):
-            self._events.put(Finished(running.request, why, self._stats(running)))
+            self._say(Finished(running.request, why, self._stats(running)))
         else:
             self._fail(why, running.command)
         self._answers.end(running)
 
     def _report(self, step: Step) -> None:
         running = step.running
-        for one in step.progress:
-            if one.token is None:
-                self._events.put(PrefillProgress(running.request, one.done, len(running.command.prompt)))
-            else:
-                chances = () if one.chance is None else (one.chance,)
-                self._events.put(NewTokens(running.request, (one.token,), chances))
+        with self._lock:  # so that none of it follows a cancel
+            cancelled = self._must_stop(running.request)
+            for one in () if cancelled else step.progress:
+                if one.token is None:
+                    self._say(PrefillProgress(running.request, one.done, len(running.command.prompt)))
+                else:
+                    chances = () if one.chance is None else (one.chance,)
+                    self._say(NewTokens(running.request, (one.token,), chances))
         self._tell(running)
-        if step.error is not None or running.answer.end:
+        if cancelled:
+            self._end(running, "cancelled")
+        elif step.error is not None or running.answer.end:
             self._end(running, step.error or running.answer.end)
         elif time.perf_counter() - running.told > STATS_EVERY_S:
             running.told = time.perf_counter()
-            self._events.put(self._stats(running))
+            self._say(self._stats(running))
 
     def _tell(self, running: Running) -> None:
         loaded, kv, chat = self._need_model(), running.answer.kv, running.command.conversation
         assert self._answers is not None
         if kv is self._answers.kv and chat not in self._spilled and kv.spilled():
             self._spilled.add(chat)
-            self._events.put(NO_ROOM)
+            self._say(NO_ROOM)
         for notices in (loaded.control.notices, loaded.shared.notices if loaded.shared is not None else []):
             while notices:
-                self._events.put(notices.pop(0))
+                self._say(notices.pop(0))
 
     def _obey_between_tokens(self) -> None:
         """Apply a preset change at once, and begin answers that may join those that run; everything else waits for
@@ -306,10 +317,7 @@ class Session:
                 self._waiting.append(command)
         for command in [one for one in self._waiting if isinstance(one, Generate) and self._must_stop(one.request)]:
             self._waiting.remove(command)
-            self._leave(command)
-            loaded = self._need_model()
-            stats = loaded.telemetry.nothing(command.request, len(command.prompt), loaded.window)
-            self._events.put(Finished(command.request, "cancelled", stats))
+            self._withdraw(command)
         while self._waiting and isinstance(command := self._waiting[0], Generate):
             if self._answers is None or not self._answers.running or not self._answers.joins(command):
                 return

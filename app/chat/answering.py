@@ -10,7 +10,7 @@ from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
 from ..background import in_background
 from ..client.bridge import EngineBridge
-from ..client.interface import UNKNOWN_WINDOW, Question, Submitted
+from ..client.interface import UNKNOWN_WINDOW, Question, Refused, Submitted
 from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
@@ -22,15 +22,20 @@ class Running:
     """An answer that is being written, and afterwards what came.
 
     Attributes:
-        place: shows it. instead: the answer in whose place it was asked for. again: the key asked for it that asks for
-            three if it is held. left: it is shown nowhere any more. removed: it had no text when it was stopped.
+        place: shows it. seen: the messages that went with the question. instead: the answer in whose place it was asked
+            for. more_of: the answer that it continues. asked: the question, if it is new. again: the key asked for it
+            that asks for three if it is held. left: it is shown nowhere any more. removed: it had no text when it was
+            stopped.
     """
 
     request: int
     message: Message
     answer: Answer
     place: Place
+    seen: list[int]
     instead: Message | None = None
+    more_of: Message | None = None
+    asked: Message | None = None
     pieces: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
     thought_tokens: int = 0
@@ -88,15 +93,17 @@ class Answering:
         window, most = self._model.window, self._model.client.most_new(self._max_new_tokens)
         return window - room_for_answer(window, most) if window else None
 
-    async def start(self, instead: Message | None = None, more_of: Message | None = None) -> bool:
-        """Have the last question answered, `instead` of an existing answer or as `more_of` it.
+    async def start(
+        self, instead: Message | None = None, more_of: Message | None = None, asked: Message | None = None
+    ) -> bool:
+        """Have the last question answered, `instead` of an existing answer or as `more_of` it; `asked`: it is new.
 
-        False if the engine refuses that, and why is on the screen.
+        False if it cannot be asked now, and why is on the screen.
         """
         dialogue, messages, name, preset = self._dialogue, self._view.messages, self._model.name, self._model.preset
         question, seen = self._question(instead or more_of, more_of)
         try:
-            submitted = self._model.client.prepare(question)
+            (request,) = self._model.client.prepare(question)
         except FloeError as error:
             await messages.explain(error)
             return False
@@ -105,13 +112,13 @@ class Answering:
             message, answer = dialogue.continuing(more_of, name, preset)
         else:
             message, answer = dialogue.answering(name, preset, instead)
-        running = self._follow(submitted, message, answer, messages)
-        running.instead = instead
+        running = self._follow(request, message, answer, messages, seen)
+        running.instead, running.more_of, running.asked = instead, more_of, asked
         if more_of is not None and more_of.stats is not None:
             running.thought_tokens = more_of.stats.thought_tokens
         messages.live = message.id
         await messages.change(dialogue.ids)
-        self._begin(submitted, seen)
+        self._begin()
         return True
 
     async def start_beside(self, places: Sequence[Place], beside: Message | None) -> list[Running]:
@@ -125,11 +132,11 @@ class Answering:
         drawn = replace(
             question, sampling=replace(question.sampling, seed=None)
         )  # a chosen seed would repeat an answer
-        submitted = self._model.client.prepare_others(drawn, len(places))
+        requests = self._model.client.prepare(drawn, len(places))
         begun = self._dialogue.beside(beside, len(places), self._model.name, self._model.preset)
-        given = zip(submitted, begun, places, strict=True)
-        found = [self._follow(one, *answer, place) for one, answer, place in given]
-        self._begin(submitted[0], seen)
+        given = zip(requests, begun, places, strict=True)
+        found = [self._follow(request, *answer, place, seen) for request, answer, place in given]
+        self._begin()
         return found
 
     def _question(self, before: Message | None, more_of: Message | None = None) -> tuple[Question, list[int]]:
@@ -139,23 +146,19 @@ class Answering:
         sampling, number = self._dialogue.setup.sampling, self._dialogue.id or 0
         return Question(turns, sampling, self._max_new_tokens, begun, number, thought), seen
 
-    def _follow(self, submitted: Submitted, message: Message, answer: Answer, place: Place) -> Running:
+    def _follow(self, request: int, message: Message, answer: Answer, place: Place, seen: list[int]) -> Running:
         """Take what comes for this request as the text of `answer`."""
-        running = Running(submitted.request, message, answer, place, None, [message.text], [message.thought])
-        self._live[submitted.request] = running
-        self._bridge.record(submitted.request, answer)
+        running = Running(request, message, answer, place, seen, pieces=[message.text], thoughts=[message.thought])
+        self._live[request] = running
+        self._bridge.record(request, answer)
         self._model.phase = Phase.ANSWERING
         return running
 
-    def _begin(self, submitted: Submitted, seen: list[int]) -> None:
+    def _begin(self) -> None:
         """Let the engine begin with what was prepared."""
-        self._mark_horizon(seen, submitted.dropped)
-        gauges, client = self._view.gauges, self._model.client
-        gauges.show_context(submitted.prompt_tokens)
-        read = submitted.prompt_tokens
-        gauges.say(f"reading prompt 0/{read}" if read else f"waiting for {client.remote}", "$accent")
+        self._view.gauges.say("preparing the prompt", "$accent")
         # Only once this is painted: each would slow the other down, and a small model has answered by then.
-        self._view.pump.call_after_refresh(client.begin)
+        self._view.pump.call_after_refresh(self._model.client.begin)
 
     def show_in_chat(self, running: Running) -> None:
         """Show an answer that is being written beside others as the last one of the chat, which already ends in it."""
@@ -188,6 +191,36 @@ class Answering:
         self._view.messages.live = None
 
     # What the engine does
+
+    def show_prompt(self, submitted: Submitted) -> None:
+        """A prompt was made of the question."""
+        if (running := self.live(submitted.request)) is None:
+            return
+        self._mark_horizon(running.seen, submitted.dropped)
+        gauges, read = self._view.gauges, submitted.prompt_tokens
+        gauges.show_context(read)
+        if self._model.answering:
+            gauges.say(f"reading prompt 0/{read}" if read else f"waiting for {self._model.client.remote}", "$accent")
+
+    async def refuse(self, refused: Refused) -> None:
+        """No prompt can be made of the question: all is as before, and a new question is in the field again."""
+        running, messages, dialogue = self._live.pop(refused.request), self._view.messages, self._dialogue
+        in_chat, before = running.place is messages, running.more_of
+        if in_chat:
+            messages.live = None
+        if before is None:
+            running.answer.finish(None, "failed")
+            dialogue.withdraw(running.message, running.instead)
+        else:
+            running.answer.finish(before.stats, before.state)
+            ended = dialogue.ended(running.message, before.text, before.state, before.stats, before.thought)
+            running.place.finish(ended)
+        if running.asked is not None:
+            dialogue.withdraw(running.asked)
+            self._view.field.take_back(running.asked.text, running.asked.attachments)
+        if in_chat:
+            await messages.change(dialogue.ids)
+        await running.place.explain(refused.error)
 
     def show_reading(self, event: PrefillProgress) -> None:
         """More of the prompt is read."""

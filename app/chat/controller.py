@@ -9,7 +9,7 @@ from textual.message import Message
 
 from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
 from ..client.bridge import EngineBridge, News
-from ..client.interface import Choice, Client, TextDelta, ThoughtDelta
+from ..client.interface import Choice, Client, Refused, Submitted, TextDelta, ThoughtDelta
 from ..history import History, Ready
 from ..settings.settings import Persona
 from .acting import Acting
@@ -109,6 +109,12 @@ class Controller:
                     await self.view.messages.note(remark)
                 self.thinking.tell()
                 await self._become_ready("ready")
+            case Submitted():
+                self.answering.show_prompt(news)
+            case Refused() if self.answering.live(news.request) is not None:
+                await self.answering.refuse(news)
+                self.questions.show_name()
+                await self._end_of_all()
             case PrefillProgress():
                 self.answering.show_reading(news)
             case TextDelta(request, text):
@@ -144,9 +150,7 @@ class Controller:
         if (running := self.answering.live(failed.request)) is not None:
             await self.answering.end(running, "failed", None)
             await (self.view.messages if running.left else running.place).explain(failed)
-            if self.answering.newest is None:
-                self.view.gauges.stop()
-                await self._become_ready("ready")
+            await self._end_of_all()
             return
         await self.view.messages.explain(failed)
         if self.model.phase is Phase.LOADING:
@@ -154,6 +158,12 @@ class Controller:
             await self.questions.take_back_queued()
             if self.model.fall_back() and self.model.name:
                 await self.view.messages.note(f"{self.model.name} answers again")
+
+    async def _end_of_all(self) -> None:
+        """An answer ended without figures: if it was the last one, the model is ready."""
+        if self.answering.newest is None:
+            self.view.gauges.stop()
+            await self._become_ready("ready")
 
     async def _begin(self, interrupted: int) -> None:
         """The history is open: `interrupted` answers were cut off when the last run ended."""

@@ -118,7 +118,7 @@ class Questions:
 
     async def _ask(self, text: str, files: tuple[Attachment, ...], instead: Message | None = None) -> None:
         question = self._dialogue.ask(text, files, instead)
-        if await self._answering.start():
+        if await self._answering.start(asked=question):
             self.show_name()
         else:
             self._dialogue.withdraw(question)

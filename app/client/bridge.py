@@ -18,7 +18,7 @@ from textual.message_pump import MessagePump
 from ...engine.events import Failed, Finished, Loaded, NewTokens, Stats, Unloaded
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
-from .interface import Client, TextDelta, ThoughtDelta, Update
+from .interface import Client, Refused, TextDelta, ThoughtDelta, Update
 
 _PERIOD = 0.1  # seconds between two looks; more frequent ones are not visible, and each takes time from the engine
 
@@ -70,7 +70,7 @@ class EngineBridge:
                 self._recording[request].append(text)
             case ThoughtDelta(request, text, _tokens) if request in self._recording:
                 self._recording[request].think(text)
-            case Finished(request=request) | Failed(request=int(request)):
+            case Finished(request=request) | Failed(request=int(request)) | Refused(request=request):
                 self._recording.pop(request, None)
             case _:
                 pass

@@ -188,13 +188,9 @@ class Engines:
         """See `Client`."""
         return self._asked.submit(question)
 
-    def prepare(self, question: Question) -> Submitted:
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
         """See `Client`."""
-        return self._asked.prepare(question)
-
-    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
-        """See `Client`."""
-        return self._asked.prepare_others(question, count)
+        return self._asked.prepare(question, count)
 
     def begin(self) -> None:
         """See `Client`."""

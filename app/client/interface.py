@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...engine.events import Event, Rule, Sampling
+from ...models.errors import FloeError
 from ..settings.servers import SavedServer
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A question accepted by the engine.
+    """A prompt was made of a question, and the engine has it.
 
     `prompt_tokens` is the whole prompt's length, None where only a server can count it; `dropped` counts the oldest
     messages that no longer fit the window.
@@ -126,6 +127,14 @@ class Submitted:
     request: int
     prompt_tokens: int | None
     dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No prompt can be made of a question: this is all that comes of the request."""
+
+    request: int
+    error: FloeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,7 @@ class Likely:
     likeliest: tuple[Spelled, ...]
 
 
-Update = Event | TextDelta | ThoughtDelta | CallDelta | Likely
+Update = Event | Submitted | Refused | TextDelta | ThoughtDelta | CallDelta | Likely
 
 
 class Client(Protocol):
@@ -225,19 +234,21 @@ class Client(Protocol):
         ...
 
     def submit(self, question: Question) -> Submitted:
-        """Ask a question: `prepare` and `begin` in one."""
+        """Ask a question, and wait until a prompt is made of it. Raises FloeError: it cannot be asked."""
         ...
 
-    def prepare(self, question: Question) -> Submitted:
-        """Make a prompt of the question. Raises FloeError: it cannot be asked now."""
-        ...
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
+        """Ask a question `count` times, each answer drawn apart; returns the requests' numbers and never waits.
 
-    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
-        """As `prepare`, for so many answers to the question, each drawn apart. They may come one after the other."""
+        From now on the model counts as answering. For each request `Submitted` or `Refused` comes after `begin`.
+
+        Raises:
+            FloeError: no model yet, or still busy.
+        """
         ...
 
     def begin(self) -> None:
-        """Let the answer that was prepared be computed."""
+        """Let the answers that were prepared be computed; never waits."""
 
     def most_new(self, max_new_tokens: int) -> int:
         """How many tokens an answer of `max_new_tokens` may have with the thinking before it."""
@@ -256,7 +267,7 @@ class Client(Protocol):
         ...
 
     def cancel(self, request: int | None = None) -> None:
-        """Stop the answer to a request, or all."""
+        """Stop the answer to a request, or all: nothing comes of it any more but its end."""
 
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
-from ..client.speaking import apart
+from ..client.asking import apart
 from . import metrics, openapi
 from .connections import PAUSE_S, Stream, body, disconnected
 from .desk import Desk, End, Likely, News, Order, Thought

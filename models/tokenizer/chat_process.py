@@ -6,6 +6,7 @@ either can allocate all memory; none of that must affect the screen, the engine 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -26,8 +27,8 @@ from .parts import Part
 
 _OPENING_S = 6.0  # of computing; the largest published tokenizers take two
 _REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
-_GRACE_S = 8.0  # until a process is killed that neither computes nor answers
 FORM = "answer's form"  # the step whose failures are blamed on who asked for a form, not on the pack
+_LOOK_S = 1.0  # between two looks at how long a process has computed
 _SHORT = 1 << 16  # characters that are always tokenized, however short the model's tokens are
 _log = logging.getLogger("floe_chat.models")
 
@@ -70,8 +71,8 @@ class WrongSchema:
 class ChatProcess:
     """The tokenizer and chat template of one folder.
 
-    A request that takes too long or ends the process raises PackError; the next one starts another process. Usable from
-    several threads, one request at a time.
+    A request that computes too long or ends the process raises PackError; the next one starts another process. Usable
+    from several threads, one request at a time. Waiting has no limit: a machine may be busy.
 
     Attributes:
         largest: the largest token id, and its text. stop_ids: tokens that end an answer. longest: characters of the
@@ -100,10 +101,11 @@ class ChatProcess:
         if opened["reason"]:
             _log.info("transformers reads the tokenizer at %s: %s", folder, opened["reason"])
 
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs, so that a request costs no start."""
-        return self._child is not None
+    def beside(self) -> ChatProcess:
+        """The same in another process, which the first request starts: nothing asked there holds up an answer here."""
+        other = copy.copy(self)
+        other._lock, other._child = threading.Lock(), None
+        return other
 
     def fit(
         self,
@@ -309,13 +311,19 @@ class _Child:
         Raises:
             FloeError: as the process says. _EndedError: it ended.
         """
-        step = "tokenizer"
+        step, begun = "tokenizer", self._computed()
         assert self._process.stdin is not None
         try:
             send(self._process.stdin, {**request, "seconds": seconds})
             while True:
-                # The process limits its own computing time; this limit is for a process that blocks.
-                reply = self._replies.get(timeout=seconds + _GRACE_S)
+                try:
+                    reply = self._replies.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    # The process lets its kernel end it; this is for systems whose kernel cannot.
+                    if self._computed() - begun > seconds + _LOOK_S:
+                        self._process.kill()
+                        raise _EndedError(step, _too_long(seconds)) from None
+                    continue
                 if reply is None:
                     raise _EndedError(step, self._why(seconds))
                 if "error" in reply:
@@ -323,9 +331,6 @@ class _Child:
                 if "step" not in reply:
                     return reply
                 step = reply["step"]
-        except queue.Empty:
-            self._process.kill()
-            raise _EndedError(step, f"It did not answer within {seconds + _GRACE_S:.0f} s.") from None
         except OSError:  # a pipe whose reader is gone
             raise _EndedError(step, self._why(seconds)) from None
 
@@ -345,13 +350,27 @@ class _Child:
                 self._replies.put(reply)
         self._replies.put(None)
 
+    def _computed(self) -> float:
+        """Seconds of computing time so far; 0 of a process that has ended."""
+        import psutil
+
+        try:
+            times = psutil.Process(self.number).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return times.user + times.system
+
     def _why(self, seconds: float) -> str:
         code = self._process.wait()
         if code == -getattr(signal, "SIGPROF", 0):
-            return f"It computed for more than {seconds:.0f} s and was stopped."
+            return _too_long(seconds)
         if code < 0:
             return f"It ended with {signal.Signals(-code).name}."
         return f"It ended with exit code {code}."
+
+
+def _too_long(seconds: float) -> str:
+    return f"It computed for more than {seconds:.0f} s and was stopped."
 
 
 def send(pipe: BinaryIO | Any, message: Mapping[str, Any]) -> None:

@@ -201,7 +201,7 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 
 def _arm(seconds: float) -> None:
     """Let the kernel end this process after this much computing time of all its threads; 0: never."""
-    if hasattr(signal, "setitimer"):  # elsewhere the other end's clock must suffice
+    if hasattr(signal, "setitimer"):  # elsewhere the other end looks
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Question, Submitted, Update
+from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Question, Refused, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -148,6 +148,7 @@ class ScriptedClient(ChatClient):
         self.kind = "never"
         self.thoughts: list[str] = []
         self.refuse: FloeError | None = None
+        self._said = 0  # requests of which it was said that they have a prompt
         self._pack = Path(LOADED.folder)
         self._updates: list[Update] = []
         self._heard = lambda: None
@@ -172,19 +173,22 @@ class ScriptedClient(ChatClient):
         updates, self._updates = self._updates, []
         return updates
 
-    def prepare(self, question: Question) -> Submitted:
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
+        for _ in range(count):
+            self.asked.append(tuple(question.messages))
+            self.samplings.append(question.sampling)
+            self.begun.append(question.answer)
+            self.thoughts.append(question.thought)
+            self.conversations.append(question.conversation)
+        return [*range(len(self.asked) + 1 - count, len(self.asked) + 1)]
+
+    def submit(self, question: Question) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
-        self.asked.append(tuple(question.messages))
-        self.samplings.append(question.sampling)
-        self.begun.append(question.answer)
-        self.thoughts.append(question.thought)
-        self.conversations.append(question.conversation)
-        return Submitted(len(self.asked), 20, self.dropped)
-
-    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
-        return [self.prepare(question) for _ in range(count)]
+        (request,) = self.prepare(question)
+        self._said = request
+        return Submitted(request, 20, self.dropped)
 
     @property
     def thinking(self) -> str:
@@ -192,6 +196,13 @@ class ScriptedClient(ChatClient):
 
     def begin(self) -> None:
         self.began += 1
+        first, self._said = self._said + 1, len(self.asked)
+        error, self.refuse = self.refuse, None
+        requests = range(first, len(self.asked) + 1)
+        if error is None:
+            self.say(*(Submitted(request, 20, self.dropped) for request in requests))
+        else:
+            self.say(*(Refused(request, error) for request in requests))
 
     def cancel(self, request: int | None = None) -> None:
         self.cancelled += 1

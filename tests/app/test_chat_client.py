@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
+from floe_chat.models.tokenizer.chat_process import ChatProcess
 
 from ..helpers import edit_json, reseal
 
@@ -65,12 +68,12 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
 
 
 def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> None:
-    submitted = client.prepare(Question(HI, GREEDY, 8))
-    assert submitted == Submitted(1, AROUND + 2, 0)
+    assert client.prepare(Question(HI, GREEDY, 8)) == [1]
     assert not [update for update in client.poll(timeout=0.3) if not isinstance(update, Stats)]
     with pytest.raises(TryAgainError, match="still"):
         client.prepare(Question(HI, GREEDY, 8))
     client.begin()
+    assert until(client, Submitted)[0] == Submitted(1, AROUND + 2, 0)
     text, finished = answered(client)
     assert (finished.request, finished.reason) == (1, "length") and text
     client.begin()  # nothing is left to begin
@@ -79,6 +82,30 @@ def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> N
     client.begin()
     text, finished = answered(client)
     assert (finished.request, finished.reason, text) == (2, "cancelled", "")
+
+
+def test_nobody_waits_for_a_tokenizer_that_gets_no_time(client: ChatClient) -> None:
+    """Its process is stopped: `poll` returns, a count has its own, and a cancel ends the answer."""
+    chat = client._format  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(chat, ChatProcess) and chat._child is not None  # pyright: ignore[reportPrivateUsage]
+    number = chat._child.number  # pyright: ignore[reportPrivateUsage]
+    for request in (1, 2):
+        client.prepare(Question(HI, GREEDY, 400))
+        if request == 2:
+            client.begin()
+            until(client, TextDelta)
+        os.kill(number, signal.SIGSTOP)
+        client.begin()
+        client.poll(0.0)
+        assert client.count("hi") == 2
+        client.cancel()
+        finished, before = until(client, Finished, Failed)
+        assert isinstance(finished, Finished) and (finished.request, finished.reason) == (request, "cancelled")
+        assert not [update for update in before if isinstance(update, TextDelta | Submitted)]
+        os.kill(number, signal.SIGCONT)
+    client.submit(Question(HI, GREEDY, 4))
+    finished, before = until(client, Finished, Failed)
+    assert finished.request == 3 and {each.request for each in before if isinstance(each, TextDelta)} == {3}
 
 
 def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
@@ -298,6 +325,8 @@ def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pa
     assert isinstance(loaded, Loaded)
     with pytest.raises(PackError, match="chat template"):
         client.submit(Question([PromptTurn("user", "loop")], GREEDY, 4))
+    assert client.count("hi") == 2 and client.context_of(HI, 4) == (AROUND + 2, 0)
+    assert client.context_of([PromptTurn("user", "loop")], 4) is None
     assert client.count("hi") is None and client.context_of(HI, 4) is None  # nothing is started for a figure alone
     client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"

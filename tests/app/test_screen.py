@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Question, Submitted
+from floe_chat.app.client.interface import PromptTurn, Question
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import Welcome
@@ -56,11 +58,11 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def prepare(self, question: Question) -> Submitted:
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
         self.asked.append(list(question.messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
-        return super().prepare(question)
+        return super().prepare(question, count)
 
 
 @asynccontextmanager
@@ -87,6 +89,23 @@ async def ask(pilot: Pilot[int], text: str) -> None:
     await write(pilot, text)
     await pilot.press("enter")
     await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
+
+
+async def test_keys_are_taken_while_a_prompt_is_made(tiny_pack: Path) -> None:
+    """The tokenizer's process is stopped meanwhile."""
+    client = HeldClient(tiny_pack)
+    async with running(client, max_new_tokens=20) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        chat = client._format  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(chat, ChatProcess) and chat._child is not None  # pyright: ignore[reportPrivateUsage]
+        os.kill(chat._child.number, signal.SIGSTOP)  # pyright: ignore[reportPrivateUsage]
+        await write(pilot, "first")
+        await pilot.press("enter")
+        await until(pilot, lambda: state(pilot) == "preparing the prompt")
+        await write(pilot, "second")
+        assert "second" in screen_text(pilot) and not answers(pilot)[-1].text
+        os.kill(chat._child.number, signal.SIGCONT)  # pyright: ignore[reportPrivateUsage]
+        await until(pilot, lambda: answers(pilot)[-1].text != "")
 
 
 async def test_the_engine_begins_when_the_question_is_painted(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:

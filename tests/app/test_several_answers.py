@@ -45,7 +45,7 @@ def ends(client: Client, count: int) -> tuple[dict[int, str], list[Finished | Fa
 
 
 def test_each_answer_has_its_own_seed(client: ChatClient) -> None:
-    assert [one.request for one in client.prepare_others(HI, 3)] == [1, 2, 3]
+    assert client.prepare(HI, 3) == [1, 2, 3]
     client.begin()
     texts, ended = ends(client, 3)
     assert sorted(end.request for end in ended if end.request) == [1, 2, 3] and len(set(texts.values())) == 3
@@ -55,14 +55,14 @@ def test_each_answer_has_its_own_seed(client: ChatClient) -> None:
 
 
 def test_one_or_all_are_stopped(client: ChatClient) -> None:
-    client.prepare_others(HI, 3)
+    client.prepare(HI, 3)
     client.cancel(2)
     client.begin()
     texts, ended = ends(client, 3)
     reasons = {end.request: end.reason for end in ended if isinstance(end, Finished)}
     assert reasons == {1: "length", 2: "cancelled", 3: "length"}
     assert set(texts) == {1, 3}
-    client.prepare_others(HI, 3)
+    client.prepare(HI, 3)
     client.cancel()
     client.begin()
     texts, ended = ends(client, 3)
@@ -70,7 +70,7 @@ def test_one_or_all_are_stopped(client: ChatClient) -> None:
 
 
 def test_an_ordinary_question_waits_for_all_of_them(client: ChatClient) -> None:
-    client.prepare_others(HI, 2)
+    client.prepare(HI, 2)
     with pytest.raises(TryAgainError):
         client.prepare(HI)
     client.begin()
@@ -113,7 +113,7 @@ def test_a_server_is_asked_for_all_at_once() -> None:
         client.start()
         try:
             wait_until_loaded(client)
-            assert [one.request for one in client.prepare_others(HI, 3)] == [1, 2, 3]
+            assert client.prepare(HI, 3) == [1, 2, 3]
             client.begin()
             texts, ended = ends(client, 2)
             client.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.answers import MOST
+from floe_chat.engine.answers import MOST, Answers, Step
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_shelf import LEAST
@@ -193,6 +193,39 @@ def test_one_is_stopped_and_the_others_go_on(engine: Engine, widths: list[int]) 
     assert 20 <= here < 300 and max(widths) == 3
     apart = alone(engine, 9, asking(9, prompt_of(2), tokens=here))
     assert engine.tokens_of(2) == apart
+
+
+@pytest.mark.parametrize("moment", ["queued", "reading", "first token", "batch"])
+def test_after_a_cancel_only_the_end_comes(
+    engine: Engine, widths: list[int], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Cancelled when a step of it is computed and not reported; all have one prompt, which is read once."""
+    compute, before, cancelled = Answers.step, list[int](), list[str]()
+
+    def step(answers: Answers) -> list[Step]:
+        found = compute(answers)
+        of_second = next((one for one in found if one.running.request == 2), None)
+        reached = {
+            "queued": len(answers.running) == 1,
+            "reading": of_second is not None and of_second.progress[0].token is None,
+            "first token": of_second is not None and of_second.progress[0].token is not None,
+            "batch": of_second is not None and len(found) == 3,
+        }
+        if not cancelled and reached[moment]:
+            engine.send(Cancel(2))
+            cancelled.append(moment)
+        elif not cancelled and of_second is not None:
+            before.extend(one.token for one in of_second.progress if one.token is not None)
+        return found
+
+    monkeypatch.setattr(Answers, "step", step)
+    engine.send(*(asking(number, prompt_of(3), sampling=WARM) for number in (1, 2, 3)))
+    assert finished(engine, 2).reason == "cancelled"
+    for number in (1, 3):
+        assert finished(engine, number).reason == "length" and len(engine.tokens_of(number)) == 40
+    assert engine.tokens_of(2) == before and bool(before) == (moment == "batch")
+    assert sorted(end.request for end in engine.seen if isinstance(end, Finished)) == [1, 2, 3]
+    assert moment != "batch" or max(widths) == 3
 
 
 def test_one_fails_and_the_others_go_on(engine: Engine, widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

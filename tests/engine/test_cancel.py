@@ -63,7 +63,7 @@ def test_a_cancel_in_prefill_is_seen_within_one_layer(engine: Engine, watch: Wat
     assert watch.computed == after and watch.begun <= after + 1
     assert engine.tokens_of(1) == [] and finished.stats.new_tokens == 0
     done = [event.done for event in engine.seen if isinstance(event, PrefillProgress)]
-    assert done == ([PREFILL_CHUNK] if after >= LAYERS else [])
+    assert done == ([PREFILL_CHUNK] if after > LAYERS else [])
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -73,7 +73,8 @@ def test_a_cancel_in_decode_is_seen_within_one_layer(engine: Engine, watch: Watc
     engine.send(asking(1, PROMPT, tokens=400))
     finished = cancelled(engine)
     assert watch.computed == after and watch.begun <= after + 1
-    assert finished.stats.new_tokens == len(engine.tokens_of(1)) == steps + (1 if layer == LAYERS else 0)
+    assert len(engine.tokens_of(1)) == steps
+    assert finished.stats.new_tokens == steps + (1 if layer == LAYERS else 0)  # drawn, but after the cancel
 
 
 def test_a_cancel_before_its_question_holds(engine: Engine, watch: Watch) -> None:

@@ -139,20 +139,56 @@ def test_after_a_request_that_ended_the_process_the_next_one_is_answered(folder:
     good = opened.fit(HI, 100)
     with pytest.raises(PackError, match="chat template") as caught:
         opened.fit([HI[0], {"role": "assistant", "content": ""}, *HI], 100)
-    assert "stopped" in caught.value.cause and not opened.alive
-    assert opened.fit(HI, 100) == good and opened.alive
+    assert "stopped" in caught.value.cause
+    assert opened.fit(HI, 100) == good
     opened.close()
 
 
-def test_a_process_that_does_nothing_is_not_waited_for(
-    folder: Path, chat: ChatProcess, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_gets_no_computing_time_is_waited_for(
+    chat: ChatProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_process, "_GRACE_S", 0.0)
+    looks: list[float] = []
+    computed = chat_process._Child._computed  # pyright: ignore[reportPrivateUsage]
+    number, good = number_of(chat), chat.count("hello")
+
+    def look(child: Any) -> float:
+        looks.append(computed(child))
+        if len(looks) == 5:
+            os.kill(number, signal.SIGCONT)
+        return looks[-1]
+
+    monkeypatch.setattr(chat_process._Child, "_computed", look)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(chat_process, "_LOOK_S", 0.001)
     monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
+    os.kill(number, signal.SIGSTOP)
+    assert chat.count("hello") == good and len(looks) >= 5
+    assert number_of(chat) == number
+
+
+def test_where_the_kernel_cannot_limit_computing_time_it_is_looked_at(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = chat_process.send
+
+    def unlimited(pipe: Any, asked: dict[str, Any]) -> None:
+        send(pipe, {**asked, "seconds": 0})
+
+    monkeypatch.setattr(chat_process, "send", unlimited)
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
+    template(folder, TEMPLATES["loops"])
+    error = refused(folder)
+    assert isinstance(error, PackError) and "chat template" in error.title and "stopped" in error.cause
+
+
+def test_what_is_asked_beside_an_answer_does_not_wait_for_it(chat: ChatProcess) -> None:
+    beside = chat.beside()
     os.kill(number_of(chat), signal.SIGSTOP)
-    with pytest.raises(PackError, match="tokenizer") as caught:
-        chat.fit(HI, 100)
-    assert "did not answer" in caught.value.cause
+    assert beside.count("hello") == 5 and number_of(beside) != number_of(chat)
+    os.kill(number_of(chat), signal.SIGCONT)
+    os.kill(number_of(beside), signal.SIGSTOP)
+    assert chat.count("hello") == 5
+    beside.close()
+    assert chat.count("hello") == 5
 
 
 def test_a_process_that_was_ended_is_explained(chat: ChatProcess) -> None:
@@ -179,7 +215,7 @@ def test_closing_ends_a_request(folder: Path) -> None:
     asking.start()
     opened.close()
     asking.join(60)
-    assert errors and not opened.alive
+    assert errors
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     with pytest.raises(PackError, match="closed"):

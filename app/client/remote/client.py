@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ....engine.events import Failed, Finished, Loaded, Loading, Notice, Rule
-from ....engine.mailbox import Mailbox
+from ....engine.events import Failed, Loaded, Loading, Notice, Rule
 from ....models.errors import FloeError, TryAgainError, UsageError
 from ...settings.servers import SavedServer
-from ..interface import Choice, Cost, PromptTurn, Question, Submitted, Update
-from ..speaking import apart
+from ..asking import Asked, Asking, apart
+from ..interface import Choice, Cost, PromptTurn, Question, Submitted
 from .address import Address, Key
 from .meter import Meter
 from .models import Offered, as_name
@@ -43,17 +41,15 @@ class Patience:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """An answer that was prepared or runs. `characters`: of the prompt."""
+class _Asked(Asked):
+    """An answer. `characters`: of the prompt. `dropped`: see `Submitted`."""
 
-    request: int
-    fields: tuple[dict[str, Any], dict[str, Any]]
-    characters: int
-    running: Future[None] | None = None
-    cancelled: bool = False
+    fields: tuple[dict[str, Any], dict[str, Any]] = field(kw_only=True)
+    characters: int = field(kw_only=True)
+    dropped: int = field(kw_only=True)
 
 
-class RemoteClient:
+class RemoteClient(Asking[_Asked]):
     """One server and one of its models; see `interface.Client`."""
 
     def __init__(
@@ -66,14 +62,12 @@ class RemoteClient:
         patience: Patience | None = None,
     ) -> None:
         """`model`: its id or a part of it; None: the only one that the server offers."""
+        super().__init__()
         self.think = think
         self._address, self._key, self._wanted = address, key, model
         self._patience = patience or Patience()
         self._model: Offered | None = None
         self._window = 0
-        self._news: Mailbox[Update] = Mailbox()
-        self._last_request = 0
-        self._asked: dict[int, _Asked] = {}  # by request
         self._per_token = _CHARACTERS
         self._refused: set[str] = set()  # fields that this server does not know
         self._server: Server | None = None
@@ -114,42 +108,26 @@ class RemoteClient:
         """Ask the server for its models; returns at once."""
         self._thread.start()
 
-    def listen(self, heard: Callable[[], None]) -> None:
-        """Have `heard` called, on some thread, whenever there is something to `poll`."""
-        self._news.heard = heard
-
     def open(self, chosen: Choice) -> None:
         """Raises UsageError: always; another server is another client's."""
         hint = "Start floe-chat without --connect to use a model of this machine."
         raise UsageError(f"floe-chat is connected to {self.remote}", "", hint)
 
-    def poll(self, timeout: float = 0.0) -> list[Update]:
-        """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
-        updates = self._news.take(timeout)
-        for update in updates:
-            if isinstance(update, Finished | Failed) and update.request is not None:
-                self._asked.pop(update.request, None)
-        return updates
-
     def submit(self, question: Question) -> Submitted:
-        """Ask a question: `prepare` and `begin` in one."""
-        submitted = self.prepare(question)
+        """See `Client`: only the server can count the prompt's tokens."""
+        (request,) = self.prepare(question)
+        dropped = self._asked[request].dropped
         self.begin()
-        return submitted
+        return Submitted(request, None, dropped)
 
-    def prepare(self, question: Question) -> Submitted:
-        """Make the request for an answer.
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
+        """See `Client`; the server gets all at once.
 
-        Only the server can count tokens: which of the oldest messages no longer fit is estimated from the characters
-        per token that it counted so far.
+        Which of the oldest messages no longer fit is estimated from the characters per token that it counted so far.
 
         Raises:
             FloeError: no connection yet, or still busy; thinking is to be continued.
         """
-        return self.prepare_others(question, 1)[0]
-
-    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
-        """Make `count` requests for answers to one question, which the server gets at once. Others: see `prepare`."""
         from .request import body, without
 
         if self._model is None:
@@ -165,9 +143,9 @@ class RemoteClient:
             one = replace(question, messages=kept, sampling=apart(question.sampling, at))
             needed, others = body(self._model, one, think=self.think)
             fields = needed, without(others, [*self._refused])
-            self._asked[first + at] = _Asked(first + at, fields, characters)
+            self._asked[first + at] = _Asked(first + at, fields=fields, characters=characters, dropped=dropped)
         self._last_request += count
-        return [Submitted(request, None, dropped) for request in range(first, first + count)]
+        return [*range(first, first + count)]
 
     def _fitting(self, messages: Sequence[PromptTurn], most_new: int) -> tuple[Sequence[PromptTurn], int]:
         """The latest messages that should fit the window, and how many older ones do not. The last one always goes."""
@@ -182,20 +160,20 @@ class RemoteClient:
         return [*system, messages[-1]], len(messages) - len(system) - 1
 
     def begin(self) -> None:
-        """Ask what was prepared."""
-        for asked in self._asked.values():
-            if asked.running is None:
-                asked.running = asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
+        """See `Client`."""
+        for asked in [*self._asked.values()]:
+            if not asked.begun:
+                asked.begun = True
+                self._news.put(Submitted(asked.request, None, asked.dropped))
+                self._ask(asked)
 
-    def cancel(self, request: int | None = None) -> None:
-        """Stop the answer to `request`, or (None) all, by closing its connection."""
-        for asked in tuple(self._asked.values()):
-            if request in (None, asked.request):
-                asked.cancelled = True
-                if asked.running is not None:
-                    self._stop(asked)
+    def _ask(self, asked: _Asked) -> None:
+        if asked.hand_over():
+            asyncio.run_coroutine_threadsafe(self._answer(asked), self._loop)
 
     def _stop(self, asked: _Asked) -> None:
+        """By closing its connection."""
+        self._ask(asked)
         if self._server is not None:
             self._loop.call_soon_threadsafe(self._server.stop, asked.request)
 

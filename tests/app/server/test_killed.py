@@ -34,8 +34,8 @@ def contents(*folders: Path) -> dict[str, str]:
 
 def children(process: int) -> list[int]:
     """Of a process, with theirs; none where the system does not say."""
-    listed = Path(f"/proc/{process}/task/{process}/children")
-    mine = [int(word) for word in listed.read_text().split()] if listed.exists() else []
+    listed = Path(f"/proc/{process}/task").glob("*/children")  # by the thread that started them
+    mine = [int(word) for each in listed for word in each.read_text().split()]
     return [*mine, *(grandchild for child in mine for grandchild in children(child))]
 
 
