@@ -22,6 +22,7 @@ from floe_chat.app.history import (
     open_history,
 )
 from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, HistoryStore
+from floe_chat.app.history.records import now
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 
@@ -261,7 +262,9 @@ def test_a_fork_lives_by_itself(history: History) -> None:
 def test_the_list_is_paged_newest_first(history: History) -> None:
     chats = [history.begin(SETUP, f"chat {number}") for number in range(7)]
     settled(history)
-    time.sleep(0.002)  # times are whole milliseconds
+    last = now()
+    while now() == last:  # times are whole milliseconds
+        time.sleep(0.001)
     history.ask(chats[2], None, "newest")
     settled(history)
     expected = [f"chat {number}" for number in range(7)]
