@@ -199,10 +199,8 @@ async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> N
     app = Shown(record(""), live=True)
     async with app.run_test(size=(60, 40)) as pilot:
         app.turn.feed(text)
-        await until(pilot, lambda: not app.turn._ready)  # pyright: ignore[reportPrivateUsage]
-        await pilot.pause()
         if text.strip():
-            assert "…" not in "".join(seen(app))
+            await until(pilot, lambda: "…" not in "".join(seen(app)))
         app.turn.feed("\n\nThe end.")
         app.turn.finish(record(text + "\n\nThe end."))
         await app.workers.wait_for_complete()
