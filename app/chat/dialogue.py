@@ -189,12 +189,12 @@ class Dialogue:
         if self._conversation is not None:
             self._history.set_up(self._conversation, setup)
 
-    def turns(self, window: int, before: Message | None = None) -> tuple[list[PromptTurn], list[int]]:
-        """The messages that the model gets, up to the last question (the last one `before` an answer), and the id of
-        each.
+    def turns(self, window: int, before: Message | None = None, asking: str = "") -> tuple[list[PromptTurn], list[int]]:
+        """The messages that the model gets, and the id of each. They end with the last question, the last one `before`
+        an answer, or `asking`, which is not in the history yet.
 
-        The system prompt comes first and has no id. Roles alternate, as chat templates require: a question without an
-        answer is left out. Messages too old for `window` tokens to hold are not even read.
+        The system prompt comes first; it and `asking` have no id. Roles alternate, as chat templates require: a
+        question without an answer is left out. Messages too old for `window` tokens to hold are not even read.
         """
         kept: list[Message] = []
         ids = self.ids if before is None else self.ids[: self.ids.index(before.id)]
@@ -212,9 +212,12 @@ class Dialogue:
                 answered.append(message)
             elif answered and answered[-1].role == "user" and message.text.strip():
                 answered.append(message)
+        if asking and answered and answered[-1].role == "user":
+            answered.pop()
         system = [PromptTurn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
         turns = [PromptTurn(message.role, prompt_of(message), message.thought) for message in answered]
-        return system + turns, [message.id for message in answered]
+        last = [PromptTurn("user", asking)] if asking else []
+        return system + turns + last, [message.id for message in answered]
 
     def _cut(self, before: Message) -> None:
         """Leave out `before` and all that follows it."""

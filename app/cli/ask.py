@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
+from ...models.catalog import short_name
 from .. import progress
-from ..chat.exchange import ask_anew, ask_in
-from ..client.interface import Client, Question, TextDelta, ThoughtDelta
+from ..chat.dialogue import Dialogue
+from ..client.interface import UNKNOWN_WINDOW, Client, Question, TextDelta, ThoughtDelta
 from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
@@ -36,8 +37,9 @@ class Asked:
     """The question, and which model answers it.
 
     Attributes:
-        setup: model and system prompt, as the history saves them. number: of the saved chat to continue, None: a new
-            chat. saved: whether question and answer are saved. thinking: see `settings.THINKING`.
+        setup: model and system prompt, as the history saves them. number: of the saved chat to continue, which keeps
+            its own system prompt; None: a new chat. saved: whether question and answer are saved. thinking: see
+            `settings.THINKING`.
     """
 
     text: str
@@ -72,17 +74,17 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         setup = replace(asked.setup, model=client.reference, preset=loaded.preset)
         if asked.thinking == "off" and (limit := limit_of_off(client.thinking)):
             sys.stderr.write(f"floe-chat: {limit}.\n")
+        dialogue = Dialogue(history, setup)
         if asked.number is not None:
-            exchange = ask_in(history, asked.number, asked.text, setup)
-        else:
-            exchange = ask_anew(history, asked.text, setup)
+            dialogue.open(history.numbered(asked.number).id)
         # Drawn here, so that --json can report the seed that reproduces this answer.
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
-        question = Question(exchange.turns, drawn, asked.max_tokens)
+        turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)
+        question = Question(turns, drawn, asked.max_tokens)
         request = client.submit(question).request  # what does not fit is not saved
         wait = _WAIT
-        with exchange.keep() if asked.saved else unsaved() as kept:
+        with _kept(dialogue, asked.text, setup) if asked.saved else unsaved() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, _Output(form, shown=asked.thinking == "show"))
             except BrokenPipeError:  # the reader has closed the pipe
@@ -96,6 +98,12 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         client.close()
         saved = _close(history, wait)
     return 0 if saved else 1
+
+
+def _kept(dialogue: Dialogue, text: str, setup: ChatSetup) -> Answer:
+    """Save the question, and take the answer as it comes."""
+    dialogue.ask(text)
+    return dialogue.answering(short_name(setup.model), setup.preset or "")[1]
 
 
 def _close(history: History, wait: float) -> bool:

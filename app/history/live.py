@@ -74,7 +74,7 @@ class History(Reader):
         return self._writer.failure
 
     def close(self, timeout: float = 2.0) -> bool:
-        """End: mark running answers as stopped and write everything. False if something was not written in time."""
+        """End: mark running answers as stopped and write everything. False if something cannot be written."""
         for answer in tuple(self._running):
             answer.finish(None, "stopped")
         saved = self._writer.close(timeout)

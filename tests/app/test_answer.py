@@ -19,6 +19,8 @@ from textual.screen import Screen
 from textual.selection import SELECT_ALL, Selection
 from textual.widget import Widget
 
+from .scripted import until
+
 TEXTS = {
     "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
     "headings": "# First\n\ntext\n\n## Second `x`\ntext\n\nA line\n===\n\nAnother\n---\n\nend",
@@ -70,7 +72,7 @@ async def test_pieces_make_the_whole(name: str) -> None:
     text, drawn = TEXTS[name], random.Random(name)
     app = Shown(record(text), live=False)
     async with app.run_test(size=(60, 40)) as pilot:
-        await pilot.pause(0.1)
+        await pilot.pause()
         whole = seen(app)
     assert len("".join(whole).split()) > 4
     live = Shown(record(""), live=True)
@@ -86,7 +88,7 @@ async def test_pieces_make_the_whole(name: str) -> None:
         live.turn.finish(record(text))
         await live.workers.wait_for_complete()
         assert shown.source == text
-        await pilot.pause(0.2)
+        await pilot.pause()
         assert seen(live) == whole
 
 
@@ -94,7 +96,7 @@ async def test_lines_of_a_list_that_fold_are_copied_unfolded() -> None:
     items = ["- " + "some words " * 12 + "end", "- second", "  1. inner " + "words " * 20 + "end"]
     app = Shown(record("\n".join(items)), live=False)
     async with app.run_test(size=(60, 40)) as pilot:
-        await pilot.pause(0.1)
+        await pilot.pause()
         found = app.query_one(TextList)
         assert found.size.height > len(items)
         selected = found.get_selection(SELECT_ALL)
@@ -114,7 +116,7 @@ async def test_no_word_of_a_table_is_hidden(columns: int, width: int) -> None:
     text = table(*("|" + "|".join(row) + "|" for row in zip(*words, strict=True)))
     app = Shown(record(text), live=False)
     async with app.run_test(size=(width, 200)) as pilot:
-        await pilot.pause(0.1)
+        await pilot.pause()
         shown = seen(app)
         assert all(any(word in line for line in shown) for cells in words for cell in cells for word in cell.split())
         assert all(len(line) <= width for line in shown)
@@ -129,7 +131,7 @@ async def test_columns_share_the_width_and_keep_their_side() -> None:
     )
     app = Shown(record("\n".join(rows)), live=False)
     async with app.run_test(size=(64, 40)) as pilot:
-        await pilot.pause(0.1)
+        await pilot.pause()
         cells = [line.strip().strip("│").split("│") for line in seen(app) if "│" in line]
         assert [len(cell) for cell in cells[0]] == [26, 25, 5]
         assert "".join(row[0].strip() for row in cells[1:4]) == "long" * 15
@@ -145,11 +147,12 @@ async def test_long_lines_of_code_fold_with_a_sign_and_are_copied_whole() -> Non
     app = Shown(record(""), live=True)
     async with app.run_test(size=(60, 40)) as pilot:
         app.turn.feed("```python\n" + code)
-        await pilot.pause(0.5)
+        await until(pilot, lambda: app.turn.query_one(".open-fence").display)
+        await pilot.pause()
         open_fence = lines_of(app.turn.query_one(".open-fence"))
         app.turn.finish(record("```python\n" + code + "\n```"))
         await app.workers.wait_for_complete()
-        await pilot.pause(0.2)
+        await pilot.pause()
         found = app.query_one("CodeBlock > Folded", Folded)
         assert lines_of(found) == open_fence
         folded = [line.rstrip() for line in open_fence if line.strip()]
@@ -178,15 +181,16 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 async def test_the_first_words_take_the_place_of_what_was_told_before(layouts: list[object]) -> None:
     app = Shown(record(""), live=True)
     async with app.run_test(size=(60, 40)) as pilot:
-        await pilot.pause(0.2)
+        await pilot.pause()
         assert seen(app)[0].strip() == "…"
         before = len(layouts)
         app.turn.show_progress("reading the prompt, 5 of 9 tokens")
-        await pilot.pause(0.1)
+        await pilot.pause()
         assert seen(app)[0].strip() == "reading the prompt, 5 of 9 tokens"
         app.turn.feed("Some words " * 9)  # two lines
-        await pilot.pause(0.3)
-        assert "".join(seen(app)).count("Some") == 9 and "prompt" not in "".join(seen(app))
+        await until(pilot, lambda: "".join(seen(app)).count("Some") == 9)
+        await pilot.pause()
+        assert "prompt" not in "".join(seen(app))
         assert len(layouts) == before
 
 
@@ -195,13 +199,12 @@ async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> N
     app = Shown(record(""), live=True)
     async with app.run_test(size=(60, 40)) as pilot:
         app.turn.feed(text)
-        await pilot.pause(0.3)
         if text.strip():
-            assert "…" not in "".join(seen(app))
+            await until(pilot, lambda: "…" not in "".join(seen(app)))
         app.turn.feed("\n\nThe end.")
         app.turn.finish(record(text + "\n\nThe end."))
         await app.workers.wait_for_complete()
-        await pilot.pause(0.2)
+        await pilot.pause()
         assert "…" not in "".join(seen(app)) and "end." in "".join(seen(app))
 
 
@@ -211,15 +214,15 @@ async def test_more_words_are_painted_without_a_layout(begun: str, layouts: list
     async with app.run_test(size=(60, 40)) as pilot:
         shown = app.query_one(AnswerMarkdown)
         await shown.grow(begun, going_on=True)
-        await pilot.pause(0.3)
+        await pilot.pause()
         before = len(layouts)
         for number in range(15):  # more than a line of them; there is room for three
             await shown.grow(f" word{number}", going_on=True)
-            await pilot.pause(0.05)
+            await pilot.pause()
         assert "word14" in "\n".join(seen(app)) and len(layouts) == before
         await shown.grow(" and more" * 14, going_on=True)
-        await pilot.pause(0.3)
+        await pilot.pause()
         assert len(layouts) > before
         await shown.complete(shown.source)
-        await pilot.pause(0.3)
+        await pilot.pause()
         assert seen(app)[-1] == "" != seen(app)[-2]  # the line between blocks, and no room left

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.history import history_file, open_history
+from floe_chat.app.cli import ask as ask_command
+from floe_chat.app.history import History, history_file, open_history
 
 from ..helpers import Ran, edit_json, explained, reseal, run_cli
 
@@ -197,13 +197,20 @@ def test_going_on_in_a_history_that_cannot_be_read_says_so(
     assert "cannot be" in explained(ask(tiny_pack, "hi", *SHORT, *which), 1)
 
 
-def test_a_chat_waits_for_the_history_at_its_end(tiny_pack: Path, other: sqlite3.Connection) -> None:
+def test_a_chat_waits_for_the_history_at_its_end(
+    tiny_pack: Path, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = ask_command._tell  # pyright: ignore[reportPrivateUsage]
+
+    def told(history: History) -> None:
+        tell(history)
+        if other.in_transaction:
+            other.execute("ROLLBACK")
+
+    monkeypatch.setattr(ask_command, "_tell", told)
     other.execute("BEGIN IMMEDIATE")
-    release = threading.Timer(4, other.execute, ["ROLLBACK"])
-    release.start()
     ran = ask(tiny_pack, "hi", *SHORT)
-    release.join()
-    assert ran.code == 0 and "is locked" in ran.err and "This chat is now saved" in ran.err
+    assert ran.code == 0 and "is locked" in ran.err and "Waiting up to" in ran.err and "is now saved" in ran.err
     assert len(run_cli("history", "list").out.splitlines()) == 1
 
 

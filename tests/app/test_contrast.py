@@ -34,7 +34,7 @@ async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
     monkeypatch.setenv("NO_COLOR", "1")
     async with showing(scene, (120, 36), monkeypatch) as pilot:
         await pilot.press("down")
-        await pilot.pause(0.2)
+        await pilot.pause()
         said = list(drawn(pilot))
         assert said and all(front.is_default and back.is_default for _text, front, back in said)
         strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
@@ -50,7 +50,7 @@ async def test_every_theme_can_be_read_with_16_colours(monkeypatch: pytest.Monke
     async with showing("panel-full", (120, 36), monkeypatch) as pilot:
         for theme in pilot.app.available_themes:
             pilot.app.theme = theme
-            await pilot.pause(0.05)
+            await pilot.pause()
             assert "What is an expert?" in shown(pilot) and "Ctrl+Q quit" in shown(pilot)
             lost |= alike(pilot, ColorSystem.STANDARD)
     assert not lost, "\n".join(sorted(lost))
@@ -61,7 +61,7 @@ async def test_the_terminals_own_colours_stay_on_its_own_ground(theme: str, monk
     """A colour of ours under the terminal's own text could be any: whoever has dark letters could not read them."""
     async with showing("chat-streaming", (120, 36), monkeypatch) as pilot:
         pilot.app.theme = theme
-        await pilot.pause(0.1)
+        await pilot.pause()
         said = [(text, front, back) for text, front, back in drawn(pilot) if any(map(str.isalnum, text))]
         assert any("def expert" in text for text, _front, _back in said)
         mixed = {text.strip() for text, front, back in said if front.is_default and back.triplet is not None}

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from floe_chat.app.history import History, HistoryTrouble, Ready, Recovered, adding, new_id, open_history
 from floe_chat.app.history.database import opening
+from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.writer import FLUSH_SECONDS
 from floe_chat.app.history.processes import is_running, this_process
 from floe_chat.app.history.records import now
@@ -51,7 +53,8 @@ history.settle()
 while not any(message.text == "so far" for message in history.tree(chat).messages):
     time.sleep(0.01)
 print("written", flush=True)
-time.sleep(1000)
+import signal
+signal.pause()
 """
 
 ADDING = """
@@ -244,6 +247,28 @@ def test_a_history_that_is_written_to_from_the_start_is_read_and_what_waits_is_w
     lock.close()
     opened = open_history(file)
     assert opened.store.conversation(chat).title == "new"
+    opened.store.close()
+
+
+def test_closing_waits_for_a_write_under_way(file: Path) -> None:
+    history, closed = History(file), list[bool]()
+    writer, writing, slow = history._writer, threading.Event(), threading.Event()  # pyright: ignore[reportPrivateUsage]
+
+    def write(_store: HistoryStore) -> None:
+        writing.set()
+        assert slow.wait(60)
+
+    writer.put(write)
+    assert writing.wait(60)
+    chat = history.begin(SETUP, "last")
+    closing = threading.Thread(target=lambda: closed.append(history.close(0.0)))
+    closing.start()
+    while writer._until == 0:  # pyright: ignore[reportPrivateUsage]
+        time.sleep(0.001)
+    slow.set()
+    closing.join()
+    opened = open_history(file)
+    assert closed == [True] and opened.store.conversation(chat).title == "last"
     opened.store.close()
 
 

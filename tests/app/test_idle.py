@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +60,7 @@ async def test_nothing_runs_while_nothing_happens(tmp_path: Path) -> None:
             await pilot.press("escape")
         await until(pilot, lambda: not timers(pilot))
         looks = client.looks
-        await asyncio.sleep(0.5)
+        await pilot.pause()
         assert client.looks == looks
         client.say(*[stats(request)] * 3)
         await until(pilot, lambda: client.looks == looks + 1)

@@ -18,6 +18,7 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
 from .scripted import ScriptedClient, ask, finish, ready, screen_text, until
+from .test_idle import timers
 from .wizardry import lines
 
 
@@ -50,7 +51,7 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
             rendered[type(self).__name__] = crop.height
             return render_lines(self, crop)
 
-        await pilot.pause(1.2)  # figures are painted once a second
+        await until(pilot, lambda: not timers(pilot))  # figures are painted once a second
         monkeypatch.setattr(Widget, "render_lines", noted)
         client.say(TextDelta(request, " two"))
         await until(pilot, lambda: "Paragraph" in rendered)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -217,13 +216,13 @@ async def test_presets_cycle_also_while_an_answer_runs(long_pack: Path) -> None:
 @pytest.mark.parametrize("during", ["loading", "ready", "reading", "writing"])
 async def test_quit_is_immediate(long_pack: Path, during: str) -> None:
     client = HeldClient(long_pack, held=True, endless=True)
-    pressed: list[float] = []
+    pressed: list[str] = []
     async with running(client, max_new_tokens=20_000) as pilot:
         screen = pilot.app.screen_stack[0]
 
         def press(now: str) -> None:
             if now.startswith(during) and not pressed:
-                pressed.append(time.monotonic())
+                pressed.append(now)
                 pilot.app.simulate_key("ctrl+q")
 
         client.let_go()
@@ -233,11 +232,10 @@ async def test_quit_is_immediate(long_pack: Path, during: str) -> None:
             await until(pilot, lambda: state(pilot) == "ready")
             screen.query_one(Composer).put("a long question " * 700)
             await pilot.press("enter")
-        # The screen may not wait for the engine; ten seconds are for a busy machine.
+        # The screen may not wait for the engine, whose answer would never end.
         await until(pilot, lambda: bool(pressed))
-        await until(pilot, lambda: not pilot.app.is_running, seconds=10)
+        await until(pilot, lambda: not pilot.app.is_running)
         assert pilot.app.return_value == 0
-        assert time.monotonic() - pressed[0] < 10
 
 
 async def test_a_broken_pack_is_explained(tmp_path: Path) -> None:

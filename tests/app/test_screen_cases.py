@@ -34,6 +34,7 @@ from .scripted import (
     until,
     write,
 )
+from .test_idle import timers
 from .wizardry import see, shown
 
 
@@ -264,20 +265,24 @@ async def test_transcript_follows_its_end_unless_scrolled_away() -> None:
 
 
 async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_line, "_REMARK_SECONDS", 0.6)
-    monkeypatch.setattr(status_line, "_TOGETHER_SECONDS", 0.2)
+    monkeypatch.setattr(status_line, "_REMARK_SECONDS", 1000.0)
+    monkeypatch.setattr(status_line, "_TOGETHER_SECONDS", 1000.0)
     async with ready(ScriptedClient()) as pilot:
         line = status(pilot)
         line.remark("once")
-        await pilot.pause(0.4)
+        first = line._end  # pyright: ignore[reportPrivateUsage]
         line.remark("once")
-        await pilot.pause(0.4)  # the first one's time is over
+        assert line._end is not first  # pyright: ignore[reportPrivateUsage] - its time begins again
+        await until(pilot, lambda: len(timers(pilot)) == 1)
         assert "once" in text_of(line)
+        monkeypatch.setattr(status_line, "_REMARK_SECONDS", 0.01)
+        line.remark("once")
         await until(pilot, lambda: "once" not in text_of(line))
+        monkeypatch.setattr(status_line, "_REMARK_SECONDS", 1000.0)
         line.remark("about the new state")
         line.state = "stopped"
         assert "about the new state" in text_of(line)
-        await pilot.pause(0.3)
+        monkeypatch.setattr(status_line, "_TOGETHER_SECONDS", -1.0)  # some time later
         line.state = "ready"
         assert "about" not in text_of(line)
         long = f"latin1.txt cannot be attached: {'it is not text, ' * 6}and what comes last"

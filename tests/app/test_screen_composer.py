@@ -119,7 +119,8 @@ async def test_a_listing_that_comes_late_leaves_what_names_a_place(
         await until(pilot, lambda: completion.chosen == "./mine.txt")
         typed.set()
         await until(pilot, listed.is_set)
-        await pilot.pause(0.2)
+        await until(pilot, lambda: all(one.name != "floe-background" for one in threading.enumerate()))  # it has told
+        await pilot.pause()
         assert completion.chosen == "./mine.txt"
         await pilot.press("backspace", "backspace", "backspace", "backspace", "m")
         await until(pilot, lambda: completion.chosen == "mine.txt")
@@ -267,7 +268,7 @@ async def test_every_file_can_be_seen_and_taken_away() -> None:
         assert chips(pilot)[-1] == "▤ very very very v… very very long  2 tokens  ×"
         for left in (3, 2, 1, 0):
             chip = list(pilot.app.screen.query(Chip))[-1]
-            await pilot.pause(0.1)  # with fewer rows it lies elsewhere
+            await pilot.pause()  # with fewer rows it lies elsewhere
             assert await pilot.click(chip, offset=(chip.size.width, 0))
             await until(pilot, lambda left=left: len(chips(pilot)) == left)
         await pilot.resize_terminal(60, 20)

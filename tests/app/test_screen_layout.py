@@ -26,6 +26,7 @@ from .scripted import (
     until,
     write,
 )
+from .test_idle import timers
 from .wizardry import lines, shown
 
 _WORDS = ("Look here:", "pass_me_by")
@@ -88,7 +89,7 @@ async def test_a_held_panel_shows_nothing_newer() -> None:
         await pilot.press("f8")
         client.say(dataclasses.replace(stats(request), bytes_per_token=9.99e6), PresetChanged("later"))
         await until(pilot, lambda: status(pilot).preset == "later" and "paused" in screen_text(pilot))
-        await pilot.pause(0.5)
+        await until(pilot, lambda: len(timers(pilot)) == 1)  # the remark's: no later painting is due
         assert "3.20 MB" in screen_text(pilot)
         await pilot.resize_terminal(80, 24)
         await until(pilot, lambda: "paused · " in shown(pilot) and "F8 resumes them" in shown(pilot))

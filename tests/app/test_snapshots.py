@@ -58,7 +58,7 @@ async def too_faint_anywhere(pilot: Pilot[int]) -> set[str]:
     faint, before = set[str](), pilot.app.theme
     for theme in THEMES:
         pilot.app.theme = theme.name
-        await pilot.pause(0.05)
+        await pilot.pause()
         faint |= too_faint(pilot)
     pilot.app.theme = before
     return faint

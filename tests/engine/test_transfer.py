@@ -207,9 +207,11 @@ def test_a_failure_reaches_whoever_waits_or_submits(
     lost, prefetch, other = sender.make(60, urgent=True), sender.make(5), sender.make(5)
     for transfer in (lost, prefetch, other):
         link.submit(transfer)
-    threading.Timer(0.01, link.open).start()
+    opener = threading.Thread(target=lambda: (until(lambda: link.urged(lost)), link.open()))
+    opener.start()
     with pytest.raises(RuntimeError, match="the gate is broken"):
         link.wait(lost)
+    opener.join()
     for action in (lambda: link.submit(sender.make(1)), lambda: link.wait(prefetch), link.drain):
         with pytest.raises(RuntimeError, match="the gate is broken"):
             action()

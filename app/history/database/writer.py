@@ -24,6 +24,9 @@ FLUSH_SECONDS = 0.4
 
 _RETRY_SECONDS = 1.0
 
+_HANG_SECONDS = 60.0
+"""How long a disk may take for one write at the end; a busy machine or a slow disk is no reason to lose text."""
+
 _Failure = sqlite3.Error | UnicodeDecodeError | FloeError
 
 Write = Callable[[HistoryStore], None]
@@ -90,10 +93,13 @@ class Writer:
         return done.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Write what is left and let the file go, in `timeout` seconds at most; False if something was not saved."""
+        """Write what is left and let the file go; False if something was not saved.
+
+        A change that fails is tried again for `timeout` seconds. A write that is under way is waited for.
+        """
         self._until = time.monotonic() + timeout
         self._queue.put(None)
-        self._thread.join(timeout)
+        self._thread.join(max(timeout, _HANG_SECONDS))
         return self._ended and not self._waiting and not self._damaged and not self._unsaved
 
     def _run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from floe_chat.engine.events import Rule, Sampling
 from openai import RateLimitError
 
 from .serving import Served, serving, user
+from .test_sturdy import asking, connected, head
 
 
 def test_a_closed_connection_frees_the_line(slow: Served) -> None:
@@ -27,8 +29,9 @@ def test_a_closed_connection_frees_the_line(slow: Served) -> None:
         assert next(lines)
         assert slow.metric("floe_running") == 1
     slow.until("floe_running", 0)
-    with pytest.raises(httpx2.TimeoutException):
-        httpx2.post(f"{slow.url}/chat/completions", json={**body, "stream": False}, timeout=1)
+    whole = asking(slow, temperature=5, max_tokens=30_000)
+    with closing(connected(slow, head(len(whole)) + whole)):
+        slow.until("floe_running", 1)
     slow.until("floe_running", 0)
 
 
