@@ -8,13 +8,16 @@ WHEEL := build/wheel
 CPP := $(shell find kernels/cpu tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: chat test check fuzz card demo wheel clean
+.PHONY: chat test test-all check fuzz card demo wheel clean
 
 chat: $(STAMP)  ## talk to the built-in demo model
 	@$(BIN)/floe-chat
 
-test: $(STAMP_DEV)  ## every test
-	@$(BIN)/pytest -n auto --dist worksteal
+test: $(STAMP_DEV)  ## a fixed sample of every test's cases: each value of each axis
+	@$(BIN)/pytest -n auto --dist worksteal --durations=10
+
+test-all: $(STAMP_DEV)  ## every case, with the sanitizers, all of Triton's interpreter and the wheel
+	@$(BIN)/pytest -n auto --dist worksteal --durations=10 --all
 
 check: $(STAMP_DEV)  ## lint, format, types, import arrows
 	$(BIN)/ruff check .

@@ -31,8 +31,28 @@ def pytest_xdist_auto_num_workers() -> int:
     return 3 * (psutil.cpu_count(logical=False) or 2) // 2
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: begun last, one worker would be at them long after the others have ended."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case of every test, not a fixed sample of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-all` runs, and begin with the longest tests.
+
+    Of a test's cases stay those that bring a value of some axis (a size, an instruction set, a family) for the first
+    time: each value is tried, not each combination. A long test that began last would keep one worker busy alone.
+    """
+    if not config.getoption("--all"):
+        seen: set[tuple[str, str, str]] = set()
+        kept: list[pytest.Item] = []
+        left: list[pytest.Item] = []
+        for item in items:
+            test, case = item.nodeid.partition("[")[0], getattr(item, "callspec", None)
+            values = {(test, axis, repr(value)) for axis, value in case.params.items()} if case else {(test, "", "")}
+            wanted = item.get_closest_marker("thorough") is None and not values <= seen
+            (kept if wanted else left).append(item)
+            seen |= values if wanted else set()
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from floe_chat.app.history import History
 from floe_chat.app.setup.setups import Setups
+from floe_chat.engine.planning import rates
+from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
 from floe_chat.models.packing.pack import EXACT
 from textual.css.stylesheet import Stylesheet
@@ -16,7 +18,7 @@ from textual.css.stylesheet import Stylesheet
 from ..helpers import edit_json, make_checkpoint, make_pack
 from ..models.fakehub import FakeHub
 from .settling import use_settling
-from .wizardry import IMPATIENT, REPO
+from .wizardry import IMPATIENT, RATES, REPO
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -73,9 +75,15 @@ def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = make_checkpoint(folder / "source", window=1 << 15, layers=1)
     edit_json(source / "generation_config.json", lambda fields: fields.clear())
     edit_json(source / "config.json", lambda fields: fields.update(eos_token_id=None))
-    edit_json(source / "tokenizer_config.json", lambda fields: fields.pop("eos_token"))
+    edit_json(source / "tokenizer_config.json", lambda fields: fields.update(eos_token=None))
     make_pack(source, folder / "packed", EXACT)
     return folder / "packed"
+
+
+@pytest.fixture
+def rates_known() -> None:
+    """This machine was measured before: measuring it takes seconds."""
+    Measured(RATES, {}, "2026-11-21").save(rates.kept_file())
 
 
 @pytest.fixture

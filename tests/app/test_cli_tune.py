@@ -88,6 +88,7 @@ def test_the_pack_measures_about_what_the_frontier_said(text: Path, tmp_path: Pa
     assert not any("rank" in entry["setting"] for entry in fields["points"])
 
 
+@pytest.mark.thorough
 def test_its_table_is_text_of_100_columns(own_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text), "--no-widths")
     lines = ran.out.splitlines()

@@ -332,6 +332,7 @@ def run_beside(hub: str, cache: Path, pack: Path, folder: Path, *options: str) -
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 def test_data_is_fetched_only_when_the_person_allows_it_and_kept(
     tiny_pack: Path, tmp_path: Path, hub: str, cache: Path
 ) -> None:

@@ -49,6 +49,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
 @pytest.mark.parametrize("source", ["hub", "folder"])
 def test_killed_again_and_again(tiny_pack: Path, own_folders: Path, source: str) -> None:

@@ -131,7 +131,7 @@ def test_what_belongs_to_ask_is_named_as_it_was_written() -> None:
     assert ran.code == 2 and "--continue belongs after the command: floe-chat ask --continue" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo terminals of this kind")
 def test_the_screen_opens_a_saved_chat_with_its_own_model(olmoe: Path) -> None:
     from ..bench.window import Window

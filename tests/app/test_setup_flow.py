@@ -217,6 +217,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
+@pytest.mark.thorough
 def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_folders: Path) -> None:
     dice = random.Random(7)
     # Bytes are compared: the child has to round as this process does.
@@ -246,7 +247,8 @@ def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_f
     assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny"]
 
 
-def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("rates_known")
+def test_the_command(hub: FakeHub) -> None:
     runner = CliRunner()
     asked = runner.invoke(cli, ["setup", REPO], standalone_mode=False)
     assert isinstance(asked.exception, UsageError) and "--yes" in asked.exception.hint
@@ -258,6 +260,7 @@ def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPa
     assert (widths.gate, widths.down) == (8, 8)
 
 
+@pytest.mark.thorough
 def test_the_command_measures_presets_if_asked(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_windows, "WINDOW", 64)
     monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)

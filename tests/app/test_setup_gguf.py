@@ -204,6 +204,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
 def test_killed_again_and_again(files: dict[str, Path], undisturbed: dict[str, str], own_folders: Path) -> None:

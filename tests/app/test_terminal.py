@@ -160,6 +160,7 @@ def test_one_terminal_after_the_other(endless: list[str], history: History) -> N
     assert last_answer(history).state == "stopped" and last_answer(history).text.startswith(shown)
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_vanishes_without_a_signal_ends_it_too(endless: list[str]) -> None:
     with Window(endless, controlling=False) as window:
         window.until("Ask something")
@@ -195,6 +196,7 @@ async def test_quitting_does_not_wait_for_a_download_that_stands_still(hub: Fake
     assert app.return_value == 0 and not hub.unstalled.is_set()
 
 
+@pytest.mark.thorough
 def test_quitting_in_a_download_leaves_it_to_the_next_start(endless: list[str], hub: FakeHub) -> None:
     wish = Wish(REPO, "tiny")
     wish.home.mkdir(parents=True)
@@ -228,6 +230,7 @@ def test_quitting_in_a_download_leaves_it_to_the_next_start(endless: list[str], 
     assert unfinished() == [] and PackedModel.open(find("tiny")).manifest.source.name == REPO
 
 
+@pytest.mark.thorough
 def test_what_could_not_be_saved_is_the_exit_code(endless: list[str], history: History) -> None:
     with Window(endless) as window:
         window.until("● ready")

@@ -32,7 +32,7 @@ def result(out: Path, stage: str) -> dict[str, Any]:
     return json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_stage_runs(tmp_path: Path) -> None:
     listed = drive(tmp_path, "--list").stdout
     names = [line.split()[0] for line in listed.splitlines()]
@@ -60,6 +60,7 @@ def test_a_stage_that_passed_is_not_run_again(tmp_path: Path) -> None:
     assert "passed before" not in drive(tmp_path, "link", "--again").stderr
 
 
+@pytest.mark.thorough
 def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
     """However fast the machine is: the interpreter of the first stage never gets as far as the stage."""
     slow = "import sys, time\nargv = sys.orig_argv\nif '--one' in argv and 'link' in argv:\n    time.sleep(600)\n"
@@ -71,6 +72,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Pa
     assert "### link: failed" in ran.stdout
 
 
+@pytest.mark.thorough
 def test_llama_bench_is_read(tmp_path: Path) -> None:
     told = [{"n_gen": 0, "n_prompt": 512, "avg_ts": 99.5}, {"n_gen": 64, "n_prompt": 0, "avg_ts": 12.5}]
     bench = tmp_path / "llama-bench"

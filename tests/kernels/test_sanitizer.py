@@ -73,7 +73,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "FLOE_CPU_LIBRARY": str(library)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)  # instrumented code is slow, more so beside other programs
 def test_hostile_calls_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(DRIVER), "kernel_calls", "--inputs", str(INPUTS)]
@@ -82,7 +82,7 @@ def test_hostile_calls_touch_only_their_own_memory(watched: dict[str, str], tmp_
     assert json.loads(ran.stdout)["inputs"] == INPUTS
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)
 def test_cpu_kernels_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
     # Every seventh case: neighbours touch memory alike, and all of six sizes, which change fastest, come up.

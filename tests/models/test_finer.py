@@ -329,6 +329,7 @@ transform.transform(Path(sys.argv[1]), Path(sys.argv[2]), 2, None, lambda *_: No
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="no such signal")
 def test_a_killed_run_leaves_nothing_that_could_be_taken_for_a_model(tmp_path: Path) -> None:
     source, cut = make_checkpoint(tmp_path / "source"), tmp_path / "cut"

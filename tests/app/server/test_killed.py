@@ -86,6 +86,7 @@ def run_once(pack: Path, port: str) -> str:
         return address(process)
 
 
+@pytest.mark.thorough
 def test_our_own_client_keeps_what_came_and_connects_again(long_winded: Path) -> None:
     with start("--model", str(long_winded), "--port", "0") as process:
         url = address(process)
@@ -108,6 +109,7 @@ def test_our_own_client_keeps_what_came_and_connects_again(long_winded: Path) ->
         client.close()
 
 
+@pytest.mark.thorough
 def test_connections_of_a_killed_server_do_not_hold_its_port(long_winded: Path) -> None:
     """Clients that have noticed nothing yet, and one that has sent half of a request."""
     with start("--model", str(long_winded), "--port", "0") as process:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from .processes import DEADLINE_S, free_port
 
 ASK = ("ask", "--no-save", "--temperature", "0", "--max-tokens", "12", "What is an expert?")
@@ -49,6 +51,7 @@ def test_a_question(tmp_path: Path):
     assert first[1] == high
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path):
     command = ["--standalone", "--nproc-per-node", "2", "-m", "floe_chat.app", *ASK, "--parallel", "ep", "--json"]
     done = subprocess.run(
@@ -64,6 +67,7 @@ def test_torchrun(tmp_path: Path):
     assert json.loads(done.stdout)["answer"]
 
 
+@pytest.mark.thorough
 def test_packs_that_differ(tmp_path: Path, tiny_pack: Path, exact_pack: Path):
     homes = [tmp_path / "first", tmp_path / "other"]
     for home, pack in zip(homes, (tiny_pack, exact_pack), strict=True):

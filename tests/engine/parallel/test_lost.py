@@ -60,6 +60,7 @@ def test_a_process_is_killed(start: Start, size: int, rank: int, passes: int):
     group.end()
 
 
+@pytest.mark.thorough
 def test_a_process_is_killed_between_two_answers(start: Start):
     group = start(4)
     group.all[2].kill()  # while all others wait for what process 0 says next
@@ -69,6 +70,7 @@ def test_a_process_is_killed_between_two_answers(start: Start):
     group.end()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("passes", [0, 5], ids=["in a prompt", "in an answer"])
 def test_a_process_stalls(start: Start, passes: int):
     group = start(2, stall=3)
@@ -77,6 +79,7 @@ def test_a_process_stalls(start: Start, passes: int):
     assert "It is suspended." in said
 
 
+@pytest.mark.thorough
 def test_process_0_is_killed(start: Start):
     group = start(4)
     group.all[0].kill()  # and with it the store in which the others look for each other
@@ -85,6 +88,7 @@ def test_process_0_is_killed(start: Start):
         assert "Process 0 of 4" in group.stderr(rank) and "Traceback" not in group.stderr(rank)
 
 
+@pytest.mark.thorough
 def test_process_0_ends(start: Start):
     group = start(2)
     assert group.end() == [0, 0]
