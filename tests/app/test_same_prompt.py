@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from floe_chat.app.cli.ask import Asked, ask
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Question, Submitted
+from floe_chat.app.client.interface import PromptTurn, Question
 from floe_chat.app.history import Attachment, ChatSetup, History, history_file
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.tui import FloeChatApp, Reopened
-from floe_chat.engine.events import Sampling
+from floe_chat.engine.events import Command, Generate, Sampling
 
 from ..helpers import edit_json, reseal
 from .scripted import composer, screen_text, status, until
@@ -43,12 +43,18 @@ class Noting(ChatClient):
         super().__init__(pack, None, "cpu")
         self.asked: list[tuple[PromptTurn, ...]] = []
         self.prompts: list[tuple[int, ...]] = []
+        send = self._session.send
 
-    def prepare_others(self, question: Question, count: int) -> list[Submitted]:
-        found = super().prepare_others(question, count)
+        def noting(command: Command) -> None:
+            if isinstance(command, Generate):
+                self.prompts.append(tuple(command.prompt))
+            send(command)
+
+        self._session.send = noting
+
+    def prepare(self, question: Question, count: int = 1) -> list[int]:
         self.asked.append(tuple(question.messages))
-        self.prompts += [one.prompt for one in self._prepared]
-        return found
+        return super().prepare(question, count)
 
 
 @pytest.fixture
