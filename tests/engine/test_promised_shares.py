@@ -24,7 +24,7 @@ TOKENS = 1536
 LAYER, MEAN = 0.03, 0.01  # how far a layer, and the mean of all layers, may be off
 
 
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=["demo", pytest.param("finer", marks=pytest.mark.thorough)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained model, packed without rounding, which thresholds do not hang on."""
     folder = tmp_path_factory.mktemp("promise") / request.param

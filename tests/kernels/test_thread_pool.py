@@ -15,7 +15,10 @@ from floe_chat.kernels.cpu import build
 HERE = Path(__file__).parent
 POOL, LINKS = build.HERE / "src" / "thread_pool.cpp", build.HERE / "link"
 
-each_build = pytest.mark.parametrize("flags", [[], ["-fsanitize=thread"]], ids=["plain", "race detector"])
+each_build = pytest.mark.parametrize(
+    "flags",
+    [pytest.param([], id="plain"), pytest.param(["-fsanitize=thread"], id="race detector", marks=pytest.mark.thorough)],
+)
 
 
 def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path) -> list[int]:

@@ -125,7 +125,14 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+# "loops" is here for what computes without end: each takes its two seconds of computing twice.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("nests", "computes", "lipsum", "formats") else ())
+        for name in TEMPLATES
+    ],
+)
 def test_a_template_that_fails_is_named(folder: Path, name: str) -> None:
     template(folder, TEMPLATES[name])
     error = refused(folder)

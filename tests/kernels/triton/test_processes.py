@@ -46,8 +46,8 @@ def test_releases_of_triton_before_3_9_could_compile_it() -> None:
 
 @pytest.mark.slow
 def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
-    # Interpreted, each case takes long: every 13th of the sample here, all of them on a GPU.
-    environment = {"TRITON_INTERPRET": "1", "FLOE_TEST_EVERY": "13"}
+    # Interpreted, each case takes long: every 29th of the sample here, all of them on a GPU.
+    environment = {"TRITON_INTERPRET": "1", "FLOE_TEST_EVERY": "29"}
     ran = run(tmp_path, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider", **environment)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
@@ -73,7 +73,7 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("2/4/3-bfloat16-general", "86", id="general path", marks=pytest.mark.thorough),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention", marks=pytest.mark.thorough),
-        pytest.param("attend-float16", "75 89", id="attention in float16"),
+        pytest.param("attend-float16", "89", id="attention in float16"),
         pytest.param("attend-float32", "75 90", id="attention in float32", marks=pytest.mark.thorough),
     ],
 )
