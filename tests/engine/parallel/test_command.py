@@ -14,6 +14,8 @@ import pytest
 
 from .processes import DEADLINE_S, free_port
 
+pytestmark = pytest.mark.slow
+
 ASK = ("ask", "--no-save", "--temperature", "0", "--max-tokens", "12", "What is an expert?")
 
 

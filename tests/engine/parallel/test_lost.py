@@ -11,6 +11,8 @@ from floe_chat.models.catalog import asset
 
 from .processes import Processes
 
+pytestmark = pytest.mark.slow
+
 DEMO = str(asset("demo", "packed"))
 PROMPT = list(range(5, 60))
 Start = Callable[..., Processes]
