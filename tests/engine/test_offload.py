@@ -101,7 +101,8 @@ def test_a_prompt_that_brings_a_neuron_to_its_threshold_is_not_clear(loaded: Loa
         for seed in range(12):
             with jitter(loaded, seed):
                 apart.append(relative_rms(forward(loaded, prompt, cache()), whole))
-        assert max(apart) > 1e-4 > 1e-5 > min(apart)
+        # Noise alone differs by a tenth from seed to seed; how much more the neuron adds hangs on the neuron.
+        assert max(apart) > 10 * min(apart) and min(apart) < 1e-5
     finally:
         layer.ruled.limits = kept
     assert torch.equal(forward(loaded, prompt, cache()), before)
