@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -33,7 +34,7 @@ class Asked:
 One = TypeVar("One", bound=Asked)
 
 
-class Asking(Generic[One]):
+class Asking(ABC, Generic[One]):
     """The requests of a client, and what is to be polled."""
 
     def __init__(self) -> None:
@@ -70,9 +71,9 @@ class Asking(Generic[One]):
                 asked.begun = asked.cancelled = True
                 self._stop(asked)
 
+    @abstractmethod
     def _stop(self, asked: One) -> None:
         """Let what computes it end it, at once if it does not have it yet; never waits."""
-        raise NotImplementedError
 
 
 def apart(sampling: Sampling, number: int) -> Sampling:
