@@ -117,7 +117,7 @@ def choose(
     element = kv_element(manifest.architecture.model_type, manifest.widths.dense) if virtual or throttled else 2
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
-        _compiled(wanted)
+        need_compiled(wanted)
         return _virtual(wanted, pack, vram)
     if throttled:
         return _throttled(wanted, pack, vram)
@@ -173,7 +173,7 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
     budget = gpu.budget(vram)
     shares = pack.shares(gpu.machine, budget)
     if shares.place != "gpu":
-        _compiled(gpu.place)
+        need_compiled(gpu.place)
     if shares.place == "gpu":
         return gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
     if vram is not None and vram > gpu.free:
@@ -288,11 +288,11 @@ def throttled_rate(wanted: str, vram: int | None) -> float:
             "",
             "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
-    _compiled(wanted)
+    need_compiled(wanted)
     return float(rate[:-2]) * 1e9
 
 
-def _compiled(wanted: str) -> None:
+def need_compiled(wanted: str) -> None:
     """Refuse a device whose rows cross a link where the compiled kernels are missing; raises UsageError."""
     try:
         library()

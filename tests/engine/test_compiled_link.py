@@ -299,7 +299,8 @@ def test_without_the_library_a_throttled_device_says_why_it_cannot_be(tiny_pack:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_the_library_a_virtual_card_names_the_command_that_builds_it(tiny_pack: Path) -> None:
+@pytest.mark.parametrize("cards", ["sim:rtx3060-12gb", "sim:rtx3060-12gb,sim:rtx3060-12gb"], ids=["one", "two"])
+def test_without_the_library_virtual_cards_name_the_command_that_builds_it(cards: str, tiny_pack: Path) -> None:
     with pytest.raises(UsageError, match="sim:rtx3060-12gb") as refused:
-        load(tiny_pack, None, "sim:rtx3060-12gb", silent)
+        load(tiny_pack, None, cards, silent)
     assert "it was not compiled" in refused.value.cause and "build.py" in refused.value.hint

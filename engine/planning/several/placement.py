@@ -246,6 +246,8 @@ class _Several:
     def _part(self, number: int, layers: range, needs: Needs, shares: DeviceShares) -> Part:
         assert shares.mix is not None
         name, pack, card = self._names[number], self._pack, self._rooms[number]
+        if not self._gpus or shares.place != "gpu":
+            device_choice.need_compiled(name)
         why = f"with {size(card.budget)} of {name}, {shares.mix.describe()}"
         own = pack.layers[layers.start : layers.stop]
         if self._gpus:
