@@ -22,6 +22,7 @@ from ....models.errors import UsageError
 from ....models.packing.calibration import read_tokens
 from ...offload.cards import Card, named
 from ...offload.offload import Parts
+from ...planning.device_choice import need_compiled
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from ..synthetic import sizes_of
@@ -57,10 +58,13 @@ def run(
         synthetic: at which model's width.
 
     Raises:
-        UsageError: no such card or model, too little text, or a pack of more experts than the model has.
+        UsageError: no such card or model, too little text, a pack of more experts than the model has, or no compiled
+            library.
     """
     machines = [[named(one, study=True) for one in card.split(",")] for card in cards]
     width = Width(sizes_of(synthetic))
+    for card in cards:
+        need_compiled(card)
     report("Recording", 0, 1)
     ids = read_tokens(pack, text).flatten().tolist()[:tokens]
     if len(ids) < tokens:
