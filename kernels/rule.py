@@ -20,7 +20,7 @@ class Rule:
             which the expert is skipped, or only its major half computed (DualSparse-MoE section 4).
         weighed: whether thresholds rise as that weight falls. A neuron adds weight · silu(gate · x) (up · x) down to y,
             so its worth depends as much on the weight as on its own values: the same loss then takes fewer rows
-            (BENCHMARKS.md, the frontier). Shares are then of the values times that weight.
+            (tests/bench/LOG.md). Shares are then of the values times that weight.
         alpha: how far from the best rejected score an absent expert may be replaced, and a resident one may replace it
             (importance-driven scheduling section 5.1); 0 replaces none.
         layers: factors of these four shares in each layer, since some layers tolerate more than others
@@ -92,4 +92,4 @@ NOTHING = Rule()
 
 LATE = 0.25
 """The share of active neurons that a lenient rule may skip. Without a bound an active row that is absent is as likely
-the strongest as the weakest, and 5 % of them cost 0.3 nats a token (BENCHMARKS.md)."""
+the strongest as the weakest, and 5 % of them cost 0.3 nats a token (tests/bench/LOG.md)."""

@@ -23,7 +23,7 @@ from .footprint import Footprint, by_library, kv_bytes, kv_element
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
-# the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md, A pack of twice the memory).
+# the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md).
 SCATTERED = 0.6
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared

@@ -1,6 +1,6 @@
 """How many of its neurons each expert of a layer leaves out where the layer leaves out a given share.
 
-What a token loses by the same share differs from expert to expert (BENCHMARKS.md, shares by expert). So the tables of a
+What a token loses by the same share differs from expert to expert (tests/bench/LOG.md). So the tables of a
 layer's experts are read at different shares, with the mean that was asked for: from wherever the next neurons cost
 least (the greedy allocation of TEAL, arXiv 2408.14690, by experts instead of matrices).
 """

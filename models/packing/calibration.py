@@ -61,7 +61,7 @@ def importance(h: Tensor, down: Tensor) -> Tensor:
     """How much each neuron does on T tokens: the energy of what it adds to the output, (F,) float32.
 
     Computing only the half of the neurons that this names first loses less than with any of the four measures of
-    DualSparse-MoE section 4.2, which leave out down (BENCHMARKS.md, the papers' tables).
+    DualSparse-MoE section 4.2, which leave out down (tests/bench/LOG.md).
 
     Args:
         h: (T, F) hidden values. down: (H, F).

@@ -48,7 +48,7 @@ class PackSpec:
     """Bits per weight; 16 is the source's own. `group` values of an expert share a scale, fewer where H needs it.
 
     `dense` is the width of attention projections, in groups of 64 or fewer; the head has at least 8 bit. The defaults
-    are what lost least for the bytes that a token reads (BENCHMARKS.md, the frontier). `device` computes the experts'
+    are what lost least for the bytes that a token reads (BENCHMARKS.md). `device` computes the experts'
     codes; those of a GPU differ in a few places from the CPU's. `signal` is the projection by which neurons are
     skipped; with "auto" each layer's is the one that loses less. `up` is the signal's width, `gate` the other one's.
     `short`: see `Widths`.

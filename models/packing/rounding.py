@@ -3,7 +3,7 @@
 What rounding one weight leaves over is taken up by the weights that are rounded after it, as far as their inputs move
 together: second-order compensation in a fixed order (GPTQ, arXiv 2210.17323; in the form of LDLQ, arXiv 2307.13304).
 A group's grid is fitted by least squares when its turn comes. At equal bits the models here lose 20 to 30 % less than
-by HQQ (BENCHMARKS.md, rounding).
+by HQQ (tests/bench/LOG.md).
 """
 
 from __future__ import annotations

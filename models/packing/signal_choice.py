@@ -2,7 +2,7 @@
 
 FloE skips by |up · x|, CORM by |silu(gate · x)|: which loses less at the same share is a property of a layer. In the
 demo the first layers lose up to twice as much by the gate, and the last ones three to five times as much by up
-(BENCHMARKS.md, orderings). So each layer is measured when its turn to be packed comes.
+(tests/bench/LOG.md). So each layer is measured when its turn to be packed comes.
 """
 
 from __future__ import annotations
