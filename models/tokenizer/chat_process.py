@@ -221,15 +221,18 @@ class ChatProcess:
             return self._asked(_REQUEST_S + characters / _CHARACTERS_PER_S, request)
 
     def _asked(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+        closed = PackError(f"The model at {self._folder} is closed", "Another one was opened.", "Ask that one.")
         if self._closed:
-            raise PackError(f"The model at {self._folder} is closed", "Another one was opened.", "Ask that one.")
+            raise closed
         child = self._child = self._child or _Child()
         try:
+            if self._closed:  # since: `close` may not have seen this process
+                raise _EndedError("tokenizer", "It was closed.")
             return child.ask(seconds, {**request, "folder": str(self._folder)})
         except _EndedError as ended:
             self._child = None
             child.end()
-            raise ended.explained(self._folder) from None
+            raise (closed if self._closed else ended.explained(self._folder)) from None
 
 
 def _fitted(reply: Mapping[str, Any]) -> Fitted | TooLong:
@@ -331,7 +334,7 @@ class _Child:
                 if "step" not in reply:
                     return reply
                 step = reply["step"]
-        except OSError:  # a pipe whose reader is gone
+        except (OSError, ValueError):  # a pipe whose reader is gone, or that `end` closed meanwhile
             raise _EndedError(step, self._why(seconds)) from None
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from floe_chat.models.errors import FloeError, PackError, UsageError
 from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_format import ChatFormat
-from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, encode
+from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, encode, send
 from floe_chat.models.tokenizer.parts import Part
 
 from ..helpers import TEMPLATE, edit_json, write_tokenizer
@@ -206,11 +206,24 @@ def test_a_process_that_was_ended_is_explained(chat: ChatProcess) -> None:
     assert isinstance(chat.fit(HI, 100), Fitted)
 
 
-def test_closing_ends_a_request(folder: Path) -> None:
+@pytest.mark.parametrize("asks", [False, True], ids=["before it is asked", "while it is asked"])
+def test_closing_ends_a_request(folder: Path, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     template(folder, "{% if messages | length > 1 %}" + TEMPLATES["loops"] + "{% endif %}" + TEMPLATE)
     opened = ChatProcess(folder)
     child = number_of(opened)
     errors: list[FloeError] = []
+    sending, closed = threading.Event(), threading.Event()
+
+    def held(pipe: Any, message: Any) -> None:
+        sending.set()
+        assert closed.wait(60)
+        send(pipe, message)
+
+    def told(pipe: Any, message: Any) -> None:
+        send(pipe, message)
+        sending.set()
+
+    monkeypatch.setattr("floe_chat.models.tokenizer.chat_process.send", told if asks else held)
 
     def ask() -> None:
         try:
@@ -220,9 +233,11 @@ def test_closing_ends_a_request(folder: Path) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
+    assert sending.wait(60)
     opened.close()
+    closed.set()
     asking.join(60)
-    assert errors
+    assert [error.title for error in errors] == [f"The model at {folder} is closed"]
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
     with pytest.raises(PackError, match="closed"):
