@@ -42,18 +42,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     time: each value is tried, not each combination. A long test that began last would keep one worker busy alone.
     """
     if not config.getoption("--all"):
-        seen: set[tuple[str, str, str]] = set()
+        seen: set[tuple[object, ...]] = set()
         kept: list[pytest.Item] = []
         left: list[pytest.Item] = []
         for item in items:
             test, case = item.nodeid.partition("[")[0], getattr(item, "callspec", None)
-            values = {(test, axis, repr(value)) for axis, value in case.params.items()} if case else {(test, "", "")}
+            values = {(test, axis, *_named(value)) for axis, value in case.params.items()} if case else {(test,)}
             wanted = item.get_closest_marker("thorough") is None and not values <= seen
             (kept if wanted else left).append(item)
             seen |= values if wanted else set()
         config.hook.pytest_deselected(items=left)
         items[:] = kept
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _named(value: object) -> tuple[type, object]:
+    """What tells a case's value from another. Its text would take seconds: some are tensors, or megabytes."""
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return type(value), value
 
 
 def pytest_collection_finish() -> None:
