@@ -55,9 +55,10 @@ def floor_figures(found: Found) -> list[Timed]:
 
 
 def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool) -> dict[RoundKey, float]:
-    """One answer with all layers and one with only the first: seconds of a token, or with `prefill` of the prompt."""
+    """One answer with all layers and one with the fewest that stand for them: seconds of a token, or with `prefill` of
+    the prompt."""
     found: dict[RoundKey, float] = {}
-    for layers in {1, subject.layers}:
+    for layers in {subject.fewest, subject.layers}:
         with subject.first_layers(layers):
             answer = subject.answer(prompt, 0 if prefill else ANSWER)
         read = subject.weight_bytes(layers, experts=1.0) if prefill else answer.read

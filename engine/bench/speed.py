@@ -1,7 +1,7 @@
 """How fast a model answers: decode and prefill, whole and per layer, compared with the floor and with llama.cpp.
 
-The time of one layer is the difference between all layers and the first one alone, shared out; so embedding, head and a
-step's fixed costs cancel out, here and for the peer. All take turns within each round.
+The time of one layer is the difference between all layers and the first ones (`Subject.fewest`), shared out; so
+embedding, head and a step's fixed costs cancel out, here and for the peer. All take turns within each round.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .subject import Subject
 WARM = 3
 _CACHED = "All weights of this model take {weights:.0f} MB, which the caches of {cache:.0f} MB may hold."
 _ALONE = "llama.cpp was not compared: --peer names a Python that has llama-cpp-python and gguf."
+_NO_DIFFERENCE = "This model has too few layers to time one of them by the difference of layer counts."
 _NO_FLOOR = "Without the compiled kernels there is no figure for what the memory delivers, so no share of it."
 
 
@@ -129,7 +130,9 @@ class _Results:
     ) -> None:
         self._subject, self._plan, self._found, self._cores = subject, plan, found, cores
         self._presets = [preset.name for preset in presets]
-        self._counts = dict.fromkeys(self._presets, (1, subject.layers)) | {p.name: p.layers for p in peers}
+        self._counts = dict.fromkeys(self._presets, (subject.fewest, subject.layers)) | {
+            p.name: p.layers for p in peers
+        }
         # The peer that others are compared with: the last one, which is the better of llama.cpp's kinds.
         self._reference = peers[-1].name if peers else None
         self._floor = floor_figures(found)
@@ -155,7 +158,8 @@ class _Results:
         held, cache = self._subject.weight_bytes(self._subject.layers, experts=1.0), last_level_cache()
         cached = (_CACHED.format(weights=held / 1e6, cache=cache / 1e6),) if held <= cache else ()
         alone = (_ALONE,) if self._plan.published_layers and not self._reference else ()
-        return (*self._noise, *cached, *alone, *(() if self._floor else (_NO_FLOOR,)))
+        whole = () if self._subject.fewest < self._subject.layers else (_NO_DIFFERENCE,)
+        return (*self._noise, *whole, *cached, *alone, *(() if self._floor else (_NO_FLOOR,)))
 
     def _section(
         self, title: str, names: Sequence[str], values: Callable[[str, str], Sequence[float]], tokens: int

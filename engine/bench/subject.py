@@ -66,6 +66,19 @@ class Subject:
     def layers(self) -> int:
         return len(self.model.model.layers)
 
+    @property
+    def fewest(self) -> int:
+        """How many of the first layers stand for all of them: the shortest start that has every kind of layer and
+        leaves whole periods (of three layers with linear attention and one with full attention, four). Where kinds
+        have no period, the shortest start that has every kind.
+        """
+        kinds = [_kind(layer) for layer in self.model.model.layers]
+        every = max(map(kinds.index, kinds)) + 1
+        for period in range(1, len(kinds)):
+            if kinds[period:] == kinds[:-period]:
+                return every + (len(kinds) - every) % period
+        return every
+
     def describe(self) -> str:
         """In words: name, layers and widths."""
         return f"{self.name}, {self.layers} layers, {self.manifest.widths.describe()}"
@@ -165,6 +178,11 @@ def from_pack(folder: Path, device: str, text: str) -> Subject:
         loaded.device,
         ids,
     )
+
+
+def _kind(layer: nn.Module) -> list[tuple[str, int]]:
+    """The parts of a layer, and bytes that each reads besides experts: equal for layers that work alike."""
+    return [(name, sum(_weights(module, 0.0) for module in part.modules())) for name, part in layer.named_children()]
 
 
 def _weights(module: nn.Module, experts: float) -> int:

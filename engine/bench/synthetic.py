@@ -105,7 +105,7 @@ class Spec:
         if not 2 <= self.layers <= published:
             raise UsageError(
                 f"A synthetic model cannot have {self.layers} layers",
-                "Its time per layer is the difference between runs with all layers and with one.",
+                "Its time per layer is the difference between runs with all layers and with the first ones.",
                 f"Give --layers 2 to {published}.",
             )
         PackSpec(up=self.up, gate=self.rows, down=self.rows, dense=self.dense)

@@ -95,7 +95,7 @@ def test_bench_says_what_it_can_measure(arguments: list[str]) -> None:
     explained(run_cli(*arguments), 2)
 
 
-COMMANDS = ("kernels", "transfer", "decode", "prefill", "ablation", "startup")
+COMMANDS = ("kernels", "transfer", "decode", "prefill", "offload")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

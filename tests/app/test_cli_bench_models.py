@@ -1,4 +1,4 @@
-"""`floe-chat bench decode`, `prefill`, `ablation`, `transfer` and `startup` on tiny models, and what they refuse."""
+"""`floe-chat bench decode`, `prefill` and `transfer` on tiny models, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.engine.bench import startup, synthetic, transfer
-from floe_chat.engine.bench.measure import ResultTable
+from floe_chat.engine.bench import synthetic, transfer
 from floe_chat.engine.bench.peer import llama
+from floe_chat.engine.bench.subject import from_pack
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.models.catalog import described
+from floe_chat.models.packing.pack import PackSpec
 
+from .. import families
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
-from ..helpers import explained, run_cli
+from ..helpers import explained, make_pack, run_cli
 
 TINY: dict[str, Any] = {
     "model_type": "mixtral",
@@ -42,7 +44,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "MIXTRAL", Shapes(128, 400, cache=0))
     monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
     monkeypatch.setattr("floe_chat.engine.bench.speed.WARM", 0)
-    monkeypatch.setattr("floe_chat.engine.bench.ablation.WARM", 0)
 
 
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
@@ -80,6 +81,36 @@ def test_a_pack_is_measured_at_the_preset_that_was_named(tiny_pack: Path) -> Non
     assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, "Fast"}
 
 
+HYBRIDS = {
+    "qwen3_next": ["linear_attention"] * 3 + ["full_attention"],
+    "qwen3_5_moe": ["linear_attention"] * 3 + ["full_attention"],
+    "qwen3_5_moe_text": ["linear_attention"] * 3 + ["full_attention"],
+    "gpt_oss": ["sliding_attention", "full_attention"],
+    "gemma4": ["sliding_attention", "full_attention"],
+    "gemma4_text": ["sliding_attention", "full_attention"],
+    "lfm2_moe biases": ["conv", "conv", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_is_measured_by_whole_periods(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = HYBRIDS[family]
+    layers = {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
+    monkeypatch.setitem(families.MODELS, family, families.MODELS[family] | layers)
+    pack = tmp_path / "pack"
+    make_pack(families.make(family, tmp_path / "source"), pack, PackSpec())
+    # By themselves gpt-oss's layers are of one kind: a window takes nothing away from so short a prompt.
+    assert from_pack(pack, "cpu", "A text.").fewest == (1 if family == "gpt_oss" else len(kinds))
+    for bench in ("decode", "prefill"):
+        ran = run_cli("bench", bench, str(pack), "--device", "cpu", "-p", "Balanced", "--tokens", "9", *ONCE)
+        assert (ran.code, ran.err) == (0, ""), ran
+        assert "one layer by" in ran.out or "was lost in noise" in ran.out
+    text = tmp_path / "text.txt"
+    text.write_text("Whole periods of layers. " * 40)
+    ran = run_cli("eval", str(pack), "-p", "Balanced", "--tokens", "512", "--text", str(text), "--json")
+    assert ran.code == 0 and json.loads(ran.out.splitlines()[-1])["presets"][0]["kl_mean"] >= 0, ran
+
+
 def test_a_quality_set_by_hand_is_measured(tiny_pack: Path) -> None:
     ran = run_cli(
         "bench", "decode", str(tiny_pack), "--device", "cpu", "--drop", "40%", "--major", "0.8", *ONCE, "--json"
@@ -88,32 +119,10 @@ def test_a_quality_set_by_hand_is_measured(tiny_pack: Path) -> None:
     assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, CUSTOM}
 
 
-def test_an_ablation_is_measured(tiny_pack: Path) -> None:
-    for model in ((str(tiny_pack),), ("--synthetic", "tiny")):
-        ran = run_cli("bench", "ablation", *model, *ONCE)
-        assert ran.code == 0, ran
-        last = ran.out.splitlines()[-1]
-        # A layer this small may drown in noise; then a note names it.
-        assert json.loads(last)["bench"] == "ablation" and "transformers' own, 16 bit" in last
-
-
 def test_transfer_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     ran = run_cli("bench", "transfer", "--quick", *ONCE)
     assert ran.code == 0 and "were not measured: " in ran.out and "memcpy" in ran.out
-
-
-def test_startup_asks_the_model_named(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def measured(ask: list[str], pack: Path, model: str, **_rest: object) -> ResultTable:
-        asked.append(ask)
-        return ResultTable("startup", "cpu", {"model": model}, (), (str(pack),))
-
-    monkeypatch.setattr(startup, "run", measured)
-    ran = run_cli("bench", "startup", str(tiny_pack))
-    assert ran.code == 0 and str(tiny_pack) in ran.out
-    assert asked[0][0] == sys.executable and asked[0][asked[0].index("--model") + 1] == str(tiny_pack)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ A layer with Mixtral's heads, keys and values in float32 and in float16; the tim
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
@@ -38,6 +39,7 @@ def milliseconds(step: NativeStep, stores: list[Tensor], position: int) -> float
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for kept in (torch.float32, torch.float16):

@@ -9,6 +9,7 @@ panel.svg plays a card (its times are counted: the panel says "virtual time"), w
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import re
@@ -142,4 +143,5 @@ def _save(pilot: Pilot[int], file: Path) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

@@ -11,12 +11,12 @@ import psutil
 import pytest
 import torch
 from floe_chat.engine import quality_presets
-from floe_chat.engine.bench import ablation, layers, speed, synthetic
+from floe_chat.engine.bench import layers, speed, synthetic
 from floe_chat.engine.bench.layers import RoundKey
 from floe_chat.engine.bench.measure import ResultTable, Section
 from floe_chat.engine.bench.speed import SpeedRun
 from floe_chat.engine.bench.subject import Subject, from_pack
-from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
+from floe_chat.engine.bench.synthetic import Spec
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.kernels.rule import Rule
@@ -211,47 +211,6 @@ def test_a_pack_is_measured_on_its_own_text(tiny_pack: Path) -> None:
     assert "--tokens" in caught.value.hint
 
 
-@pytest.mark.usefixtures("steady")
-@pytest.mark.parametrize("dense", [4, 8])
-def test_an_ablation_adds_one_part_after_the_other(dense: int) -> None:
-    spec = Spec("tiny", 2, dense=dense)
-    torch.manual_seed(0)
-    steps = ablation.of_spec(spec, silent, quick=False)
-    names = [step.name for step in steps]
-    assert names[0].startswith("transformers' own") and "exact" in names[1]
-    assert steps[1].preset.exact and steps[2].preset == NO_SPARSITY
-    widths = [name for name in names if name.startswith("dense")]
-    assert widths == ["dense 8 bit", "dense 4 bit"]
-    assert (names.index("dense 4 bit") == len(names) - 1) is (dense == 8)
-    table = ablation.run(steps, threads=1, runs=2, report=silent)
-    rows = [row for row in table.sections[0].rows if row.name != read_floor.READ]
-    assert [row.name for row in rows] == names
-    assert [row.peer for row in rows] == [None, *names[:-1]]
-    assert all(row.note == "1.00x in all" for row in rows[1:])
-
-
-@pytest.mark.usefixtures("steady")
-def test_an_ablation_of_a_pack_keeps_its_dense_width(tiny_pack: Path) -> None:
-    subject = from_pack(tiny_pack, "cpu", TEXT)
-    assert ablation.of_pack(subject, silent, quick=True)[0].preset.exact
-    steps = ablation.of_pack(subject, silent, quick=False)
-    assert f"dense {subject.manifest.widths.dense} bit" in steps[1].name and not [
-        s for s in steps[2:] if "dense" in s.name
-    ]
-    preset = quality_presets.get(quality_presets.DEFAULT, steps[1].subject.manifest)
-    last = steps[-1].preset.rule
-    assert (last.sparsity, last.product) == (preset.rule.sparsity, preset.rule.product)
-
-
-def test_transformers_own_experts_count_as_read_whole() -> None:
-    subject = make()
-    plain = ablation.plain(subject)
-    expert = 3 * 128 * 256 * 2
-    difference = plain.weight_bytes(3, experts=0.25) - plain.weight_bytes(3, experts=0.0)
-    assert difference == 3 * 2 * expert
-    assert plain.answer(plain.prompt(4), 1).read > difference
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -281,8 +240,6 @@ def test_too_little_memory_is_refused_before_anything_is_made(monkeypatch: pytes
     with pytest.raises(FloeError, match="GB of free memory") as caught:
         synthetic.make(Spec("mixtral-8x7b", 3), "cpu", silent)
     assert "1.1 GB are available" in caught.value.cause and "--layers" in caught.value.hint
-    with pytest.raises(FloeError, match="GB of free memory"):
-        ablation.of_spec(Spec("mixtral-8x7b", 2), silent, quick=True)
 
 
 def test_more_threads_than_cores_are_refused() -> None:

@@ -1,17 +1,13 @@
-"""The benchmarks of moving rows and of starting: which figures there are; no test waits for a clock."""
+"""The benchmark of moving rows: which figures there are; no test waits for a clock."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from floe_chat.engine.bench import startup, transfer
+from floe_chat.engine.bench import transfer
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
-from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.errors import UsageError
 
 from .fake_cuda import FakeCuda
 
@@ -79,21 +75,3 @@ def test_copies_on_a_gpu() -> None:
 def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(UsageError, match="9999 threads"):
         transfer.run(threads=9999, shapes=TINY, gpu=None)
-
-
-def printing(text: str, code: int = 0) -> list[str]:
-    return [sys.executable, "-c", f"import sys; sys.stdout.write({text!r}); sys.exit({code})"]
-
-
-def test_starting_is_timed_in_parts_beside_the_goals(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "WARM", 0)
-    table = startup.run(printing(json.dumps({"first_token_s": 0.25})), tiny_pack, "tiny", runs=1)
-    rows = {row.name: row for section in table.sections for row in section.rows}
-    assert list(rows) == ["ask", "first token", "python", "import torch", "load the model"]
-    assert rows["first token"].ms == 250 and rows["ask"].note == "goal: under 4 s"
-    assert all(row.ms > 0 for row in rows.values())
-
-
-def test_a_question_that_fails_is_explained(tiny_pack: Path) -> None:
-    with pytest.raises(FloeError, match="could not be started"):
-        startup.run(printing("", 1), tiny_pack, "tiny", runs=1)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import click
 
 from ....models.errors import UsageError
 from ..command_names import SuggestingGroup
-from .models import ablation, decode, prefill
-from .options import RUNS, TIMING, chosen_device, with_options
+from .models import decode, prefill
+from .options import TIMING, chosen_device, with_options
 from .table import finish, measuring
 
 
@@ -133,26 +130,5 @@ def offload(model: str, synthetic: str, cards: tuple[str, ...], tokens: int, ske
     finish(table, as_json=as_json)
 
 
-@bench.command(short_help="Time a whole `floe-chat ask` and its parts.")
-@click.argument("model", default="demo", metavar="[MODEL]")
-@with_options(*RUNS)
-def startup(model: str, runs: int | None, as_json: bool) -> None:
-    """Time the start: a whole `floe-chat ask`, its parts, and the first token of a loaded model.
-
-    Each run starts two new processes. The first run is not counted.
-
-    Example: floe-chat bench startup
-    """
-    from ....engine.bench import startup as bench_startup
-    from ....models.catalog import find
-
-    pack = find(model)
-    program = [sys.executable, "-c", "from floe_chat.app.start import command; command()"]
-    question = ["ask", "--json", "--seed", "1", "--max-tokens", "16", "--model", str(Path(pack)), "What is an expert?"]
-    with measuring() as report:
-        table = bench_startup.run([*program, *question], pack, model, runs=runs or 5, report=report)
-    finish(table, as_json=as_json)
-
-
-for command in (decode, prefill, ablation):
+for command in (decode, prefill):
     bench.add_command(command)

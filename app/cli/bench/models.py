@@ -1,4 +1,4 @@
-"""`floe-chat bench decode`, `prefill` and `ablation`: the speed of a whole model, a pack or one with random weights."""
+"""`floe-chat bench decode` and `prefill`: the speed of a whole model, a pack or one with random weights."""
 
 from __future__ import annotations
 
@@ -80,40 +80,6 @@ def prefill(**options: Any) -> None:
     Example: floe-chat bench prefill demo --tokens 256
     """
     _speed("prefill", **options)
-
-
-@click.command(short_help="Measure what each part of the engine gains.")
-@with_options(*MODEL, *TIMING)
-def ablation(
-    model: str | None,
-    synthetic: str | None,
-    threads: int | None,
-    runs: int | None,
-    quick: bool,
-    as_json: bool,
-    **widths: int | None,
-) -> None:
-    """Measure what each part of the engine gains: parts are added one by one, starting from transformers' own model.
-
-    Runs on the CPU. transformers' own model has 16-bit weights: a synthetic Mixtral takes 4 GB of memory per layer and
-    4 GB more (2 layers unless --layers says more). --quick leaves this model out: 1 GB per layer.
-
-    Example: floe-chat bench ablation --synthetic mixtral-8x7b
-    """
-    from ....engine.bench import ablation as bench_ablation
-
-    spec = _spec(synthetic, model, widths, layers=2)
-    with measuring() as report:
-
-        def tell(step: str) -> None:
-            report(step, 0, 1)
-
-        if spec:
-            steps = bench_ablation.of_spec(spec, tell, quick=quick)
-        else:
-            steps = bench_ablation.of_pack(_pack(model, "cpu"), tell, quick=quick)
-        table = bench_ablation.run(steps, threads=threads, runs=runs or 5, report=report)
-    finish(table, as_json=as_json)
 
 
 def _speed(

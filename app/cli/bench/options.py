@@ -14,7 +14,6 @@ Option = Callable[[Command], Command]
 
 _RUNS = click.option("--runs", type=click.IntRange(1), help="Timed runs of each figure, after warm-up.  [default: 5]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
-RUNS: tuple[Option, ...] = (_RUNS, _JSON)
 TIMING: tuple[Option, ...] = (
     click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: as many as the engine would use]"),
     _RUNS,

@@ -1,35 +1,39 @@
 """The gain of each part of the engine: parts are added in turn, each compared with the step before and with the first.
 
 Every row is a real run of one model: transformers' own in 16 bit, then the same sizes with packed experts, and so on.
-A figure is the time of one layer (layers.py).
+A figure is the time of one layer (engine/bench/layers.py). transformers' own model takes 4 GB of memory for each layer
+of a Mixtral and 4 GB more; --quick leaves it out.
+
+Run: .venv/bin/python tests/bench/ablation.py [PACK | --synthetic mixtral-8x7b --layers 2] [--quick] [--runs 5]
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
+from floe_chat.engine import quality_presets
+from floe_chat.engine.bench import synthetic
+from floe_chat.engine.bench.layers import Found, RoundKey, answered, floor_figures, floor_parts, slope, told_apart
+from floe_chat.engine.bench.measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
+from floe_chat.engine.bench.speed import WARM
+from floe_chat.engine.bench.subject import Subject, from_pack
+from floe_chat.engine.bench.synthetic import Spec
+from floe_chat.engine.experts.moe_layer import Control
+from floe_chat.engine.machine.conditions import backend, computing, facts
+from floe_chat.engine.machine.load import Others
+from floe_chat.engine.machine.read_floor import READ
+from floe_chat.engine.quality.references import NO_SPARSITY
+from floe_chat.engine.quality_presets import X_BITS_EXACT, Preset
+from floe_chat.engine.telemetry import Telemetry
+from floe_chat.kernels.rule import Rule
+from floe_chat.models.pack.manifest import DENSE_WIDTHS
 from torch import Tensor
-
-from ...kernels.rule import Rule
-from ...models.pack.manifest import DENSE_WIDTHS
-from .. import quality_presets
-from ..experts.moe_layer import Control
-from ..machine.conditions import backend, computing, facts
-from ..machine.load import Others
-from ..machine.read_floor import READ
-from ..quality.references import NO_SPARSITY
-from ..quality_presets import X_BITS_EXACT, Preset
-from ..telemetry import Telemetry
-from . import synthetic
-from .layers import Found, RoundKey, answered, floor_figures, floor_parts, slope, told_apart
-from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
-from .speed import WARM
-from .subject import Subject
-from .synthetic import Spec
 
 PROMPT = 4  # tokens: few, since decoding is timed
 _FLOAT16 = 2  # bytes
@@ -168,7 +172,7 @@ def _timed(step: Variant) -> dict[RoundKey, float]:
 
 def _rows(steps: list[Variant], found: Found) -> tuple[list[Timed], tuple[str, ...]]:
     """A figure per step, compared with the step before and, in its note, with the first."""
-    counts = {step.name: (1, step.subject.layers) for step in steps}
+    counts = {step.name: (step.subject.fewest, step.subject.layers) for step in steps}
     clear, notes = told_apart(found, counts)
     rows = floor_figures(found)
     floor = READ if rows else None
@@ -178,3 +182,31 @@ def _rows(steps: list[Variant], found: Found) -> tuple[list[Timed], tuple[str, .
         note = f"{median(a / b for a, b in zip(first, seconds, strict=True)):.2f}x in all" if before else ""
         rows.append(Timed(name, seconds, read, floor, before, note=note))
     return rows, notes
+
+
+def main() -> None:
+    from floe_chat.app.cli.bench.table import finish
+    from floe_chat.models.catalog import DEMO, asset, find
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEMO)
+    parser.add_argument("--synthetic", choices=synthetic.MODELS)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+
+    def told(step: str, _done: int = 0, _total: int = 1) -> None:
+        print(step, file=sys.stderr)
+
+    if options.synthetic:
+        steps = of_spec(Spec(options.synthetic, options.layers), told, quick=options.quick)
+    else:
+        text = asset("calibration.txt").read_text(encoding="utf-8")
+        steps = of_pack(from_pack(find(options.model), "cpu", text), told, quick=options.quick)
+    finish(run(steps, threads=options.threads, runs=options.runs, report=told), as_json=False)
+
+
+if __name__ == "__main__":
+    main()

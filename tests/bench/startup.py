@@ -1,11 +1,13 @@
 """Start-up times: `floe-chat ask` as a whole, its parts in fresh processes, and the first token of a loaded model.
 
-Importing this file is cheap: a fresh process runs it (`python -m floe_chat.engine.bench.startup PACK`) to time what
-it imports and loads itself.
+A fresh process runs this file again with the pack's folder, to time what it imports and loads itself.
+
+Run: .venv/bin/python tests/bench/startup.py [MODEL] [--runs 5]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,18 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...models.errors import FloeError
-from ..torch_import import import_torch
-from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
+from floe_chat.engine.bench.measure import ResultTable, Section, Timed, in_turn, summarise
+from floe_chat.engine.torch_import import import_torch
+from floe_chat.models.errors import FloeError
 
 WARM = 1  # the first run fills the system's file cache
 GOALS = {"first token": 1.0, "ask": 4.0}  # seconds, for the demo
 _PARTS = ("python", "import torch", "load the model")
 
 
-def run(
-    ask: Sequence[str], pack: Path, model: str, *, runs: int, report: MeasureReport = lambda _what, _done, _total: None
-) -> ResultTable:
+def run(ask: Sequence[str], pack: Path, model: str, *, runs: int) -> ResultTable:
     """Measure.
 
     Args:
@@ -34,8 +34,8 @@ def run(
     Raises:
         FloeError: a process failed.
     """
-    from ..machine import conditions
-    from ..machine.load import Others
+    from floe_chat.engine.machine import conditions
+    from floe_chat.engine.machine.load import Others
 
     def asked() -> Mapping[str, float]:
         start = time.perf_counter()
@@ -45,14 +45,12 @@ def run(
 
     def parts() -> Mapping[str, float]:
         start = time.perf_counter()
-        found: dict[str, float] = json.loads(_output([sys.executable, "-m", __name__, str(pack)]))
+        found: dict[str, float] = json.loads(_output([sys.executable, "-P", __file__, "--milestones", str(pack)]))
         found["python"] = time.perf_counter() - start - sum(found.values())
         return found
 
     others = Others(own=_own_seconds)
-    found = in_turn(
-        [asked, parts], warm=WARM, runs=runs, report=lambda done, total: report("Starting floe-chat", done, total)
-    )
+    found = in_turn([asked, parts], warm=WARM, runs=runs)
     cores = others.cores()
     goals = {name: f"goal: under {seconds:.0f} s" for name, seconds in GOALS.items()}
     rows = {name: Timed(name, seconds, [0.0] * runs, note=goals.get(name, "")) for name, seconds in found.items()}
@@ -91,14 +89,31 @@ def _milestones(pack: Path) -> dict[str, float]:
 
     import_torch()
     mark()
-    from ..loader import load
+    from floe_chat.engine.loader import load
 
     load(pack, None, "auto", lambda _step, _share: None)
     mark()
     return {name: after - before for name, before, after in zip(_PARTS[1:], marks, marks[1:], strict=False)}
 
 
+def main() -> None:
+    from floe_chat.app.cli.bench.table import finish
+    from floe_chat.models.catalog import DEMO, find
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=DEMO)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--milestones", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.milestones:
+        sys.stdout.write(json.dumps(_milestones(Path(options.model))))
+        sys.stdout.flush()
+        os._exit(0)  # as the command does: torch takes seconds to shut down
+    pack = find(options.model)
+    program = [sys.executable, "-c", "from floe_chat.app.start import command; command()"]
+    question = ["ask", "--json", "--seed", "1", "--max-tokens", "16", "--model", str(pack), "What is an expert?"]
+    finish(run([*program, *question], pack, options.model, runs=options.runs), as_json=False)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_milestones(Path(sys.argv[1]))))
-    sys.stdout.flush()
-    os._exit(0)  # as the command does: torch takes seconds to shut down
+    main()
