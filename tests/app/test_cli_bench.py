@@ -11,7 +11,6 @@ import pytest
 import torch
 from floe_chat.app.cli.bench.table import text
 from floe_chat.engine.bench import synthetic
-from floe_chat.engine.bench.kernels import cpu
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.machine.random_weights import Shapes
 
@@ -57,12 +56,6 @@ def check_fields(fields: dict[str, Any]) -> None:
         assert all(isinstance(row[name], kind) for name, kind in ROW_FIELDS.items()), row
 
 
-def test_json_is_all_there_is_when_asked_for() -> None:
-    ran = run_cli(*QUICK, "--json")
-    assert (ran.code, ran.err) == (0, "")
-    check_fields(json.loads(ran.out))
-
-
 def test_the_table_comes_first_and_json_is_the_last_line() -> None:
     ran = run_cli(*QUICK)
     assert (ran.code, ran.err) == (0, "")
@@ -88,11 +81,6 @@ def test_progress_goes_to_a_terminals_stderr_and_is_wiped() -> None:
 )
 def test_bad_options_are_usage_errors(options: list[str]) -> None:
     explained(run_cli("bench", "kernels", "--device", "cpu", *options), 2)
-
-
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "nonesuch"]], ids=" ".join)
-def test_bench_says_what_it_can_measure(arguments: list[str]) -> None:
-    explained(run_cli(*arguments), 2)
 
 
 COMMANDS = ("kernels", "transfer", "decode", "prefill", "offload")
@@ -129,15 +117,6 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
     ran = run_cli("bench", "kernels", "--quick")
     assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out
     assert json.loads(ran.out.splitlines()[-1])["device"] == "cuda"
-
-
-def test_an_interrupted_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(**_options: object) -> ResultTable:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cpu, "run", interrupt)
-    ran = run_cli(*QUICK)
-    assert (ran.code, ran.out) == (130, "") and "interrupted" in ran.err
 
 
 def test_the_table_fits_and_marks_what_is_noisy() -> None:

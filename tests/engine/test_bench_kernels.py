@@ -18,7 +18,7 @@ from floe_chat.kernels.backend import Backend
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.types import Calls
 from floe_chat.kernels.weights import SignalWeights
-from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.errors import FloeError
 
 TINY = Shapes(128, 256, experts=4, tokens=3, cache=0)
 GB = 10**9
@@ -89,35 +89,6 @@ def test_a_step_counts_the_bytes_that_it_reads() -> None:
         assert abs(counted - 2 * TINY.up_bytes(2) - active * TINY.row_layout(4).nbytes) <= 4 * TINY.row_layout(4).nbytes
 
 
-def test_up_alone_reads_every_row_on_a_gpu_too(
-    monkeypatch: pytest.MonkeyPatch, with_worthless_weights: list[str]
-) -> None:
-    without_kernels(monkeypatch, "triton")  # whose steps are timed as graphs
-    monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu._Bench.replayed", as_it_is)
-    gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
-    assert "moe_step" in with_worthless_weights
-
-
-@pytest.mark.usefixtures("compiled")
-def test_quick_is_the_default_widths_alone() -> None:
-    table = cpu.run(threads=1, runs=1, quick=True, shapes=TINY)
-    names = [section.title + found.name for section in table.sections for found in section.rows]
-    assert not [name for name in names if "3 bit" in name or "8-bit rows" in name]
-    assert [name for name in names if "4-bit rows" in name]
-
-
-@pytest.mark.usefixtures("compiled")
-def test_all_threads_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(*_given: object) -> int:
-        return 2
-
-    monkeypatch.setattr("floe_chat.engine.machine.hardware._usable_cores", two)
-    table = cpu.run(threads=2, runs=1, quick=True, shapes=TINY)
-    compared = [section.rows for section in table.sections if section.title.startswith("Threads")]
-    assert [[found.name for found in rows] for rows in compared] == [["1 thread", "2 threads"]] * 2
-    assert all(rows[1].peer == "1 thread" and rows[1].speedup for rows in compared)
-
-
 def without_kernels(monkeypatch: pytest.MonkeyPatch, name: str = "reference") -> Backend:
     """Let plain torch compute, whatever it is called."""
     plain = backend._reference("cpu", "plain torch, for a test")  # pyright: ignore[reportPrivateUsage]
@@ -170,26 +141,6 @@ def test_short_memory_means_fewer_experts_but_never_so_few_that_a_cache_holds_th
         cpu.run(threads=1, runs=1, shapes=Shapes(128, 256, experts=100, tokens=1, cache=10 << 20))
 
 
-def test_more_threads_than_cores_are_refused() -> None:
-    with pytest.raises(UsageError, match="9999 threads"):
-        cpu.run(threads=9999, shapes=TINY)
-
-
-def test_a_forced_instruction_set_that_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_device: str) -> None:
-        raise native.NativeUnavailableError("this CPU cannot run the avx512 kernels")
-
-    monkeypatch.setattr("floe_chat.kernels.operations.choose", refuse)
-    with pytest.raises(FloeError, match="cannot run") as caught:
-        cpu.run(threads=1, shapes=TINY)
-    assert "avx512" in caught.value.cause
-
-
-def as_it_is(_bench: object, work: Callable[[int], object]) -> Callable[[int], object]:
-    """Instead of a CUDA graph of it."""
-    return work
-
-
 class CountingWatch:
     """Calls the work a few times and makes up the seconds."""
 
@@ -220,16 +171,6 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("floe_chat.kernels.operations.moe_step", zeros)
     with pytest.raises(FloeError, match="wrong"):
         gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
-
-
-def test_steps_of_triton_are_timed_as_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_kernels(monkeypatch, "triton")
-    monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu._Bench.replayed", as_it_is)
-    shapes = Shapes(64, 32, experts=2)
-    table = gpu.run(shapes=shapes, quick=True, device="cpu", watch=CountingWatch())
-    names = [found.name for found in table.sections[-1].rows]
-    graphs = [name.removesuffix(", graph") for name in names if name.endswith(", graph")]
-    assert graphs == ["up alone", *(f"{s} % sparse" for s in (0, 50, 60, 70, 80, 90))]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,13 @@ from floe_chat.engine.bench import layers, speed, synthetic
 from floe_chat.engine.bench.layers import RoundKey
 from floe_chat.engine.bench.measure import ResultTable, Section
 from floe_chat.engine.bench.speed import SpeedRun
-from floe_chat.engine.bench.subject import Subject, from_pack
+from floe_chat.engine.bench.subject import Subject
 from floe_chat.engine.bench.synthetic import Spec
 from floe_chat.engine.machine import read_floor
-from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.weights import LinearWeights
 from floe_chat.models.catalog import described
-from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.errors import FloeError
 
 TINY: dict[str, Any] = {
     "model_type": "mixtral",
@@ -85,12 +83,6 @@ def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[s
         assert 0 < answer.prefill <= answer.first and answer.token > 0
 
 
-def test_thresholds_of_products_are_measured_too() -> None:
-    subject = make()
-    tables = subject.model.model.layers[1].mlp.experts.packed.products
-    assert tables.shape == (8, 101) and bool((tables.diff(dim=1) >= 0).all()) and bool((tables[:, -1] > 0).all())
-
-
 def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: torch.Tensor, weights: LinearWeights, *, x_bits: int = 22) -> torch.Tensor:
         return torch.full((x.shape[0], weights.q.shape[0]), torch.nan if x_bits == 22 else 0.0)
@@ -130,32 +122,6 @@ def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
         assert [row.tokens_s for row in whole.rows][-1] == pytest.approx(200)
     else:
         assert [row.tokens_s for row in whole.rows][-1] == pytest.approx(12 / 0.005)
-
-
-@pytest.mark.usefixtures("steady")
-def test_quick_is_the_default_preset_and_others_can_be_named_or_set_by_hand() -> None:
-    for plan, names in (
-        (SpeedRun("decode", (), 8, 1, 1, quick=True), {"Balanced"}),
-        (SpeedRun("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
-        (SpeedRun("decode", ("fast",), 8, 1, 1, quick=True, rule=Rule(drop=0.4, major=0.8)), {"Fast", CUSTOM}),
-        (SpeedRun("decode", (), 8, 1, 1, quick=True, rule=Rule(0.9)), {CUSTOM}),
-    ):
-        rows = named(speed.run(make(), plan, [], silent), "3 layers").rows
-        assert {row.name for row in rows} - {read_floor.READ} == names
-
-
-@pytest.mark.usefixtures("steady")
-def test_without_compiled_kernels_there_is_no_floor_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "reader", lambda _device="": None)
-    table = speed.run(make(), SpeedRun("decode", ("Fast",), 8, 1, 1, quick=False), [], silent)
-    assert [row.name for row in table.sections[0].rows] == ["Fast"] and table.sections[0].rows[0].of_floor is None
-    assert any("what the memory delivers" in note for note in table.notes)
-
-
-@pytest.mark.usefixtures("steady")
-def test_weights_that_a_cache_may_hold_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "last_level_cache", lambda: 1 << 30)
-    assert "caches" in speed.run(make(), SpeedRun("decode", ("Fast",), 8, 1, 1, quick=False), [], silent).notes[0]
 
 
 class FakePeer:
@@ -198,38 +164,6 @@ def test_what_drowned_in_noise_is_said_and_not_shown() -> None:
     assert layers.slope(found, "c", (1, 3), "seconds")[2] > 0
 
 
-@pytest.mark.usefixtures("steady")
-def test_a_pack_is_measured_on_its_own_text(tiny_pack: Path) -> None:
-    subject = from_pack(tiny_pack, "cpu", TEXT)
-    assert len(subject.prompt(100)) == 100 and subject.prompt(20) == subject.prompt(100)[:20]
-    table = speed.run(subject, SpeedRun("decode", ("High",), 8, 1, 1, quick=False), [], silent)
-    assert str(table.facts["model"]).startswith("tiny, 2 layers") and not [
-        s for s in table.sections if "all " in s.title
-    ]
-    with pytest.raises(UsageError, match="leaves no room") as caught:
-        subject.prompt(300)
-    assert "--tokens" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({"name": "nonesuch", "layers": 2}, "nonesuch"),
-        ({"name": "tiny", "layers": 0}, "0 layers"),
-        ({"name": "tiny", "layers": 1}, "1 layers"),
-        ({"name": "tiny", "layers": 7}, "7 layers"),
-        ({"name": "tiny", "layers": 2, "up": 5}, "up cannot be 5 bit"),
-        ({"name": "tiny", "layers": 2, "rows": 1}, "cannot be 1 bit"),
-        ({"name": "tiny", "layers": 2, "dense": 2}, "dense cannot be 2 bit"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_models_that_cannot_be_made_are_usage_errors(spec: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words) as caught:
-        Spec(**spec)
-    assert caught.value.hint
-
-
 def test_too_little_memory_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**30, available=2**30))
 
@@ -240,11 +174,6 @@ def test_too_little_memory_is_refused_before_anything_is_made(monkeypatch: pytes
     with pytest.raises(FloeError, match="GB of free memory") as caught:
         synthetic.make(Spec("mixtral-8x7b", 3), "cpu", silent)
     assert "1.1 GB are available" in caught.value.cause and "--layers" in caught.value.hint
-
-
-def test_more_threads_than_cores_are_refused() -> None:
-    with pytest.raises(UsageError, match="9999 threads"):
-        speed.run(make(), SpeedRun("decode", (), 8, 9999, 1, quick=True), [], silent)
 
 
 def test_a_full_width_mixtral_is_as_large_as_it_says() -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from floe_chat.engine.answers import MOST
 from floe_chat.engine.bench.cards import baselines
-from floe_chat.engine.bench.cards.mixes import static
 from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
-from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Stage, layers_held, play, room
+from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Stage, play, room
 from floe_chat.engine.bench.cards.replay import run as replayed
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.bench.cards.width import Width
@@ -31,11 +30,10 @@ from floe_chat.engine.planning.speed_estimate import Held, TokenWork
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
-from floe_chat.models.packing.calibration import threshold_at
 from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_pack
-from .driver import a_preset, open_model
+from .driver import open_model
 from .replaying import HALF, MIXTRAL, MORE, SMALL, WARM, WIDTH, recorded
 
 
@@ -48,17 +46,6 @@ def twofold(trace: Trace) -> Trace:
     """The same tokens once more."""
     names = ("index", "weights", "values", "ahead", "scores", "heard")
     return dataclasses.replace(trace, **{name: np.concatenate([getattr(trace, name)] * 2) for name in names})
-
-
-def test_each_kind_of_rule_leaves_out_what_it_says(trace: Trace) -> None:
-    """Rules that are not weighed have tables of their own: the pack's are of weighed values."""
-    for share in (0.6, 0.9):
-        skipped: list[float] = []
-        for token, layer in itertools.product(range(len(trace.index)), range(2)):
-            limits = threshold_at(trace.plain[layer], share)
-            for expert in trace.index[token, layer].tolist():
-                skipped.append(float((trace.values[token, layer, expert] < float(limits[expert])).mean()))
-        assert np.mean(skipped) == pytest.approx(share, abs=0.02)
 
 
 def test_the_values_are_the_signal_as_kernels_compare_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
@@ -89,14 +76,6 @@ def test_a_trace_is_what_the_layers_were_given(trace: Trace) -> None:
     assert np.corrcoef(right.reshape(-1), trace.ahead[:, 1].reshape(-1).astype(np.float32))[0, 1] > 0.2
 
 
-def test_with_room_for_all_nothing_is_moved_once_it_is_there(trace: Trace) -> None:
-    every = 2 * 4 * WIDTH.neurons
-    twice = twofold(trace)
-    all_there = play(SMALL, WIDTH, twice, a_preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
-    assert all_there.moved == 0 and all_there.waited == 0 and all_there.hidden is None
-    assert all(layer.ready == layer.active > 0 for layer in all_there.counts)
-
-
 def test_fewer_bytes_cross_the_link_the_more_is_skipped_kept_and_shared(trace: Trace) -> None:
     def moved(preset: Preset, parts: Parts, pool: int, *, ahead: bool = False) -> float:
         return play(SMALL, WIDTH, trace, preset, parts, ahead=ahead, warm=WARM, pool=pool).moved
@@ -125,27 +104,6 @@ def test_lanes_end_together(trace: Trace, together: int) -> None:
     played = replayed(stage, WARM, together)
     assert len(stage.apart) == 2 * (len(trace.index) - WARM) and played.apart is not None
     assert played.apart <= 0.1 and played.apart == pytest.approx(np.mean(stage.apart))
-
-
-def test_texts_that_need_the_same_move_it_once(trace: Trace) -> None:
-    def played(tokens: list[list[int]]) -> tuple[int, float]:
-        stage = Stage(SMALL, WIDTH, trace, HALF, Parts(cpu=False), ahead=False)
-        for step in tokens:
-            stage.step(step)
-        return stage.device.link.bytes_moved, stage.device.now()
-
-    one, same = (played([[token] * count for token in range(8)]) for count in (1, MOST))
-    apart = played([[token + text for text in range(MOST)] for token in range(8)])
-    assert same[0] == pytest.approx(one[0], rel=0.1) and same[0] < apart[0]
-    assert one[1] < same[1] < apart[1]
-
-
-def test_a_slower_link_makes_it_slower(trace: Trace) -> None:
-    slow = dataclasses.replace(SMALL, link_bytes_s=SMALL.link_bytes_s / 10)
-    for one in (HALF, MORE):
-        fast = play(SMALL, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
-        assert play(slow, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300).seconds > fast.seconds
-    assert baselines.naive(slow, MIXTRAL, trace, WARM).seconds > baselines.naive(SMALL, MIXTRAL, trace, WARM).seconds
 
 
 @pytest.mark.parametrize(("lane", "factor"), [("link_bytes_s", 4.0), ("cpu_bytes_s", 10.0), ("cpu_bytes_s", 0.02)])
@@ -190,15 +148,6 @@ def test_a_lane_that_was_misjudged_is_found_out(
     assert played() > 1.15 * right  # so it is the correction that does it
 
 
-def test_the_hosts_time_is_counted_where_asked_for(trace: Trace) -> None:
-    def played(host: bool) -> Played:
-        return play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300, host=host)
-
-    free, again, counted = played(False), played(False), played(True)
-    assert free.host == 0 and free.seconds == again.seconds  # by the profile alone: the same on any machine
-    assert 0 < counted.host <= counted.seconds  # the host does one thing after the other
-
-
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
     found = baselines.naive(card("sim:rtx3060-12gb", study=True), MIXTRAL, trace, WARM)
     width = MIXTRAL.at(16, 16, 16)
@@ -217,16 +166,6 @@ def test_whole_experts_that_stay_are_not_moved_again(trace: Trace) -> None:
     everything = baselines.gpu_int2(large, MIXTRAL, trace, WARM)
     assert everything is not None and everything.moved == 0
     assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb", study=True), MIXTRAL, trace, WARM) is None
-
-
-def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
-    long = dataclasses.replace(trace, **{name: np.repeat(getattr(trace, name), 30, 0) for name in ("index", "scores")})
-    for skew, least, most in ((0.0, 0.4, 0.6), (3.0, 0.9, 1.0)):
-        drawn = long.skewed(skew, seed=1)
-        assert drawn.index.shape == long.index.shape and (drawn.index[..., 0] != drawn.index[..., 1]).all()
-        top = max((drawn.index[:, 0] == expert).any(1).mean() for expert in range(4))
-        assert least <= top <= most
-        assert (drawn.skewed(skew, seed=1).index == long.skewed(skew, seed=1).index).all()
 
 
 def test_layers_of_each_kind_take_their_own_lanes(trace: Trace) -> None:
@@ -258,24 +197,6 @@ def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix)
     held = Held(gpu=True, mix=Mix(gpu=16 * mix.gpu, cpu=16 * mix.cpu))
     token = speed_estimate.decode(takes, TokenWork(active=active), speeds, held, context=0)
     assert token.seconds == pytest.approx(played.seconds, rel=0.05)
-
-
-def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times(trace: Trace) -> None:
-    def held(vram: int) -> float:
-        return layers_held(dataclasses.replace(SMALL, vram_bytes=vram), WIDTH, trace)
-
-    def on(layers: float) -> float:
-        one = dataclasses.replace(SMALL, launch_s=0.0, vram_bytes=round(none + layers * each))
-        return static(one, WIDTH, trace, WARM, host=False).seconds
-
-    assert held(0) == 0 and held(1 << 40) == 2
-    one = WIDTH.layer(trace.thresholds[0])
-    each = one.rows.data.nbytes + 4 * one.signal.bytes_per_expert()
-    some = next(vram for vram in range(0, 1 << 26, 10_000) if held(vram) > 0)
-    none = some - held(some) * each
-    times = [on(layers) for layers in (0.01, 0.5, 0.99, 1.5, 2.5)]
-    assert times == sorted(times, reverse=True) and times[0] > times[-1]
-    assert times[1] == pytest.approx((times[0] + times[2]) / 2, rel=0.001)
 
 
 def test_a_card_without_room_is_refused(trace: Trace) -> None:

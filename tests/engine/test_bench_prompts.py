@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -47,30 +46,6 @@ def test_a_prompts_experts_cross_the_link_once_or_not_at_all(trace: Trace) -> No
     layerwise = prompts.layerwise(dataclasses.replace(slow, vram_bytes=1), WIDTH, trace, LENGTHS)[1]
     used = sum(len(np.unique(trace.index[:, layer])) for layer in range(2))
     assert layerwise.moved == used * (rows + ups) // 4 and layerwise.hidden == pytest.approx(0, abs=1e-9)
-
-
-def test_prompts_take_longer_the_longer_they_are_and_less_with_more_memory(trace: Trace) -> None:
-    for mix in (Mix(gpu=2), Mix(pool=2), Mix(cpu=2), Mix(gpu=1, cpu=1)):
-        short, long = prompts_on(SMALL, trace, mix)
-        assert short.seconds < long.seconds
-    prompt = dataclasses.replace(SMALL, launch_s=0.0, cpu_flops=1e6)
-    ways = [prompts_on(prompt, trace, Mix(gpu=2 - layers, cpu=layers))[1].seconds for layers in range(3)]
-    assert ways == sorted(ways)
-    counted = prompts_on(SMALL, trace, Mix(pool=2), host=True)[1]
-    assert 0 < counted.host <= counted.seconds
-
-
-@pytest.mark.parametrize("baseline", [prompts.layerwise, prompts.fiddler])
-def test_others_prompts_obey_the_card(trace: Trace, baseline: Any) -> None:
-    def seconds(**changed: float) -> list[float]:
-        one = dataclasses.replace(SMALL, **changed)
-        return [played.seconds for played in baseline(one, WIDTH, trace, LENGTHS)]
-
-    plain = seconds()
-    assert plain == seconds()
-    slow = {"link_bytes_s": 1e8, "cpu_flops": 1e9}
-    assert all(slower > fast for slower, fast in zip(seconds(**slow), plain, strict=True))
-    assert all(less > more for less, more in zip(seconds(**slow), seconds(**slow, vram_bytes=1 << 30), strict=True))
 
 
 def test_first_tokens_are_compared_by_size_of_memory(trace: Trace) -> None:

@@ -14,7 +14,7 @@ from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 
-from .replaying import HALF, MIXTRAL, SMALL, WARM, WIDTH, recorded
+from .replaying import HALF, MIXTRAL, WARM, WIDTH, recorded
 
 CARD = card("sim:rtx3060-12gb")
 
@@ -30,25 +30,6 @@ def test_two_cards_that_hold_all_take_as_long_as_one_and_the_crossings(trace: Tr
     crossing = CARD.link_latency_s * 2 + 2 * 2 * WIDTH.hidden / CARD.link_bytes_s
     assert two.moved == one.moved == 0
     assert two.seconds == pytest.approx(one.seconds + 2 * crossing, rel=1e-9)
-
-
-def test_more_rows_are_there_on_two_cards(trace: Trace) -> None:
-    given = WIDTH, trace, HALF
-    one = play(SMALL, *given, Parts(), ahead=False, warm=WARM)
-    two = play(SMALL, *given, Parts(mix=Mix(pool=1)), ahead=False, warm=WARM, others=[(SMALL, Mix(pool=1))])
-    assert 0 <= two.moved < one.moved
-    for layer in two.counts:
-        assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active > 0
-
-
-def test_a_slower_second_card_takes_the_time_of_its_own_layers(trace: Trace) -> None:
-    slow = dataclasses.replace(CARD, gpu_bytes_s=CARD.gpu_bytes_s / 10, gpu_flops=CARD.gpu_flops / 10)
-    given = WIDTH, trace, HALF, Parts(mix=Mix(gpu=1))
-    times = [
-        play(first, *given, ahead=False, warm=WARM, others=[(second, Mix(gpu=1))]).seconds
-        for first, second in ((CARD, CARD), (CARD, slow), (slow, slow))
-    ]
-    assert times[0] < times[1] < times[2]
 
 
 def test_the_hosts_time_counts_once_whichever_card_it_works_for(trace: Trace) -> None:

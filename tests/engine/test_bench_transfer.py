@@ -7,7 +7,6 @@ import torch
 from floe_chat.engine.bench import transfer
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
-from floe_chat.models.errors import UsageError
 
 from .fake_cuda import FakeCuda
 
@@ -70,8 +69,3 @@ def test_copies_on_a_gpu() -> None:
     names = [row.name for row in table.sections[1].rows]
     assert table.device == "cuda" and any("stream" in name for name in names)
     assert any("in place" in name for name in names) or "was not measured" in table.notes[0]
-
-
-def test_more_threads_than_cores_are_refused() -> None:
-    with pytest.raises(UsageError, match="9999 threads"):
-        transfer.run(threads=9999, shapes=TINY, gpu=None)
