@@ -130,8 +130,8 @@ def test_a_fifth_waits_for_its_turn(engine: Engine, widths: list[int]) -> None:
 def test_a_common_beginning_is_computed_once(engine: Engine, widths: list[int]) -> None:
     prompt = prompt_of(3, LEAST + 40)
     for number in (8, 9):  # the second time its prompt is there too, whose last token is then computed by itself
-        alone(engine, number, asking(number, prompt, tokens=250))
-    engine.send(*(asking(number, prompt, tokens=250) for number in (1, 2, 3)))
+        alone(engine, number, asking(number, prompt, tokens=60))
+    engine.send(*(asking(number, prompt, tokens=60) for number in (1, 2, 3)))
     for number in (1, 2, 3):
         stats = finished(engine, number).stats
         assert stats.reused_tokens == len(prompt) - 1
@@ -322,6 +322,6 @@ def test_it_is_measured_what_is_faster(tiny_pack: Path) -> None:
     """Nothing is forced here: one answer alone has to be measured before another joins."""
     with Engine() as engine:
         engine.load(tiny_pack)
-        engine.send(asking(1, prompt_of(1), tokens=400), asking(2, prompt_of(2), tokens=400))
+        engine.send(asking(1, prompt_of(1), tokens=60), asking(2, prompt_of(2), tokens=60))
         for number in (1, 2):
-            assert finished(engine, number).reason == "length" and len(engine.tokens_of(number)) == 400
+            assert finished(engine, number).reason == "length" and len(engine.tokens_of(number)) == 60

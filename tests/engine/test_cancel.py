@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.engine.events import Cancel, Finished, NewTokens, PrefillProgress
+from floe_chat.engine.events import Cancel, Finished, PrefillProgress
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, MoELayer
 from torch import Tensor
 
@@ -93,18 +93,6 @@ def test_a_question_in_the_queue_is_cancelled_and_the_one_before_is_not(engine: 
     assert engine.tokens_of(3) == engine.tokens_of(1)
 
 
-@pytest.mark.parametrize("after", [1, 9])
-def test_answering_again_after_a_cancel_is_as_if_nothing_happened(engine: Engine, watch: Watch, after: int) -> None:
-    engine.send(asking(7, PROMPT))
-    engine.end_of(7)
-    watch.cancel_after = watch.computed + after
-    engine.send(asking(1, PROMPT), asking(2, PROMPT))
-    cancelled(engine)
-    end = engine.end_of(2)
-    assert isinstance(end, Finished) and end.reason == "length"
-    assert engine.tokens_of(2) == engine.tokens_of(7)
-
-
 @pytest.mark.parametrize(("after", "kept"), [(1, 0), (3, PREFILL_CHUNK), (4, 450), (5, 450), (6, 451), (7, 451)])
 def test_what_a_cancelled_answer_computed_is_not_computed_again(
     engine: Engine, watch: Watch, after: int, kept: int
@@ -125,13 +113,3 @@ def test_a_cancel_that_comes_too_late_harms_nobody(engine: Engine) -> None:
     engine.send(Cancel(1), Cancel(1), Cancel(99), asking(2, PROMPT, tokens=2))
     end = engine.end_of(2)
     assert isinstance(end, Finished) and end.reason == "length"
-
-
-def test_no_token_comes_after_the_end(engine: Engine, watch: Watch) -> None:
-    watch.cancel_after = 12
-    engine.send(asking(1, PROMPT, tokens=400))
-    finished = cancelled(engine)
-    engine.send(asking(2, PROMPT, tokens=2))
-    engine.end_of(2)
-    after = engine.seen[engine.seen.index(finished) :]
-    assert not [event for event in after if isinstance(event, NewTokens) and event.request == 1]

@@ -141,18 +141,6 @@ def test_keys_and_values_may_move_between_tokens(loaded: LoadedModel, monkeypatc
     assert relative_rms(torch.cat(found), expected) <= 1e-4
 
 
-def test_what_cannot_be_captured_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, model = FakeCard(monkeypatch), make_model("mixtral")
-    card.refuses = torch.OutOfMemoryError("CUDA out of memory")
-    decoder = choose(model, WINDOW)
-    assert "by torch's operations, because a layer could not be captured: OutOfMemoryError" in decoder.reason
-    ids = ids_of(4)
-    found = feed(decoder, KVCache(), ids, [1] * 4)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    assert relative_rms(found, expected) <= LIMIT and card.replays == 0
-
-
 def no_head(patch: pytest.MonkeyPatch) -> None:
     """The card refuses what follows the last layer."""
 

@@ -109,17 +109,17 @@ def test_a_token_is_layer_after_layer(pack: Path, card: FakeCard) -> None:
 def test_the_demo_answers_as_layer_after_layer_does(card: FakeCard) -> None:
     loaded, chat = open_on(card, DEMO), ChatFormat(DEMO)
     for question, preset in zip(
-        ("Hello!", "What is an expert?", "Who are you?", "What is a threshold?", "How do I stop an answer?") * 2,
-        quality_presets.available(loaded.packed.manifest) * 2,
+        ("What is an expert?", "Who are you?", "What is a threshold?"),
+        quality_presets.available(loaded.packed.manifest),
         strict=False,
     ):
         use(loaded, quality_presets.get(preset, loaded.packed.manifest))
         prompt = chat.encode([{"role": "user", "content": question}])
         before = card.replays
-        found = answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+        found = answer(loaded, prompt, max_new_tokens=24, stop_ids=chat.stop_ids)
         assert card.replays == card.waits and card.replays - before >= len(found.tokens) - 1 > 3
         expected, _ = eager(
-            loaded, lambda prompt=prompt: answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+            loaded, lambda prompt=prompt: answer(loaded, prompt, max_new_tokens=24, stop_ids=chat.stop_ids)
         )
         assert found == expected, preset
 

@@ -114,7 +114,3 @@ def test_where_rows_are_in_the_file(pack: Path) -> None:
         with path.open("rb") as file:
             file.seek(offset)
             assert file.read(rows.nbytes) == rows.numpy().tobytes()
-
-
-def test_room_is_what_is_free_less_a_reserve() -> None:
-    assert disk_tier.room() < disk_tier.hardware.ram()[1] <= disk_tier.hardware.ram()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -116,9 +115,3 @@ def test_the_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> No
         os.utime(entry, (number, number))
     assert sorted(path.stem for path in cache_folder().glob("*.json")) == ["k2", "k3"]
     assert sum(path.stat().st_size for path in cache_folder().glob("*.safetensors")) <= 3000
-
-
-def test_the_notes_of_an_entry_are_plain_json(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    measured(tiny_pack, tiny_checkpoint, "High")
-    for path in cache_folder().glob("*.json"):
-        assert set(json.loads(path.read_text(encoding="utf-8"))) == {"format", "key", "size", "sha256"}

@@ -26,19 +26,6 @@ def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity
     return count / total
 
 
-def test_lru_drops_what_was_used_longest_ago_and_fifo_what_came_first() -> None:
-    expected: dict[Policy, set[int]] = {"lru": {0, 2, 3}, "fifo": {1, 2, 3}}
-    for policy, stays in expected.items():
-        pool = RowPool(1, 1, 10, 3, policy)
-        for key in (0, 1, 2):
-            bring(pool, 0, keys_of(key))
-            pool.release()
-        find(pool, 0, keys_of(0))
-        pool.release()
-        bring(pool, 0, keys_of(3))
-        assert present(pool) == stays, policy
-
-
 @pytest.mark.parametrize("capacity", [1, 5, 20])
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, capacity: int) -> None:
@@ -169,13 +156,6 @@ def test_uses_are_moving_means_over_the_calls_of_an_expert(growth: float, monkey
     np.testing.assert_allclose(pool.heat().uses, mean, rtol=1e-4)
 
 
-def test_means_stay_finite_over_very_many_calls() -> None:
-    pool = RowPool(1, 1, 4, 2)
-    for _ in range(20_000):
-        find(pool, 0, keys_of(1))
-    np.testing.assert_allclose(pool.heat().uses[0, 0], [0, 1, 0, 0], atol=1e-4)
-
-
 def random_heat(layers: int, experts: int, neurons: int) -> Heat:
     rng = np.random.default_rng(layers + neurons)
     return Heat(
@@ -208,8 +188,3 @@ def test_without_heat_popular_experts_come_first_and_of_each_the_important_neuro
 def test_heat_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="heat of"):
         RowPool(2, 3, 11, 4).warm(random_heat(2, 3, 12))
-
-
-def test_there_is_no_other_policy() -> None:
-    with pytest.raises(ValueError, match="score, lru or fifo"):
-        RowPool(1, 1, 1, 1, "random")  # pyright: ignore[reportArgumentType]

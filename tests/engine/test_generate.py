@@ -18,7 +18,7 @@ from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled, MoELaye
 from floe_chat.engine.generate import generate
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.kernels.sampling import draw
-from floe_chat.models.errors import PackError, UsageError
+from floe_chat.models.errors import PackError
 
 from .driver import GREEDY, a_preset, answer, layer_by_layer, open_model
 
@@ -79,23 +79,6 @@ def test_the_same_seed_gives_the_same_answer(loaded: LoadedModel) -> None:
     first, second = (answer(loaded, prompt_of(4), sampling=warm).tokens for _ in range(2))
     other = answer(loaded, prompt_of(4), sampling=Sampling(temperature=2.0, min_p=0.0, seed=12)).tokens
     assert first == second != other
-
-
-def test_values_out_of_range_are_refused_before_anything_is_computed(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def computed(*_arguments: Any, **_named: Any) -> None:
-        raise AssertionError("a layer was called")
-
-    monkeypatch.setattr(MoELayer, "forward", computed)
-    with pytest.raises(UsageError):
-        answer(loaded, prompt_of(4), sampling=Sampling(temperature=-1))
-
-
-def test_an_answer_leaves_nothing_behind_for_the_next(loaded: LoadedModel) -> None:
-    alone = answer(loaded, prompt_of(9)).tokens
-    answer(loaded, prompt_of(300), max_new_tokens=3)
-    assert answer(loaded, prompt_of(9)).tokens == alone
 
 
 @dataclass
@@ -222,20 +205,6 @@ def test_a_cancel_between_two_layers_leaves_whole_tokens(
     talk.turn(text + answer, there)
 
 
-def test_a_fault_leaves_whole_tokens_too(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = prompt_of(50)
-    answer = talk.turn(text, 0)
-
-    def broken(*_arguments: Any) -> None:
-        raise RuntimeError("a fault in a layer")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
-        patch.setattr(talk.loaded.model.model.layers[1].mlp.experts, "forward", broken)
-        layer_by_layer(patch)
-        talk.run(text + answer + [3, 4], talk.kv)
-    talk.turn(text + answer + [3, 4], 61)
-
-
 def test_a_finer_preset_computes_all_anew_and_a_coarser_one_does_not(talk: Talk) -> None:
     text = prompt_of(50)
     talk.loaded.control.preset = a_preset("", 0.6, lossless=True)
@@ -249,7 +218,7 @@ def test_a_finer_preset_computes_all_anew_and_a_coarser_one_does_not(talk: Talk)
 
 def test_conversations_take_no_more_memory_than_the_window(talk: Talk) -> None:
     sizes: list[int] = []
-    for number in range(50):
+    for number in range(20):
         talk.run([*prompt_of(90 + 37 * (number % 10)), 3], talk.kv, tokens=2)
         sizes.append(talk.kv.nbytes())
     # 2 layers, keys and values of the whole window, hidden 64 over all heads, float32
@@ -266,15 +235,6 @@ def test_prompt_tokens_per_second_count_computed_tokens(talk: Talk, monkeypatch:
         stats = talk.loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=WINDOW)
         rates.append(stats.prefill_tps)
     assert rates == [40.0, 1.0]
-
-
-def test_the_cache_says_how_large_it_is(loaded: LoadedModel) -> None:
-    kv = KVCache()
-    assert kv.nbytes() == 0
-    with torch.inference_mode():
-        loaded.model(input_ids=torch.tensor([prompt_of(10)]), past_key_values=kv.cache, use_cache=True)
-    # 2 layers, keys and values, 10 tokens, hidden 64 over all heads, float32
-    assert kv.nbytes() == 2 * 2 * 10 * 64 * 4
 
 
 class Configuration:
@@ -299,10 +259,6 @@ def test_the_window_is_the_configurations(fields: dict[str, Any], expected: int)
 @pytest.mark.parametrize(("wanted", "room"), [(10, 10), (512, 256), (256, 256), (1, 1)])
 def test_an_answer_may_claim_half_the_window(wanted: int, room: int) -> None:
     assert context.room_for_answer(WINDOW, wanted) == room
-
-
-def test_greedy_is_what_the_names_say() -> None:
-    assert GREEDY.temperature == 0
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["prompt", "later"])

@@ -200,17 +200,6 @@ def test_memory_grows_seldom_and_up_to_the_window() -> None:
         store.reserve(window + 1)
 
 
-def test_a_second_conversation_takes_no_more_memory() -> None:
-    store = grown(2 * BLOCK)
-    store.reserve(2 * BLOCK)
-    places = [place.data_ptr() for place in store.places(1)]
-    for _ in range(50):
-        store.crop(0)
-        put(store, torch.randn(2, 2 * BLOCK, 6, 5))
-    store.crop(0)
-    assert [place.data_ptr() for place in store.places(1)] == places
-
-
 class Lender:
     """A room of plain memory; what is not lent is filled with NaN."""
 

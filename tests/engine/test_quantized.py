@@ -145,11 +145,6 @@ def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
     assert abs(sum(shares) / len(shares) - asked) <= 0.15, shares
 
 
-def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None:
-    assert open_model(exact_pack, "Exact").control.preset.exact
-    assert not open_model(packed).control.preset.exact
-
-
 @pytest.mark.parametrize("length", [1, 40])
 def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
     loaded = open_model(packed)

@@ -88,7 +88,7 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (15, 10), strict=True)))
+@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (10, 8), strict=True)))
 def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str, conversations: int) -> None:
     """600 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
     budget = needs.least() + 40 * needs.row
@@ -117,7 +117,7 @@ def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, nam
         gc.collect()
         resident.append(process.memory_info().rss)
     assert len(used) == 1 and used.pop() <= budget
-    assert max(resident[-5:]) - max(resident[: conversations * 2 // 5]) < 4 << 20
+    assert max(resident[-3:]) - max(resident[: conversations * 2 // 5]) < 4 << 20
     assert loaded.offload.notices == []
     loaded.close()
 

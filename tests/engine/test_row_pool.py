@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 from floe_chat.engine.offload import eviction
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
-from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.offload.pool import SPARE
 
 from ..kernels.plain_pool import definition
@@ -205,53 +203,3 @@ def test_any_order_of_calls_loses_no_slot_and_shares_none(
     model = Model(RowPool(*size, dice.choice([0, 1, 2, rows // 2, rows, rows + 2]), policy), dice)
     for _ in range(150):
         model.step()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: int) -> None:
-    """Decode steps with transfers that arrive late or never; whatever is not there is NaN in the pool's tensor."""
-    dice, rng = random.Random(f"bytes {policy} {seed}"), np.random.default_rng(seed)
-    layers, experts, neurons = 3, 2, 37
-    nbytes, capacity = 64, dice.choice([9, 60, 150, layers * experts * neurons])
-    truth = torch.from_numpy(rng.integers(0, 255, (layers, experts * neurons, nbytes), dtype=np.uint8))
-    bytes_of = torch.full((capacity, nbytes), 0xFF, dtype=torch.uint8)  # NaN in every float format
-    pool = RowPool(layers, experts, neurons, capacity, policy)
-    on_the_way: list[tuple[int, Keys, Slots]] = []
-
-    def send(layer: int, keys: Keys, *, urgent: bool) -> None:
-        slots = pool.reserve(layer, keys, urgent=urgent)
-        bytes_of[torch.from_numpy(slots).long()] = 0xFF
-        on_the_way.append((layer, keys[: slots.size], slots))
-
-    def arrive(transfer: tuple[int, Keys, Slots]) -> None:
-        layer, keys, slots = transfer
-        kernels.pool_scatter(bytes_of, torch.from_numpy(slots).long(), truth[layer][torch.from_numpy(keys)])
-        pool.filled(slots)
-
-    seen = 0
-    for turn in range(120):
-        layer, after = turn % layers, (turn + 1) % layers
-        definition(pool.table).hear(layer, rng.dirichlet(np.ones(experts)))
-        keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
-        found = find(pool, layer, keys)
-        send(layer, keys[found.slots < 0], urgent=True)
-        ahead = rng.permutation(experts * neurons)[: dice.randint(0, 30)].astype(np.int64)
-        send(after, ahead[pool.slots[after].reshape(-1)[ahead] < 0], urgent=False)
-        late: list[tuple[int, Keys, Slots]] = []
-        for transfer in dice.sample(on_the_way, len(on_the_way)):
-            fate = dice.random()
-            if fate < 0.6 or transfer[0] == layer:
-                arrive(transfer)
-            elif fate < 0.7:
-                pool.abandon(transfer[2])
-            else:
-                late.append(transfer)
-        on_the_way = late
-        again = find(pool, layer, keys)
-        assert not again.coming.any() and again.ready[found.ready | found.coming].all(), "what was found stays"
-        there = torch.from_numpy(again.slots[again.ready]).long()
-        assert torch.equal(bytes_of[there], truth[layer][torch.from_numpy(keys[again.ready])])
-        seen += there.numel()
-        pool.release()
-    assert seen > 100

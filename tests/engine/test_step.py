@@ -12,7 +12,7 @@ from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK
-from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.planning.footprint import kv_element
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.packing.pack import PackSpec
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
 from .driver import open_model
-from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, lean_pass, make_model
+from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, feed, ids_of, lean_pass, make_model
 
 PIECES = {
     "token by token": [1] * 24,
@@ -129,20 +129,6 @@ def test_the_next_layers_input_is_foreseen(name: str, compiled: bool) -> None:
     assert relative_rms(end, feed(lean, KVCache(), ids, [24])[-1]) <= LIMIT, "guesses left a trace"
 
 
-@both_ways
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-sliding", "olmoe"])
-def test_what_is_kept_of_a_conversation_goes_on(name: str, compiled: bool) -> None:
-    model = make_model(name)
-    lean, kv, ids = lean_pass(model, compiled=compiled), KVCache(), ids_of(60)
-    feed(lean, kv, ids, [20, *[1] * 20])
-    branch = ids[:31] + ids_of(20)
-    assert kv.keep(branch, PRESET) == 31
-    logits = feed(lean, kv, branch, [1] * 20)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([branch]), use_cache=False).logits[0, 31:]
-    assert relative_rms(logits, expected) <= LIMIT
-
-
 def test_threads_change_no_token() -> None:
     model = make_model("mixtral", hidden_size=256, num_attention_heads=8)
     ids, threads = ids_of(6), torch.get_num_threads()
@@ -194,33 +180,3 @@ def test_packed_layers_are_joined_and_compute_the_same(
         monkeypatch.setattr(layers, "kept_dtype", computed)
         ours = feed(choose(loaded.model, loaded.window), KVCache(), ids, pieces)
         assert relative_rms(ours, expected) <= LIMIT
-
-
-def test_the_comparison_would_notice_one_key(model: Any) -> None:
-    lean, kv, ids = choose(model, WINDOW), KVCache(), ids_of(30)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        feed(lean, kv, ids, [29])
-        store: Any = kv.store
-        entry = store.seen(25, 26)[-1][-1]  # of the last layer: keys, then values, or one row of both
-        entry[:, : -(-entry.shape[1] // 2)].add_(0.5)
-    assert relative_rms(lean.forward(ids[29:], kv)[0], expected) > LIMIT
-
-
-def test_a_pass_that_breaks_off_leaves_what_was_there(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = ids_of(40)
-    for decoder in (choose(model, WINDOW), LibraryDecoder(model)):
-        whole = feed(decoder, KVCache(), ids, [30, 1, 9])
-        kv = KVCache()
-        feed(decoder, kv, ids, [30])
-        last = blocks_of(model)[-1].experts
-
-        def cancelled(*_arguments: Any) -> Tensor:
-            raise Cancelled
-
-        with monkeypatch.context() as patch:
-            patch.setattr(last, "forward", cancelled)
-            with pytest.raises(Cancelled):
-                decoder.forward(ids_of(5), kv)
-        assert kv.keep(ids, PRESET) == 30
-        assert relative_rms(feed(decoder, kv, ids, [1, 9]), whole[1:]) <= LIMIT
