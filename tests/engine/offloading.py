@@ -16,7 +16,7 @@ from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.compiled_link import throttled_link
+from floe_chat.engine.offload.links.link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.quality_presets import Preset

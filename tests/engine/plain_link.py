@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 from floe_chat.engine.offload.cards import PREFIX, Card
-from floe_chat.engine.offload.links.compiled_link import check_ends
+from floe_chat.engine.offload.links.link import check_ends
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
 from floe_chat.kernels import operations as kernels

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.disk_files import DiskFiles, RowFile, disk_link
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.engine.offload.links.transfer import Transfer
 
 NBYTES, ROWS, SLOTS = 448, 4001, 700
@@ -33,7 +33,7 @@ def count(what: str) -> int:
     return sum(1 for _ in Path(f"/proc/self/{what}").iterdir())
 
 
-def link_to(files: list[RowFile], chunk: int = 64) -> CompiledLink:
+def link_to(files: list[RowFile], chunk: int = 64) -> Link:
     return disk_link(DiskFiles(files), NBYTES, chunk)
 
 

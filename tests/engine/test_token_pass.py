@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import compiled_token
-from floe_chat.engine.decoder.compiled_token import TokenPass
+from floe_chat.engine.decoder import token_pass
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import GrowingStore
+from floe_chat.engine.decoder.token_pass import TokenPass
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.experts.moe_layer import Cancelled, Flag, MoELayer
 from floe_chat.engine.loader import LoadedModel
@@ -113,7 +113,7 @@ def test_several_tokens_of_a_call_are_those_of_a_call_each(
     monkeypatch.setattr(TokenPass, "decode", noted)
     found = dict[str, tuple[Answer, list[Any], KVCache]]()
     for name, seconds, wanted in (("some", 1e9, [64, 36]), ("one", 0.0, [1] * 100)):
-        monkeypatch.setattr(compiled_token, "_SECONDS", seconds)
+        monkeypatch.setattr(token_pass, "_SECONDS", seconds)
         found[name] = answered()
         assert calls == wanted
         calls.clear()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links.compiled_link import throttled_link
-from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.links.link import throttled_link
+from floe_chat.engine.offload.links.transfer import Transfer
 from torch import Tensor
 
 from .moving import FAST, NBYTES, ROWS, SENTINEL, SLOTS, GatedLink, Sender, until
@@ -79,7 +79,7 @@ def test_a_throttled_link_is_not_faster_than_told(
     rate: float, latency: float, chunk: int, source: Tensor, target: Tensor
 ) -> None:
     sender = Sender(source, target)
-    link: Link = throttled_link(NBYTES, rate=rate, latency=latency, chunk=chunk)
+    link = throttled_link(NBYTES, rate=rate, latency=latency, chunk=chunk)
     for count in (60, 33):  # the second one after a pause, which gives it nothing
         least = latency * math.ceil(count / chunk) + count * NBYTES / rate
         transfer, busy, begun = sender.make(count, urgent=True), link.busy_s, time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from floe_chat.engine.loader import load
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload.links import pinning, tuned_link
-from floe_chat.engine.offload.links.compiled_link import CompiledLink, throttled_link
+from floe_chat.engine.offload.links.link import Link, throttled_link
 from floe_chat.engine.offload.links.pinning import PinError, Pinned
 from floe_chat.engine.offload.links.transfer import Kind, Transfer, TransferMode
 from floe_chat.engine.offload.links.tuned_link import CHUNKS, LinkEnds, Tuned, choose, measure, open_link
@@ -153,9 +153,9 @@ def test_an_unusable_record_is_as_good_as_none(
 
 
 def test_every_kind_and_chunk_is_measured_and_closed(source: Tensor, target: Tensor) -> None:
-    made: list[tuple[Kind, CompiledLink]] = []
+    made: list[tuple[Kind, Link]] = []
 
-    def make(kind: Kind, chunk: int) -> CompiledLink:
+    def make(kind: Kind, chunk: int) -> Link:
         made.append((kind, throttled_link(NBYTES, rate=1e9, latency=0.001, chunk=chunk)))
         return made[-1][1]
 
@@ -168,7 +168,7 @@ def test_every_kind_and_chunk_is_measured_and_closed(source: Tensor, target: Ten
             link.submit(Sender(source, target).make(1))
 
 
-class Careless(CompiledLink):
+class Careless(Link):
     """It says that rows have landed, and leaves out the first."""
 
     def submit(self, transfer: Transfer) -> None:
@@ -197,7 +197,7 @@ def rows() -> list[Tensor]:
     return [held[start : start + size].view(2, 300, NBYTES) for start in range(0, 3 * apart, apart)]
 
 
-class Moving(CompiledLink):
+class Moving(Link):
     """RAM to RAM, named and closed as the link to a GPU is."""
 
     def __init__(self, kind: Kind, chunk: int, pinned: Pinned | None) -> None:
@@ -215,7 +215,7 @@ class Moving(CompiledLink):
 make = Moving
 
 
-def moves(link: CompiledLink, rows: Sequence[Tensor], target: Tensor) -> bool:
+def moves(link: Link, rows: Sequence[Tensor], target: Tensor) -> bool:
     """Whether it moves the last layer's rows."""
     sender = Sender(rows[-1].view(-1, NBYTES), target)
     transfer = sender.make(90)
@@ -256,7 +256,7 @@ def test_the_link_is_measured_once(wanted: TransferMode, cuda: FakeCuda, rows: l
         again.close()
 
 
-def link_kind(link: CompiledLink) -> Kind:
+def link_kind(link: Link) -> Kind:
     return "in place" if link.name == "cuda, read in place" else "staged"
 
 
@@ -278,7 +278,7 @@ def test_a_driver_that_refuses_leaves_rows_staged(
 
 
 def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Tensor]) -> None:
-    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> CompiledLink:
+    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> Link:
         raise RuntimeError("no memory")
 
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))

@@ -14,8 +14,8 @@ import torch
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload.cards import CHUNK_BYTES, Card
 from floe_chat.engine.offload.cards import named as card
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
-from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.links.link import Link
+from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock, Timeline
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 
@@ -86,19 +86,22 @@ class TestClock:
             Clock().run("gpu", seconds)
 
 
-def compiled(card: Card, clock: Clock, nbytes: int, chunk: int) -> CompiledLink:
+def compiled(card: Card, clock: Clock, nbytes: int, chunk: int) -> Link:
     rate, latency = min(card.link_bytes_s, card.pack_bytes_s), card.link_latency_s
     name = f"sim:{card.name}"
-    return CompiledLink("virtual", name, nbytes, chunk=chunk, rate=rate, latency=latency, clock=clock.record)
+    return Link("virtual", name, nbytes, chunk=chunk, rate=rate, latency=latency, clock=clock.record)
 
 
-MAKE: dict[str, Callable[[Card, Clock, int, int], Link]] = {"definition": VirtualLink, "compiled": compiled}
+MAKE: dict[str, Callable[[Card, Clock, int, int], Link | VirtualLink]] = {
+    "definition": VirtualLink,
+    "compiled": compiled,
+}
 
 
 class Bench:
     """A link of chunks of 10 rows, a source of random rows and a target of as many slots."""
 
-    make = staticmethod(MAKE["compiled"])
+    make: Callable[[Card, Clock, int, int], Link | VirtualLink] = staticmethod(MAKE["compiled"])
 
     def __init__(self, rows: int = 1000, device: Card = PLAIN, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
@@ -133,8 +136,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("kind")
 class TestLink:
     def test_it_is_a_link(self) -> None:
-        link: Link = Bench().link
-        assert link.name == "sim:plain"
+        assert Bench().link.name == "sim:plain"
 
     def test_bytes_are_there_at_once_and_nowhere_else(self) -> None:
         bench = Bench()

@@ -19,7 +19,7 @@ from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.host_copies import Copy, moved
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.compiled_link import throttled_link
+from floe_chat.engine.offload.links.link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality_presets import PRESETS, Preset

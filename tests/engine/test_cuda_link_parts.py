@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.offload.links import cuda_link
-from floe_chat.engine.offload.links.compiled_link import throttled_link
 from floe_chat.engine.offload.links.cuda_link import LANES, CardParts, CudaLink, head_of, open_cuda_link
+from floe_chat.engine.offload.links.link import throttled_link
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.kernels.cpu import binding
 from floe_chat.kernels.cpu.binding import array_of, codes, records

@@ -16,8 +16,8 @@ import pytest
 import torch
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload.cards import Card
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
-from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.links.link import Link
+from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
 from floe_chat.kernels.cpu.binding import codes, library, records
 from floe_chat.models.errors import UsageError
@@ -34,7 +34,7 @@ STALE = -(2**63), -1, 0, 10**6, 2**63 - 1
 class Side:
     """One of two links that are used alike."""
 
-    link: Link
+    link: Link | VirtualLink
     clock: Clock
     target: torch.Tensor
     sent: list[Transfer]
@@ -48,8 +48,8 @@ def sides(chunk: int, ticks: np.ndarray[Any, np.dtype[np.float64]]) -> Iterator[
     for compiled in (False, True):
         clock = Clock(ticks)
         target = torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8)
-        made: Link = (
-            CompiledLink(
+        made = (
+            Link(
                 *("virtual", "sim:plain", NBYTES),
                 chunk=chunk,
                 rate=CARD.link_bytes_s,
@@ -127,7 +127,7 @@ def test_the_compiled_queue_does_what_the_definition_does(seed: int, source: tor
 
 
 def test_a_link_that_takes_no_time(source: torch.Tensor) -> None:
-    link = CompiledLink("none", "none", NBYTES, chunk=7)
+    link = Link("none", "none", NBYTES, chunk=7)
     target = torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8)
     index, slots = np.arange(40, 60), np.arange(399, 379, -1, dtype=np.int32)
     sent = Transfer(source, index, target, slots, urgent=False, score=0.0, layer=3)
@@ -142,7 +142,7 @@ def test_a_link_that_takes_no_time(source: torch.Tensor) -> None:
 
 
 def test_rows_without_content_leave_memory_alone(source: torch.Tensor) -> None:
-    link = CompiledLink("none", "none", NBYTES, content=False)
+    link = Link("none", "none", NBYTES, content=False)
     target = torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8)
     link.submit(Transfer(source, np.arange(9), target, np.arange(9, dtype=np.int32), True, 0.0, 0))
     assert link.bytes_moved == 9 * NBYTES and (target == SENTINEL).all()
@@ -150,7 +150,7 @@ def test_rows_without_content_leave_memory_alone(source: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("first", [2**31, 2**32, -(2**32) + 1, 2**62])
 def test_a_row_that_no_32_bits_hold_is_refused(first: int, source: torch.Tensor, target: torch.Tensor) -> None:
-    link = CompiledLink("none", "none", NBYTES)
+    link = Link("none", "none", NBYTES)
     with pytest.raises(ValueError, match="out of range"):
         link.submit(Transfer(source, np.array([first, 1]), target, np.arange(2, dtype=np.int32), True, 0.0, 0))
     assert (target == SENTINEL).all()
@@ -284,7 +284,7 @@ def test_a_forked_child_has_none_of_its_parents_links() -> None:
 
 
 def test_a_link_that_nobody_holds_is_freed() -> None:
-    link = CompiledLink("none", "none", NBYTES)
+    link = Link("none", "none", NBYTES)
     handle: int = ctypes.c_int64(link.handle).value
     assert library().link_queued(handle) == 0
     del link
