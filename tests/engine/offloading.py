@@ -19,8 +19,11 @@ from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.links.link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.models.checkpoint import read_config
 from floe_chat.models.families import FAMILIES
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
@@ -91,6 +94,13 @@ def offloaded(
         loaded.decoder = decoder
         for block, experts in zip(blocks, before, strict=True):
             block.experts = experts
+
+
+def needs_of(pack: Path, element: int = 2, *more: int) -> Needs:
+    """What a pack takes, with so many bytes of a dense weight; see `Needs.of`."""
+    packed = PackedModel.open(pack)
+    layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
+    return Needs.of(packed.manifest, layers, read_config(pack), element, *more)
 
 
 def resize(shared: Offload, rows: int) -> None:

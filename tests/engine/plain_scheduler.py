@@ -19,7 +19,7 @@ from floe_chat.kernels.types import Active
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .plain_link import VirtualLink
+from .plain_link import PlainLink
 
 
 class PlainScheduler:
@@ -33,7 +33,7 @@ class PlainScheduler:
     """
 
     def __init__(
-        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], link: VirtualLink
+        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], link: PlainLink
     ) -> None:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self._link = link

@@ -32,6 +32,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
 from .driver import answer, silent
+from .offloading import needs_of
 
 Choose = Callable[..., DeviceChoice]
 POOL, WHOLE = Mix(pool=2), Mix(gpu=2)
@@ -52,8 +53,7 @@ def choose(tiny_pack: Path) -> Choose:
 
 @pytest.fixture
 def needs(tiny_pack: Path) -> Needs:
-    packed = PackedModel.open(tiny_pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 2)
+    return needs_of(tiny_pack)
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
@@ -109,9 +109,7 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_token_takes_what_its_stores_do(bits: int, tiny_pack: Path) -> None:
-    packed = PackedModel.open(tiny_pack)
-    layers = [packed.layer(index) for index in range(2)]
-    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2, bits)
+    needs = needs_of(tiny_pack, 2, bits)
     loaded, told = load(tiny_pack, None, "cpu", silent, advanced=Advanced(kv_bits=str(bits)))
     kv = KVCache()
     loaded.decoder.forward([1, 2, 3], kv)

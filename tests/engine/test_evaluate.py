@@ -195,36 +195,23 @@ def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> No
     assert set(exact) == {NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
-
-
-def test_a_text_shorter_than_a_window_says_both_lengths(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+def test_what_cannot_be_measured_is_refused(
+    tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = refused(tiny_pack, tiny_checkpoint, ids=TEXT[:10])
     assert isinstance(error, UsageError) and "10" in error.cause and str(WINDOW - 1) in error.cause
-
-
-def test_too_few_and_too_many_tokens(tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no preset 'Best'" in refused(tiny_pack, tiny_checkpoint, "Best").title
+    assert "cannot run Exact" in refused(tiny_pack, tiny_checkpoint, "Exact").title
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "three", layers=3))
+    assert isinstance(error, UsageError) and "num_hidden_layers is 3, the pack's is 2" in error.cause
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", seed=1))
+    assert isinstance(error, UsageError) and "values of" in error.cause and "tiny" in error.cause
     error = refused(tiny_pack, tiny_checkpoint, tokens=WINDOW - 1)
     assert isinstance(error, UsageError) and str(WINDOW) in error.hint
     vocabulary = Checkpoint(tiny_checkpoint).config.vocab_size
     monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 2 * (3 * WINDOW // 2 * vocabulary * 4))
     error = refused(tiny_pack, tiny_checkpoint, tokens=4 * WINDOW)
     assert isinstance(error, UsageError) and f"{3 * WINDOW} or fewer" in error.hint
-
-
-def test_presets_that_cannot_run(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    assert "no preset 'Best'" in refused(tiny_pack, tiny_checkpoint, "Best").title
-    assert "cannot run Exact" in refused(tiny_pack, tiny_checkpoint, "Exact").title
-
-
-def test_a_source_of_another_architecture(tiny_pack: Path, tmp_path: Path) -> None:
-    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", layers=3))
-    assert isinstance(error, UsageError) and "num_hidden_layers is 3, the pack's is 2" in error.cause
-
-
-def test_a_source_with_other_weights(tiny_pack: Path, tmp_path: Path) -> None:
-    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", seed=1))
-    assert isinstance(error, UsageError) and "values of" in error.cause and "tiny" in error.cause
 
 
 def test_a_source_under_another_name_is_noted(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from floe_chat.engine import context
 from floe_chat.engine.decoder.decoders import Decoder, LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled, MoELayer
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.generate import generate
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.kernels.sampling import draw
@@ -65,13 +65,6 @@ def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(loaded: LoadedModel,
     first = free.index(stop)
     result = answer(loaded, prompt_of(6), max_new_tokens=12, stop_ids=(99_999, stop))
     assert result.tokens == free[:first] and result.reason == "stop"
-
-
-def test_a_stop_token_in_the_prompt_stops_nothing(loaded: LoadedModel) -> None:
-    prompt = prompt_of(6)
-    free = answer(loaded, prompt, max_new_tokens=8).tokens
-    harmless = next(token for token in prompt if token not in free)
-    assert answer(loaded, prompt, max_new_tokens=8, stop_ids=(harmless,)).tokens == free
 
 
 def test_the_same_seed_gives_the_same_answer(loaded: LoadedModel) -> None:
@@ -180,31 +173,6 @@ def test_an_answer_that_was_left_alone_leaves_what_it_computed(talk: Talk, steps
     talk.turn(text + left + prompt_of(9), there, there + (len(left) > 1))
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6, 9])
-def test_a_cancel_between_two_layers_leaves_whole_tokens(
-    talk: Talk, call: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, calls = prompt_of(PREFILL_CHUNK + 44), itertools.count(1)
-    original = MoELayer.forward
-
-    def forward(layer: MoELayer, *arguments: Any) -> Any:
-        if next(calls) == call:
-            talk.loaded.control.cancelled.set()
-        return original(layer, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MoELayer, "forward", forward)
-        layer_by_layer(patch)
-        with pytest.raises(Cancelled):
-            talk.run(text, talk.kv)
-    talk.loaded.control.cancelled.clear()
-    passes = (call - 1) // 2  # of two layers each: two for the prompt, then one for each token
-    there = [0, PREFILL_CHUNK, len(text), len(text) + 1, len(text) + 2][passes]
-    assert talk.kv.length == there
-    answer = talk.run(text, KVCache())
-    talk.turn(text + answer, there)
-
-
 def test_a_finer_preset_computes_all_anew_and_a_coarser_one_does_not(talk: Talk) -> None:
     text = prompt_of(50)
     talk.loaded.control.preset = a_preset("", 0.6, lossless=True)
@@ -254,11 +222,6 @@ class Configuration:
 )
 def test_the_window_is_the_configurations(fields: dict[str, Any], expected: int) -> None:
     assert context.window(Configuration(**fields)) == expected
-
-
-@pytest.mark.parametrize(("wanted", "room"), [(10, 10), (512, 256), (256, 256), (1, 1)])
-def test_an_answer_may_claim_half_the_window(wanted: int, room: int) -> None:
-    assert context.room_for_answer(WINDOW, wanted) == room
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["prompt", "later"])

@@ -17,28 +17,6 @@ from .rates import RANDOM, some_rates
 
 
 class TestShare:
-    @staticmethod
-    def ends(cpu: float, copied: float, rates: Rates, queued: float, cap: float) -> tuple[float, float]:
-        """When the CPU and the link with the GPU behind it end with so many bytes; what `share` minimises."""
-        on_cpu = rates.cpu_latency_s + cpu / (rates.cpu_bytes_s * cap) if cpu else 0.0
-        copy = queued + rates.link_latency_s + rates.launch_s + copied / rates.link_bytes_s + copied / rates.gpu_bytes_s
-        return on_cpu, copy if copied else 0.0
-
-    @pytest.mark.parametrize("largest", [1, 2, 5, 300])
-    def test_no_split_ends_sooner(self, largest: int) -> None:
-        """Of those in which the CPU has the rows of the lowest weights."""
-        for _ in range(150):
-            missing = [RANDOM.randint(0, largest) for _ in range(RANDOM.randint(1, 4))]
-            nbytes, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
-            weights = [RANDOM.random() for _ in missing]
-            queued, cap = RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1)
-            taken = share(missing, weights, rates.lanes(nbytes, queued, cap))
-            assert all(0 <= rows <= there for rows, there in zip(taken, missing, strict=True))
-            own, total = sum(taken) * nbytes, sum(missing) * nbytes
-            end = max(self.ends(own, total - own, rates, queued, cap))
-            best = min(max(self.ends(cpu, total - cpu, rates, queued, cap)) for cpu in range(0, total + 1, nbytes))
-            assert end <= best * (1 + 1e-9), (missing, nbytes, rates, queued, cap)
-
     def test_the_cpu_gets_the_calls_with_the_lowest_weights(self) -> None:
         for _ in range(100):
             missing = [RANDOM.randint(1, 3000) for _ in range(4)]

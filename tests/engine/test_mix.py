@@ -14,9 +14,6 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.models.catalog import find
-from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack import usage_file
 from floe_chat.models.pack.packed_model import PackedModel
@@ -25,6 +22,7 @@ from floe_chat.models.packing.pack import PackSpec
 from ..helpers import make_checkpoint, make_pack
 from .driver import a_preset, answer, open_model, silent
 from .margins import clear_prompt, layers_of, prompt_of
+from .offloading import needs_of
 
 SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
 EVERYTHING = a_preset("Everything", 0.0, lossless=True)
@@ -62,12 +60,6 @@ def expected(whole: LoadedModel) -> tuple[list[int], dict[str, list[int]]]:
         return found
 
     return clear_prompt(whole, run)
-
-
-def needs_of(pack: Path) -> Needs:
-    packed = PackedModel.open(pack)
-    count = packed.manifest.architecture.layers
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(count)], read_config(pack), 2)
 
 
 def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -> LoadedModel:
@@ -112,18 +104,6 @@ def test_a_prompts_experts_stream_where_the_cpu_does_not_take_them(
     moved = shared.device.link.bytes_moved - before
     assert cpu or moved >= mix.cpu * needs_of(pack).rows // 3  # each expert of each layer in RAM crosses the link once
     loaded.close()
-
-
-def test_the_demo_answers_alike_with_layers_of_each_kind() -> None:
-    demo = find("demo")
-    plain = load(demo, None, "cpu", silent)[0]
-    layers = plain.packed.manifest.architecture.layers
-    mix = Mix(1, layers - 2, 1)
-    mixed = opened(demo, "sim:rtx3060-12gb", mix, 2000)
-    plain.control.preset = mixed.control.preset = EVERYTHING
-    prompt = list(range(20, 60))
-    assert answer(mixed, prompt, max_new_tokens=8).tokens == answer(plain, prompt, max_new_tokens=8).tokens
-    mixed.close()
 
 
 def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:

@@ -84,14 +84,6 @@ def test_more_ram_is_never_slower(vram: int) -> None:
         assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
 
 
-def test_an_eight_gb_card_is_used_at_the_usual_widths() -> None:
-    """All up projections take 6.1 GB, so that a pool for all layers does not fit beside the rest."""
-    found = option(machine.of_card(cards.named("RTX 4060"), BASE), MIXTRAL, PackSpec(), 4096)
-    assert found.mix is not None and found.mix.layers == 32 and found.mix.cpu > 0 and found.place == "pool"
-    assert found.static is not None and found.decode.mid >= found.static
-    assert sum(found.vram.values()) == 8 * GB and min(found.vram.values()) >= 0
-
-
 @pytest.mark.parametrize("entry", [MIXTRAL, LARGE, OLMOE], ids=lambda entry: entry.name)
 def test_no_mix_that_fits_is_faster(entry: object) -> None:
     """Beside each mix of a random draw, with all the rows that fit, counted by the cost model one by one."""

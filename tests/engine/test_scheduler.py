@@ -26,7 +26,7 @@ from floe_chat.kernels.types import Active
 
 from ..kernels.test_placing import EXPERTS, LAYERS, NEURONS, Walk
 from ..kernels.test_pool import RULE
-from .plain_link import VirtualLink
+from .plain_link import PlainLink
 from .plain_scheduler import PlainScheduler
 
 NBYTES, CHUNK = 64, 5
@@ -47,8 +47,8 @@ class Side(VirtualDevice):
             clock=self.clock.record,
             content=False,
         )
-        plain = VirtualLink(CARD, self.clock, NBYTES, CHUNK, content=False)
-        self.used: Link | VirtualLink = self.link if compiled else plain
+        plain = PlainLink(CARD, self.clock, NBYTES, CHUNK, content=False)
+        self.used: Link | PlainLink = self.link if compiled else plain
         self.beside: list[Active] = []
         self.pool = RowPool(LAYERS, EXPERTS, NEURONS, capacity)
         rows = torch.zeros(EXPERTS * NEURONS, NBYTES, dtype=torch.uint8)
