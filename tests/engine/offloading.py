@@ -24,11 +24,9 @@ from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
-from ..helpers import make_checkpoint, make_pack
-from .driver import a_preset, open_model
+from .driver import a_preset
 from .margins import prompt_of
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
@@ -41,12 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PROMPT = prompt_of(3)  # where no answers are compared; `prompt` is for those
 Answer = tuple[Tensor, list[int]]
-
-
-def open_shape(name: str, folder: Path) -> LoadedModel:
-    """One of SHAPES, packed in `folder`, opened with its rows where they are: `offloaded` changes that for a while."""
-    make_pack(make_checkpoint(folder / "source", family=name, **SHAPES[name]), folder / "pack", PackSpec(up=3))
-    return open_model(folder / "pack")
 
 
 def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..helpers import relative_rms
 from .driver import GREEDY, a_preset
 from .fake_card import Calls, FakeCard, FakeGraph
-from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape, resize
+from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
 from .step_models import WINDOW, feed, ids_of, make_model
 
 Counts = list[tuple[Any, ...]]
@@ -40,11 +40,6 @@ PRESETS_HERE = [
     a_preset("Halves in one layer", 0.3, 0.2, lossless=True, drop=0.3, major=0.9, layers=(0.0, 1.0, 1.0)),
     *(replace(preset, x_bits=22) for preset in PRESETS),
 ]
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:

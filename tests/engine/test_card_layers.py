@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..helpers import relative_rms
 from .fake_card import FakeCard
-from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape
+from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded
 from .step_models import EACH_HEAD, LIMIT, WINDOW, Guessing, Noting, feed, ids_of, make_model
 
 
@@ -57,11 +57,6 @@ def test_the_next_layers_input_is_foreseen(name: str, monkeypatch: pytest.Monkey
     for turn in range(12):
         assert relative_rms(guesses[2 * turn], blocks[1].calls[turn][0]) <= LIMIT
         assert relative_rms(guesses[2 * turn + 1], blocks[2].calls[turn][0]) <= LIMIT
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def fed(loaded: LoadedModel, ids: list[int]) -> tuple[Tensor, list[list[int]]]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from .driver import answer, silent
 from .moving import NBYTES, SENTINEL, SLOTS, Sender, until
 from .offloading import needs_of
+from .test_link import CONFIG
 
 CPU = torch.device("cpu")
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
@@ -293,11 +294,9 @@ def test_many_random_transfers(seed: int, card: Card, source: Tensor, target: Te
 )
 def test_lanes_that_do_not_fit_get_no_handle(change: dict[str, Any], card: Card) -> None:
     parts = card.parts(10, in_place=False)
-    given: dict[str, Any] = {"stalls": parts.stalls, "stall_count": 8, "head": head_of(10), "compute": card.compute}
-    given |= {"kind": codes.LINK_CUDA, "driver": parts.driver, "lanes": array_of(parts.lanes), "in_place": 0}
-    given |= {"pack_threads": 1, "row_bytes": NBYTES, "chunk": 10, "rate": 0.0, "latency": 0.0, "extents": None}
-    given |= dict.fromkeys(("extent_count", "readers", "gap", "sector"), 0)
-    config = records.link_config(**{**given, "clock": None, "gate": None, **change})
+    given = {"kind": codes.LINK_CUDA, "driver": parts.driver, "lanes": array_of(parts.lanes), "stalls": parts.stalls}
+    given |= {"row_bytes": NBYTES, "chunk": 10, "stall_count": 8, "head": head_of(10), "compute": card.compute}
+    config = records.link_config(**{**CONFIG, **given, **change})
     assert binding.library().link_open(config) == codes.BAD_SHAPE and not card.noted()
 
 

@@ -147,23 +147,6 @@ def test_an_edited_message_is_computed_from_the_edit_on(talk: Talk) -> None:
     talk.turn(text + answer + prompt_of(4), 270)
 
 
-def test_branches_share_their_beginning(talk: Talk) -> None:
-    text = prompt_of(40)
-    talk.turn(text, 0)
-    for token in (9, 10, 11):
-        branch = [*text[:33], token, token]
-        talk.turn(branch, 33 if text[33] != token else 34)
-    talk.turn([13, 14], 0)
-    talk.turn(text, 0)
-
-
-def test_the_same_prompt_again_computes_its_last_token(talk: Talk) -> None:
-    text = prompt_of(30)
-    talk.turn(text, 0)
-    talk.turn(text, 29)
-    talk.turn(text[:12], 11)
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 def test_an_answer_that_was_left_alone_leaves_what_it_computed(talk: Talk, steps: int) -> None:
     text = prompt_of(PREFILL_CHUNK + 44)

@@ -101,12 +101,6 @@ def test_exact_needs_the_sources_own_weights(tiny_pack: Path, exact_pack: Path) 
     assert quality_presets.get("exact", Manifest.read(exact_pack)).rule.sparsity == 0.0
 
 
-def test_presets_skip_more_and_more(exact_pack: Path) -> None:
-    manifest = Manifest.read(exact_pack)
-    skipped = [quality_presets.get(name, manifest).rule.sparsity for name in quality_presets.available(manifest)]
-    assert skipped == sorted(set(skipped)) and skipped[0] == 0.0
-
-
 def test_each_preset_says_how_x_is_read(exact_pack: Path) -> None:
     presets = quality_presets.of(Manifest.read(exact_pack))
     assert {preset.name: preset.x_bits for preset in presets} == {"Exact": 22, "High": 15, "Balanced": 8, "Fast": 8}

@@ -60,22 +60,6 @@ def test_what_was_forgotten_does_not_come_back() -> None:
     assert kv.keep([1, 2, 3, 4, 5], SAME) == 2
 
 
-@pytest.mark.parametrize(
-    ("computed", "wanted", "kept"),
-    [
-        (SAME, a_preset("other name", 0.5, 0.5, drop=0.2, major=0.4), 4),
-        (FINER, SAME, 4),
-        (SAME, FINER, 0),
-        (EXACT, SAME, 4),
-        (SAME, EXACT, 0),
-        (a_preset("", 0.0), EXACT, 0),  # nothing left out, but not all of float32
-        (a_preset("", 0.3, 0.6, drop=0.2, major=0.4), SAME, 0),
-    ],
-)
-def test_nothing_that_a_coarser_preset_computed_is_kept(computed: Preset, wanted: Preset, kept: int) -> None:
-    assert holding(([1, 2, 3, 4], computed)).keep([1, 2, 3, 4, 5], wanted) == kept
-
-
 def test_no_value_of_a_preset_is_overlooked() -> None:
     rule = SAME.rule
     others = {"x_bits": replace(SAME, x_bits=SAME.x_bits + 1), "without_weak": replace(SAME, without_weak=True)}

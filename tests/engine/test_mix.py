@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,11 @@ from floe_chat.engine.offload.offload import Parts
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack import usage_file
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import make_checkpoint, make_pack
-from .driver import a_preset, answer, open_model, silent
+from .driver import answer, open_model, silent
 from .margins import clear_prompt, layers_of, prompt_of
-from .offloading import needs_of
+from .offloading import EVERYTHING, SKIPPING, needs_of
 
-SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
-EVERYTHING = a_preset("Everything", 0.0, lossless=True)
 MIXES = [Mix(*each, cpu=3 - sum(each)) for each in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (0, 3), (1, 1))] + [
     Mix(1, 2, 0),
     Mix(2, 1, 0),
@@ -36,11 +33,8 @@ KINDS = {"gpu": ResidentLayer, "pool": OffloadedLayer, "cpu": RamLayer}
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mix")
-    source = make_checkpoint(folder / "source", hidden=64, intermediate=98, experts=5, layers=3)
-    make_pack(source, folder / "pack", PackSpec(up=3))
-    return folder / "pack"
+def pack(shape: Callable[[str], Path]) -> Path:
+    return shape("mixtral")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from .offloading import (
     EVERYTHING,
     PLAIN,
     PROMPT,
-    SHAPES,
     SKIPPING,
     Answer,
     answer,
@@ -40,14 +39,8 @@ from .offloading import (
     device,
     forward,
     offloaded,
-    open_shape,
     resize,
 )
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -107,17 +107,6 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
         predictor.make("learned", loaded.model, PackedModel.open(old))
 
 
-def test_the_gate_predictor_of_a_loaded_model_reads_the_next_layer(tiny_pack: Path) -> None:
-    loaded = open_model(tiny_pack)
-    blocks = loaded.model.model.layers
-    hidden = torch.randn(3, 64)
-    made = predictor.make("gate", loaded.model, loaded.packed)
-    ratio = blocks[1].post_attention_layernorm.weight / blocks[0].post_attention_layernorm.weight
-    expected = F.linear(hidden * ratio, blocks[1].mlp.gate.weight)
-    scores = made.experts(0, hidden, torch.zeros(3, 2, dtype=torch.int64), made.guess(0, hidden, None))
-    torch.testing.assert_close(scores, expected)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path, family: str) -> None:
     model = reference_model(make_checkpoint(tmp_path / "m", family=family, layers=3))

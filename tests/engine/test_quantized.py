@@ -139,21 +139,6 @@ def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -
     assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
 
 
-@pytest.mark.parametrize("preset", ["High", "Balanced", "Fast"])
-def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
-    loaded = open_model(tiny_pack, preset)
-    shares: list[float] = []
-    for length in range(3, 11):
-        answer(loaded, prompt_of(length), max_new_tokens=60)
-        stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
-        assert stats.active_neurons is not None
-        shares.append(stats.active_neurons)
-    # Text of its own making is not the text that thresholds were measured on: the share is near, not equal. One answer
-    # may repeat itself, and which does depends on the processor's rounding.
-    asked = 1 - loaded.control.preset.rule.sparsity
-    assert abs(sum(shares) / len(shares) - asked) <= 0.15, shares
-
-
 @pytest.mark.parametrize("length", [1, 40])
 def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
     loaded = open_model(packed)
