@@ -1,7 +1,7 @@
 """One forward pass with little Python: the dense part's operations, written out for the supported families.
 
 A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
-(`compiled_token.py`). On a GPU it is one graph (`card/card_token.py`), or one per layer where some experts are
+(`token_pass.py`). On a GPU it is one graph (`card/card_token.py`), or one per layer where some experts are
 elsewhere (`card/card_layers.py`). Prompts and everything else use torch's operations. The state of a pass is (T, H): T
 tokens of one sequence, without a batch dimension.
 """
@@ -31,7 +31,6 @@ from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_parts import CardParts
 from .card.card_token import CardToken
-from .compiled_token import MOST, TokenPass
 from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
@@ -49,6 +48,7 @@ from .layers import (
 )
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
+from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.native_steps import Beside
+from ...kernels.cpu.offload_steps import Beside
 from ...kernels.offload.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls

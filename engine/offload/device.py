@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import operations as kernels
-from ...kernels.cpu.native_steps import Beside
+from ...kernels.cpu.offload_steps import Beside
 from ...kernels.types import Active, Calls, Work
 from ...kernels.weights import ExpertRows, SignalWeights
 from ..host_copies import Copy, moved, to_host
 from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
-from .links.compiled_link import CompiledLink
+from .links.link import Link
 from .links.transfer import Transfer
 
 Numbers = NDArray[np.integer[Any]]
@@ -63,7 +63,7 @@ class Device:
         self,
         name: str,
         place: str,
-        link: CompiledLink,
+        link: Link,
         rates: Rates,
         cpu_share: float = 1.0,
         kept: Path | None = None,

@@ -5,7 +5,7 @@ limitations suggest, and experts have no fixed shares. A slot is free, filling (
 to a row that a step copies: such a visitor stays only if it is worth more than others. A slot keeps its row while
 filling, and until `release` if the running step uses its expert. `eviction.py` says which rows give way.
 
-A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/cpu/native_pool.py`.
+A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/cpu/pool_table.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels.cpu.native_pool import NativeTable
+from ...kernels.cpu.pool_table import PoolTable
 from ...kernels.offload.located import Keys, Slots
 from ...kernels.offload.placing import Ahead, Found, Placed, Way
 from ...kernels.offload.pool import FREE_COUNT, VISITING
@@ -40,7 +40,7 @@ class RowPool:
     def __init__(self, layers: int, experts: int, neurons: int, capacity: int, policy: Policy = "score") -> None:
         """Raises ValueError: no such policy, or sizes that no pool has. NativeUnavailableError: no compiled library."""
         self._uses = Uses(layers, experts, neurons)
-        self.table = NativeTable(layers, experts, neurons, eviction.rule(policy, experts), self._uses.means)
+        self.table = PoolTable(layers, experts, neurons, eviction.rule(policy, experts), self._uses.means)
         self.slots = self.table.slots.reshape(layers, experts, neurons)
         self.layers = self.table.slots.reshape(layers, experts * neurons)
         self.table.resize(capacity)

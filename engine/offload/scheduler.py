@@ -3,7 +3,7 @@
 A prefetch goes behind everything urgent, in pieces that are sent or dropped as a whole. `predictor.py` predicts the
 next layer's experts and input; the device is asked which neurons follow, their rows are fetched once it has found them,
 and pieces that have not begun are dropped when that layer's own choice is known. Nothing waits for a prediction. Both
-ends of a step are compiled (kernels/cpu/native_steps.py).
+ends of a step are compiled (kernels/cpu/offload_steps.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.native_steps import Beside, NativeSteps, Share, StepLists
+from ...kernels.cpu.offload_steps import Beside, OffloadSteps, Share, StepLists
 from ...kernels.offload.located import Part
 from ...kernels.offload.placing import Found, Placed, Way
 from ...kernels.types import Active
@@ -72,7 +72,7 @@ class Scheduler:
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor, NDArray[np.int32]]] = {}
         self._link, self._rates, self._ways = device.link, device.rates.record(), dict[int, Way]()
         self.settled = 0
-        self._steps = NativeSteps(
+        self._steps = OffloadSteps(
             pool.table, self._link.handle, row_bytes=memory.row_bytes, spared=SPARED, rates=self._rates
         )
 
@@ -131,7 +131,7 @@ class Scheduler:
             yield arrived
 
     def lasting(self, found: Found, beside: Beside, lists: StepLists) -> tuple[Any, Any]:
-        """See `NativeSteps.lasting`."""
+        """See `OffloadSteps.lasting`."""
         return self._steps.lasting(found, self._way(found.layer), beside, lists)
 
     def begin_token(self, cpu_share: float) -> Any:

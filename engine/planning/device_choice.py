@@ -33,8 +33,8 @@ from ..offload.cards import Card
 from ..offload.device import Device
 from ..offload.lane_rates import TOUCHED, Rates, rates_file
 from ..offload.links import pinning
-from ..offload.links.compiled_link import CompiledLink, throttled_link
 from ..offload.links.cuda_link import open_cuda_link
+from ..offload.links.link import Link, throttled_link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
@@ -192,7 +192,7 @@ def gpu_with(
     row = layers[0].rows.layout.nbytes
 
     def make(wanted: TransferMode) -> Device:
-        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CompiledLink:
+        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> Link:
             in_place = kind == "in place"
             return open_cuda_link(torch.device(place), row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
@@ -319,7 +319,7 @@ def throttled_with(
     speed, row = throttled_rate(wanted, vram), layers[0].rows.layout.nbytes
 
     def make(transfer: TransferMode) -> Device:
-        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:
+        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> Link:
             return throttled_link(row, rate=speed, chunk=chunk)
 
         return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)

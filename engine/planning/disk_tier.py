@@ -21,8 +21,8 @@ from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
 from .. import quality_presets
 from ..machine import hardware
-from ..offload.links.compiled_link import CompiledLink
 from ..offload.links.disk_files import DiskFiles, RowFile, disk_link
+from ..offload.links.link import Link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind
 from ..offload.links.tuned_link import LinkEnds
@@ -94,7 +94,7 @@ def ends(packed: PackedModel, layers: Sequence[PackedLayer]) -> LinkEnds:
     """The link from the pack's files to RAM."""
     row = layers[0].rows.layout.nbytes
 
-    def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:
+    def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> Link:
         places = [packed.rows_place(index) for index in range(len(layers))]
         files = [RowFile(layer.rows.data, path, offset) for layer, (path, offset) in zip(layers, places, strict=True)]
         return disk_link(DiskFiles(files), row, chunk)

@@ -1,4 +1,4 @@
-"""What a step found, and where its absent rows are computed and which slots they get (`cpu/native_pool.py`).
+"""What a step found, and where its absent rows are computed and which slots they get (`cpu/pool_table.py`).
 
 Neurons are counted in the means only after
 all is placed, so that what delays a transfer is short.
@@ -32,7 +32,7 @@ class Found:
             each. chosen, scores: (B, K) whole experts, the router's scores.
         late: (P,) what |values| must reach for rows that are absent; None where every row is waited for.
         heard: (B, E) the router's scores of all experts; None: those of the chosen ones count, as 0 for the others.
-        native: what `cpu/native_pool.py` made of it.
+        native: what `cpu/pool_table.py` made of it.
     """
 
     layer: int
@@ -55,8 +55,8 @@ class Way:
         link: handle of a compiled link. rows, capacity: of source and target. source, target: (rows, nbytes) uint8 in
             RAM and (capacity, nbytes) on the device; None if bytes have no content.
         piece, pieces: rows that a piece of a prefetch has at least, and pieces of a call's at most.
-        pooled: whether the compiled steps (`cpu/native_steps.py`) note what becomes of the rows.
-        native: what `cpu/native_pool.py` made of it.
+        pooled: whether the compiled steps (`cpu/offload_steps.py`) note what becomes of the rows.
+        native: what `cpu/pool_table.py` made of it.
     """
 
     link: int

@@ -1,6 +1,6 @@
 """Which neuron's row is in which slot of a pool, which rows are evicted, and how much each neuron is used: the tables.
 
-What a step does with them is compiled, see `cpu/native_pool.py`. Policies are in `engine/offload/eviction.py`.
+What a step does with them is compiled, see `cpu/pool_table.py`. Policies are in `engine/offload/eviction.py`.
 
 Shapes: L layers, E experts, F neurons of each, S slots, P calls, N active neurons. A neuron's key is e · F + n within
 its layer, and flat l · E · F + e · F + n.

@@ -41,13 +41,13 @@ from floe_chat.engine.experts.whole_layers import RamLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, next_calls
 from floe_chat.engine.offload.device import Device, Joined, Partial
 from floe_chat.engine.offload.lane_rates import RateName, Rates
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.scheduler import Scheduler
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.cpu.native_steps import Beside
+from floe_chat.kernels.cpu.offload_steps import Beside
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Total
 from floe_chat.kernels.offload.placing import Found, Placed
@@ -76,7 +76,7 @@ class _Nothing(Device):
 
     def __init__(self, seed: int) -> None:
         rates = _Given(10e9, 1e-5, 8e9, 2e10, 5e-5, 2e11, 1e-5)
-        link = CompiledLink("none", "no link", NBYTES, content=False)  # everything is there at once
+        link = Link("none", "no link", NBYTES, content=False)  # everything is there at once
         super().__init__("nothing", "cpu", link, rates)
         self.found_at: float | None = None  # the thread's time; None once absent rows were asked for
         self.asked: list[float] = []  # seconds from there on, of each step that asked

@@ -65,7 +65,7 @@ def kernels(context: Context) -> None:
 def engine(context: Context) -> None:
     """All tests that are marked as needing a GPU; elsewhere those of the link, whose card is made up."""
     folder = ROOT / "tests" / "engine"
-    chosen = [str(folder), "-m", "gpu"] if context.real else [str(folder / "test_compiled_cuda.py")]
+    chosen = [str(folder), "-m", "gpu"] if context.real else [str(folder / "test_cuda_link.py")]
     _run(context, "gpu-tests", chosen, {})
 
 

@@ -1,14 +1,20 @@
-"""Fixtures that tests of links (moving.py), of the decoder's pass (step_models.py) and of the pool (pools.py) share."""
+"""Fixtures that tests of links (moving.py) and of offloading (offloading.py) share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS, GatedLink
+
+if TYPE_CHECKING:
+    from floe_chat.engine.loader import LoadedModel
 
 
 @pytest.fixture
@@ -33,3 +39,28 @@ def gated() -> Iterator[Callable[..., GatedLink]]:
     for link in made:
         link.open()
         link.close()
+
+
+@pytest.fixture(scope="session")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A pack of one of SHAPES, made when it is first asked for."""
+    from floe_chat.models.packing.pack import PackSpec
+
+    from ..helpers import make_checkpoint, make_pack
+    from .offloading import SHAPES
+
+    @cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        make_pack(make_checkpoint(folder / "source", family=name, **SHAPES[name]), folder / "pack", PackSpec(up=3))
+        return folder / "pack"
+
+    return made
+
+
+@pytest.fixture(scope="module", params=["mixtral", "olmoe"])
+def loaded(request: pytest.FixtureRequest, shape: Callable[[str], Path]) -> LoadedModel:
+    """One of SHAPES, with its rows where they are: `offloaded` changes that for a while."""
+    from .driver import open_model
+
+    return open_model(shape(request.param))

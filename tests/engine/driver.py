@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.engine.decoder.card.card_token import CardToken
-from floe_chat.engine.decoder.compiled_token import TokenPass
+from floe_chat.engine.decoder.token_pass import TokenPass
 from floe_chat.engine.events import (
     Command,
     Event,

@@ -93,23 +93,6 @@ def watched(loaded: LoadedModel) -> Generator[Margins]:
             handle.remove()
 
 
-@contextmanager
-def jitter(loaded: LoadedModel, seed: int, ulps: int = 4) -> Generator[None]:
-    """What layers are given differs by up to so many of float32's last places, as if sums had another order."""
-    drawn = torch.Generator().manual_seed(seed)
-
-    def shake(_layer: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        steps = torch.randint(-ulps, ulps + 1, given[0].shape, generator=drawn)
-        return given[0] * (1 + steps * 2.0**-23), *given[1:]
-
-    handles = [layer.register_forward_pre_hook(shake) for layer in layers_of(loaded)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def prompt_of(seed: int, length: int = 41) -> list[int]:
     """Random tokens: a first one that all share may bring the same neuron to its threshold in each of them."""
     return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu.binding import records
@@ -41,8 +41,8 @@ class Gate:
         self.record.begins += count
 
 
-class GatedLink(CompiledLink):
-    """A compiled link that begins one chunk for each `gate.release()`, and notes what it began."""
+class GatedLink(Link):
+    """A link that begins one chunk for each `gate.release()`, and notes what it began."""
 
     def __init__(self, nbytes: int, chunk: int, fail_at: int = -1) -> None:
         self.gate, self._sent = Gate(fail_at), dict[int, Transfer]()

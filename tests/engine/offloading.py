@@ -16,16 +16,17 @@ from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.compiled_link import throttled_link
+from floe_chat.engine.offload.links.link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.models.checkpoint import read_config
 from floe_chat.models.families import FAMILIES
-from floe_chat.models.packing.pack import PackSpec
+from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
-from ..helpers import make_checkpoint, make_pack
-from .driver import a_preset, open_model
+from .driver import a_preset
 from .margins import prompt_of
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
@@ -38,12 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PROMPT = prompt_of(3)  # where no answers are compared; `prompt` is for those
 Answer = tuple[Tensor, list[int]]
-
-
-def open_shape(name: str, folder: Path) -> LoadedModel:
-    """One of SHAPES, packed in `folder`, opened with its rows where they are: `offloaded` changes that for a while."""
-    make_pack(make_checkpoint(folder / "source", family=name, **SHAPES[name]), folder / "pack", PackSpec(up=3))
-    return open_model(folder / "pack")
 
 
 def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
@@ -91,6 +86,13 @@ def offloaded(
         loaded.decoder = decoder
         for block, experts in zip(blocks, before, strict=True):
             block.experts = experts
+
+
+def needs_of(pack: Path, element: int = 2, *more: int) -> Needs:
+    """What a pack takes, with so many bytes of a dense weight; see `Needs.of`."""
+    packed = PackedModel.open(pack)
+    layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
+    return Needs.of(packed.manifest, layers, read_config(pack), element, *more)
 
 
 def resize(shared: Offload, rows: int) -> None:

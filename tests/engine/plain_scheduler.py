@@ -9,15 +9,17 @@ import numpy as np
 import torch
 from floe_chat.engine.offload.device import Device, Joined, taken
 from floe_chat.engine.offload.device_memory import DeviceMemory
-from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from floe_chat.engine.offload.scheduler import BESIDE, PIECE, PIECES, PendingPrefetch
-from floe_chat.kernels.cpu.native_steps import Beside
+from floe_chat.kernels.cpu.offload_steps import Beside
 from floe_chat.kernels.offload.located import Part
 from floe_chat.kernels.offload.placing import Ahead, Found, Placed
 from floe_chat.kernels.types import Active
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .plain_link import PlainLink
 
 
 class PlainScheduler:
@@ -31,7 +33,7 @@ class PlainScheduler:
     """
 
     def __init__(
-        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], link: Link
+        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], link: PlainLink
     ) -> None:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self._link = link

@@ -111,12 +111,6 @@ def test_each_layer_skips_by_its_own_signal(tiny_checkpoint: Path) -> None:
     assert min(relative_rms(a, b) for a, b in itertools.combinations(found, 2)) > 1e-2
 
 
-def test_the_major_half_matters_more(tiny_checkpoint: Path) -> None:
-    plain, major, dropped = run(tiny_checkpoint, Candidate(), skipping(major=0.9), skipping(drop=0.9, major=0.9))
-    loss = [relative_rms(outcome.logits(), plain.logits()) for outcome in (major, dropped)]
-    assert loss[0] < loss[1]
-
-
 def test_a_compensator_of_full_rank_undoes_the_rounding(tiny_checkpoint: Path) -> None:
     plain, rounded, some, all_of_it = run(
         tiny_checkpoint, Candidate(), Candidate(up=2), Candidate(up=2, rank=24), Candidate(up=2, rank=HIDDEN)

@@ -12,7 +12,7 @@ from floe_chat.engine.decoder import graphs
 from floe_chat.engine.decoder.card import card_layers, card_lists
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
+from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import Neighbours
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload.offload import Parts
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..helpers import relative_rms
 from .driver import GREEDY, a_preset
 from .fake_card import Calls, FakeCard, FakeGraph
-from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape, resize
+from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
 from .step_models import WINDOW, feed, ids_of, make_model
 
 Counts = list[tuple[Any, ...]]
@@ -40,11 +40,6 @@ PRESETS_HERE = [
     a_preset("Halves in one layer", 0.3, 0.2, lossless=True, drop=0.3, major=0.9, layers=(0.0, 1.0, 1.0)),
     *(replace(preset, x_bits=22) for preset in PRESETS),
 ]
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:
@@ -131,9 +126,7 @@ def test_a_lenient_preset_leaves_weak_rows_out(loaded: LoadedModel, monkeypatch:
         assert found.isfinite().all() and sum(one.left_out for one in loaded.telemetry.layers) > 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_limits_change_without_another_capture(shape: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = open_shape(shape, tmp_path)
+def test_limits_change_without_another_capture(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     other = a_preset("Other limits", 0.2, 0.3, drop=0.5, major=0.9, lossless=True, weighed=True)
     wanted = {preset.name: whole(loaded, preset) for preset in (SKIPPING, other, PLAIN)}
     card = FakeCard(monkeypatch)
@@ -157,18 +150,6 @@ def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monke
         before.fill_(255)
         assert relative_rms(fed(loaded)[0], expected) <= CLOSE
         assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
-
-
-def test_other_layers_go_between_those_in_the_pool(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, counts = whole(loaded, SKIPPING)
-    card, blocks = FakeCard(monkeypatch), loaded.model.model.layers
-    with offloaded(loaded, SKIPPING, 0.3, predict=False):
-        experts = blocks[1].mlp.experts
-        blocks[1].mlp.experts = MoELayer(1, experts.packed, loaded.control, loaded.telemetry)
-        loaded.decoder = choose(loaded.model, loaded.window)
-        found, as_counted = fed(loaded)
-        assert card.waits == len(IDS) * len(blocks)  # a layer less, and the logits
-    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
 
 
 def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,22 +240,6 @@ def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pyte
         assert card.waits == waits + 1
         loaded.control.cancelled.clear()
         assert relative_rms(fed(loaded)[0], expected) <= CLOSE
-
-
-def test_what_is_counted_is_drained_into_its_own_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, counts = whole(loaded, SKIPPING)
-    FakeCard(monkeypatch)
-    with offloaded(loaded, SKIPPING, 0.3, predict=False):
-        loaded.control.counting = True
-        feed(loaded.decoder, KVCache(), IDS[:3], [1] * 3)
-        loaded.control.counting = False
-        assert not any(one.neurons for one in loaded.telemetry.layers)  # nobody has read it
-        feed(loaded.decoder, KVCache(), IDS[:2], [1] * 2)  # which are not counted
-        assert alike(fed(loaded)[1], counts)
-        loaded.telemetry.settle()
-        assert alike(
-            [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers], counts
-        )
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..helpers import relative_rms
 from .fake_card import FakeCard
-from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape
-from .step_models import EACH_HEAD, LIMIT, WINDOW, Noting, feed, ids_of, make_model
+from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded
+from .step_models import EACH_HEAD, LIMIT, WINDOW, Guessing, Noting, feed, ids_of, make_model
 
 
 def graphed(model: Any) -> FusedDecoder:
@@ -42,24 +42,6 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert card.replays == 21 * len(card.captures) and card.waits == 21
 
 
-class Guessing(Noting):
-    """Experts that guess what the next layer's will be called with."""
-
-    def __init__(self, layer: int, guesses: list[Tensor]) -> None:
-        super().__init__()
-        self.layer, self.guesses = layer, guesses
-        self.decoder: FusedDecoder | None = None
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        mine = hidden.clone()
-        out = super().forward(hidden, index, weights) + hidden
-        assert self.decoder is not None
-        self.decoder.ahead(self.layer, None)  # a worse guess, which must leave no trace
-        self.guesses.append(self.decoder.ahead(self.layer, out).clone())
-        assert torch.equal(hidden, mine), "a guess overwrote what this layer computes with"
-        return out
-
-
 @pytest.mark.parametrize("name", ["mixtral-sliding", "olmoe", "qwen3_moe"])
 def test_the_next_layers_input_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCard(monkeypatch)
@@ -75,11 +57,6 @@ def test_the_next_layers_input_is_foreseen(name: str, monkeypatch: pytest.Monkey
     for turn in range(12):
         assert relative_rms(guesses[2 * turn], blocks[1].calls[turn][0]) <= LIMIT
         assert relative_rms(guesses[2 * turn + 1], blocks[2].calls[turn][0]) <= LIMIT
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def fed(loaded: LoadedModel, ids: list[int]) -> tuple[Tensor, list[list[int]]]:
@@ -141,18 +118,6 @@ def test_keys_and_values_may_move_between_tokens(loaded: LoadedModel, monkeypatc
     assert relative_rms(torch.cat(found), expected) <= 1e-4
 
 
-def test_what_cannot_be_captured_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, model = FakeCard(monkeypatch), make_model("mixtral")
-    card.refuses = torch.OutOfMemoryError("CUDA out of memory")
-    decoder = choose(model, WINDOW)
-    assert "by torch's operations, because a layer could not be captured: OutOfMemoryError" in decoder.reason
-    ids = ids_of(4)
-    found = feed(decoder, KVCache(), ids, [1] * 4)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    assert relative_rms(found, expected) <= LIMIT and card.replays == 0
-
-
 def no_head(patch: pytest.MonkeyPatch) -> None:
     """The card refuses what follows the last layer."""
 
@@ -172,22 +137,6 @@ def test_without_its_graph_the_head_is_launched_by_torch(monkeypatch: pytest.Mon
     assert "the last norm and the head one by one, because they could not be captured: Out" in decoder.reason
     assert relative_rms(feed(decoder, KVCache(), ids, [1] * 6), expected) <= LIMIT
     assert card.replays == replays + 6 * len(model.model.layers) and card.waits == 6
-
-
-def test_the_chat_says_that_the_head_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = [1, 5, 9, 200]
-    loaded.control.preset = PLAIN
-    expected, _ = fed(loaded, ids)
-    FakeCard(monkeypatch)
-    loaded.control.notices.clear()
-    with offloaded(loaded, SKIPPING, 0.3, predict=False):
-        fed(loaded, ids)
-        no_head(monkeypatch)
-        loaded.control.preset = PLAIN  # asks for other graphs
-        assert relative_rms(fed(loaded, ids)[0], expected) <= 1e-4
-        (notice,) = loaded.control.notices
-        assert "the head are launched one by one" in notice.cause and "CUDA out of memory" in notice.cause
-    loaded.control.notices.clear()
 
 
 def test_a_token_may_leave_out_the_last_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,17 +109,17 @@ def test_a_token_is_layer_after_layer(pack: Path, card: FakeCard) -> None:
 def test_the_demo_answers_as_layer_after_layer_does(card: FakeCard) -> None:
     loaded, chat = open_on(card, DEMO), ChatFormat(DEMO)
     for question, preset in zip(
-        ("Hello!", "What is an expert?", "Who are you?", "What is a threshold?", "How do I stop an answer?") * 2,
-        quality_presets.available(loaded.packed.manifest) * 2,
+        ("What is an expert?", "Who are you?", "What is a threshold?"),
+        quality_presets.available(loaded.packed.manifest),
         strict=False,
     ):
         use(loaded, quality_presets.get(preset, loaded.packed.manifest))
         prompt = chat.encode([{"role": "user", "content": question}])
         before = card.replays
-        found = answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+        found = answer(loaded, prompt, max_new_tokens=24, stop_ids=chat.stop_ids)
         assert card.replays == card.waits and card.replays - before >= len(found.tokens) - 1 > 3
         expected, _ = eager(
-            loaded, lambda prompt=prompt: answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+            loaded, lambda prompt=prompt: answer(loaded, prompt, max_new_tokens=24, stop_ids=chat.stop_ids)
         )
         assert found == expected, preset
 
@@ -297,50 +297,24 @@ def test_a_token_takes_no_call_per_layer_and_one_wait(tmp_path: Path, card: Fake
     assert calls[0] == calls[1] and 10 < len(calls[0]) < 120
 
 
-Fault = Callable[[dict[str, Any], Tensor], Tensor]
-IN_CAPTURE: dict[str, tuple[str, Fault]] = {
-    "a hidden wait": ("in a capture", lambda _state, logits: logits * float(logits.sum())),
-    "a copy from the host": ("in a capture", lambda _state, _logits: torch.tensor([1.0])),
-    "a shape of data": ("depends on data", lambda _state, logits: logits[:, logits[0] > 0]),
-}
-IN_REPLAY: dict[str, tuple[str, Fault]] = {
-    "a number of Python's": ("same numbers", lambda state, logits: logits * state["number"]),
-    "a tensor that is another": ("not static", lambda state, logits: logits + state["tensor"]),
-}
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> dict[str, Any]:
-    """Give a token's work a fault; returns the state that it reads."""
+@pytest.mark.parametrize("what", ["same numbers", "not static"])
+@pytest.mark.usefixtures("card")
+def test_the_fake_card_sees_what_a_replay_would_not(
+    what: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of Python's that is another, or a tensor that is."""
     state: dict[str, Any] = {"number": 1.0, "tensor": torch.zeros(1)}
     token = card_token._Form.token  # pyright: ignore[reportPrivateUsage]
 
     def faulty(*given: Any) -> Tensor:
         logits = token(*given)
-        return logits + fault(state, logits).sum()
+        return logits * state["number"] if what == "same numbers" else logits + state["tensor"]
 
     monkeypatch.setattr(card_token._Form, "token", faulty)  # pyright: ignore[reportPrivateUsage]
-    return state
-
-
-@pytest.mark.usefixtures("card")
-@pytest.mark.parametrize(("match", "fault"), IN_CAPTURE.values(), ids=IN_CAPTURE)
-def test_the_fake_card_refuses_to_capture(
-    match: str, fault: Fault, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(monkeypatch, fault)
-    assert match in load(tiny_pack, None, "cpu", silent)[0].decoder.reason
-
-
-@pytest.mark.usefixtures("card")
-@pytest.mark.parametrize(("match", "fault"), IN_REPLAY.values(), ids=IN_REPLAY)
-def test_the_fake_card_sees_what_a_replay_would_not(
-    match: str, fault: Fault, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = spoil(monkeypatch, fault)
     loaded = load(tiny_pack, None, "cpu", silent)[0]
     feed(loaded, [1])
     state.update(number=2.0, tensor=torch.ones(1))
-    with pytest.raises(AssertionError, match=match):
+    with pytest.raises(AssertionError, match=what):
         feed(loaded, [1])
 
 

@@ -22,29 +22,19 @@ GB = 1 << 30
     [
         ("rtx3090", "RTX 3090", 24),
         ("4090", "RTX 4090", 24),
-        ("RTX 4090", "RTX 4090", 24),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
         ("sim:rtx4090-24gb", "RTX 4090", 24),
         ("3080", "RTX 3080", 10),
         ("RTX 3080 12GB", "RTX 3080", 12),
-        ("3080-12gib", "RTX 3080", 12),
         ("3080ti", "RTX 3080 Ti", 12),
         ("RTX 4060 Laptop GPU", "RTX 4060 Laptop", 8),
-        ("4060 mobile", "RTX 4060 Laptop", 8),
         ("4070 ti super", "RTX 4070 Ti Super", 16),
         ("a6000", "RTX A6000", 48),
         ("NVIDIA A100 80GB", "A100", 80),
-        ("A100-40gb", "A100", 40),
         ("quadro rtx 6000", "Quadro RTX 6000", 24),
-        ("rtx 6000 ada", "RTX 6000 Ada", 48),
         ("rtx3090@12gb", "RTX 3090", 12),
-        ("3090@12", "RTX 3090", 12),
-        ("rtx4090", "RTX 4090", 24),
-        ("4060ti", "RTX 4060 Ti", 16),
         ("4060 Ti 8GB", "RTX 4060 Ti", 8),
-        ("3060 12G", "RTX 3060", 12),
         ("4080S", "RTX 4080 Super", 16),
-        ("L40S", "L40S", 48),
     ],
 )
 def test_a_card_by_what_people_call_it(text: str, title: str, gb: int) -> None:
@@ -56,25 +46,16 @@ def test_a_card_by_what_people_call_it(text: str, title: str, gb: int) -> None:
     ("text", "reason"),
     [
         ("RX 7900 XTX", "AMD cards are not supported yet"),
-        ("AMD Radeon RX 6700", "AMD cards"),
         ("7800xt", "AMD cards are not supported yet"),
-        ("6700 XT 12GB", "AMD cards"),
-        ("9070xt", "AMD cards"),
         ("7900 gre", "AMD cards"),
-        ("780M", "AMD cards"),
         ("MacBook Pro", "Apple's GPUs"),
         ("1080ti", "older than the RTX 20 series"),
-        ("980", "older than the RTX 20 series"),
         ("gtx 1660", "--vram"),
         ("arc b580", "Intel cards"),
-        ("a770", "Intel cards"),
-        ("M3 Max", "Apple's GPUs"),
-        ("gtx 1080 ti", "older than the RTX 20 series"),
         ("rtx 4091", "Did you mean RTX 4090?"),
         ("3060 to", "Did you mean RTX 3060"),
         ("voodoo", "--card list"),
         ("", "--card list"),
-        ("\0", "--card list"),
         ("x" * 5000, "--card list"),
     ],
     ids=lambda text: ascii(text)[:20],
@@ -98,15 +79,6 @@ def test_every_figure_has_a_source() -> None:
     figures = [each for group in (FILE["common"], *FILE["hosts"].values()) for each in group.values()]
     named = [each for each in figures if not isinstance(each, str)]
     assert len(named) > 30 and all(set(each) == {"value", "source"} and each["value"] > 0 for each in named)
-
-
-def test_every_card_can_be_named_and_its_name_tells_its_memory() -> None:
-    for name in FILE["cards"]:
-        found = cards.named(f"sim:{name}")
-        assert found == cards.named(name) and found.name == name
-        gb = float(name.rpartition("-")[2].removesuffix("gb"))
-        assert gb * 0.93 <= found.vram_bytes / GB <= gb
-        assert found.cpu_bytes_s < found.gpu_bytes_s and found.pack_bytes_s < found.cpu_bytes_s
 
 
 @pytest.mark.parametrize(
@@ -145,19 +117,17 @@ def test_the_list_is_sorted_by_series_and_generation() -> None:
     assert {card.name for found in series.values() for card in found} == set(FILE["cards"])
 
 
-@pytest.mark.parametrize("name", FILE["cards"])
-def test_figures_are_in_range(name: str) -> None:
+def test_figures_are_in_range() -> None:
     """A slip of a digit would be outside: bounds of what NVIDIA has sold."""
-    own, card = FILE["cards"][name], cards.named(name)
-    assert card == cards.named(card.title + " " + name.rpartition("-")[2]) and 2018 <= own["year"] <= 2025
-    assert 6 * GB <= card.vram_bytes <= 141 * GB and 150e9 <= card.gpu_bytes_s <= 5e12
-    # What arithmetic a card has to the bytes that it reads: from HBM3's H20 to an L40S.
-    assert 30 < card.gpu_flops / card.gpu_bytes_s < 500
-    assert re.fullmatch("[345]x(8|16)", own["pcie"]) and own["gpu_flops_source"]
-    assert card.link_bytes_s < card.cpu_bytes_s * 2 and own["host"] in FILE["hosts"]
-
-
-def test_a_larger_card_of_a_generation_is_no_slower() -> None:
-    for series in ("GeForce RTX 40", "GeForce RTX 50"):
+    for name, own in FILE["cards"].items():
+        card, gb = cards.named(f"sim:{name}"), float(name.rpartition("-")[2].removesuffix("gb"))
+        assert card == cards.named(name) == cards.named(card.title + " " + name.rpartition("-")[2]), name
+        assert card.name == name and gb * 0.93 <= card.vram_bytes / GB <= gb and 2018 <= own["year"] <= 2025
+        assert 6 * GB <= card.vram_bytes <= 141 * GB and 150e9 <= card.gpu_bytes_s <= 5e12, name
+        # What arithmetic a card has to the bytes that it reads: from HBM3's H20 to an L40S.
+        assert 30 < card.gpu_flops / card.gpu_bytes_s < 500, name
+        assert re.fullmatch("[345]x(8|16)", own["pcie"]) and own["gpu_flops_source"] and own["host"] in FILE["hosts"]
+        assert card.pack_bytes_s < card.cpu_bytes_s < card.gpu_bytes_s and card.link_bytes_s < card.cpu_bytes_s * 2
+    for series in ("GeForce RTX 40", "GeForce RTX 50"):  # a larger card of a generation is no slower
         for one, other in itertools.pairwise(cards.by_series()[series]):
             assert other.gpu_flops >= one.gpu_flops, (one.title, other.title)

@@ -16,13 +16,11 @@ from floe_chat.engine.events import Advanced
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.models.checkpoint import read_config
-from floe_chat.models.pack.packed_model import PackedModel
 
 from ..helpers import relative_rms
 from .driver import silent
 from .fake_card import FakeCard
+from .offloading import needs_of
 from .step_models import EACH_HEAD, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, make_model
 
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
@@ -102,9 +100,7 @@ def test_a_graph_reads_codes_wherever_they_are(tiny_pack: Path, monkeypatch: pyt
 
 def test_a_pool_gives_way_and_then_ram_does(tiny_pack: Path) -> None:
     """A chat continues that is longer than what the device has room for at all."""
-    packed = PackedModel.open(tiny_pack)
-    layers = [packed.layer(index) for index in range(2)]
-    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2, 8, BLOCK)
+    needs = needs_of(tiny_pack, 2, 8, BLOCK)
     asked, whole = Advanced(kv_bits="8", context=BLOCK), opened(tiny_pack, "cpu", advanced=Advanced(kv_bits="8"))
     given = {"vram": needs.least() + 40 * needs.row, "advanced": asked, "parts": Parts(mix=Mix(pool=2))}
     loaded, kv = opened(tiny_pack, "throttled:1gb", **given), KVCache()

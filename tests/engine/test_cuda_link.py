@@ -1,22 +1,337 @@
-"""The link to a GPU, where there is one: its bytes, and the answers that come over it."""
+"""The link to a GPU: its order, waits and bytes beside a stand-in for the driver (fake_driver.cpp), and on a GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from floe_chat.engine.loader import load
-from floe_chat.engine.offload.links.cuda_link import open_cuda_link
-from floe_chat.engine.offload.links.transfer import Kind
+from floe_chat.engine.offload.links import cuda_link
+from floe_chat.engine.offload.links.cuda_link import LANES, CardParts, CudaLink, head_of, open_cuda_link
+from floe_chat.engine.offload.links.transfer import Kind, Transfer
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.models.checkpoint import read_config
-from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.kernels.cpu import binding
+from floe_chat.kernels.cpu.binding import array_of, codes, records
+from floe_chat.models.errors import UsageError
 from torch import Tensor
 
 from .driver import answer, silent
-from .moving import SENTINEL, Sender
+from .moving import NBYTES, SENTINEL, SLOTS, Sender, until
+from .offloading import needs_of
+from .test_link import CONFIG
+
+CPU = torch.device("cpu")
+COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
+NAMES = ("set_context", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait", "address", "text")
+
+
+class Card:
+    """The stand-in, with one compute stream and what links need."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        library.fake_reset()
+        self.compute: int = library.fake_stream()
+        self.opened: list[CudaLink] = []
+        self.kept: list[tuple[Tensor, object]] = []
+
+    def parts(self, chunk: int, *, in_place: bool, stalls: int = 8) -> CardParts:
+        fake, size = self.library, head_of(chunk) + (0 if in_place else chunk * NBYTES)
+        addresses = {name: ctypes.cast(getattr(fake, f"fake_{name}"), ctypes.c_void_p).value for name in NAMES}
+        streams, lanes, held = [fake.fake_stream() for _ in range(2)], list[Any](), list[object]()
+        for i in range(LANES):
+            here, there = (torch.full((size,), SENTINEL, dtype=torch.uint8) for _ in range(2))
+            graph = fake.fake_graph(there.data_ptr(), chunk, head_of(chunk), NBYTES, int(in_place))
+            handles = {"stream": streams[i % 2], "event": fake.fake_event(), "fence": fake.fake_event()}
+            lanes.append(records.lane(here=here, there=there.data_ptr(), scatter=graph, **handles))
+            held += [here, there]
+        pairs = np.array([[fake.fake_event(), fake.fake_event()] for _ in range(stalls)], np.int64).reshape(-1, 2)
+        return CardParts(records.driver(context=77, **addresses), lanes, pairs, self.compute, streams, held)
+
+    def link(self, chunk: int = 10, *, in_place: bool = False, pinned: Any = None, stalls: int = 8) -> CudaLink:
+        parts = self.parts(chunk, in_place=in_place, stalls=stalls)
+        self.opened.append(CudaLink(CPU, NBYTES, parts, chunk=chunk, zero_copy=in_place, pinned=pinned))
+        return self.opened[-1]
+
+    def noted(self) -> list[tuple[int, int]]:
+        count = self.library.fake_noted(0, None)
+        found = np.zeros(count, np.int64)
+        self.library.fake_noted(count, ctypes.c_void_p(found.ctypes.data))
+        return [(int(what), int(where)) for what, where in found.reshape(-1, 2)]
+
+    def calls(self, what: int) -> list[int]:
+        return [where for each, where in self.noted() if each == what]
+
+    def run(self, on: bool = True) -> None:
+        self.library.fake_run(int(on))
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        self.run()
+        yield
+        self.run(False)
+
+    def pin(self, tensor: Tensor) -> None:
+        self.library.fake_pin(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def always(_tensor: Tensor) -> bool:
+    return True
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    compiler = shutil.which("g++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs g++ on Linux")
+    built = tmp_path_factory.mktemp("driver") / "driver.so"
+    source = Path(__file__).parent / "fake_driver.cpp"
+    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-pthread", "-o", built], check=True)
+    made = ctypes.CDLL(str(built))
+    for name in ("stream", "event", "graph", "noted", "context"):
+        getattr(made, f"fake_{name}").restype = ctypes.c_int64
+    made.fake_graph.argtypes = [ctypes.c_int64] * 5
+    made.fake_pin.argtypes = [ctypes.c_int64] * 2
+    made.fake_fail.argtypes = [ctypes.c_int64] * 2
+    made.fake_noted.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    return made
+
+
+@pytest.fixture
+def card(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    made = Card(library)
+
+    def keep(tensor: Tensor, stream: object) -> None:
+        made.kept.append((tensor, stream))
+
+    monkeypatch.setattr(Tensor, "record_stream", keep)
+    yield made
+    made.run()
+    for link in made.opened:
+        link.close()
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
+def test_the_cuda_link_moves_rows_through_its_lanes(
+    in_place: bool, card: Card, source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "is_pinned", always)
+    card.pin(source)
+    link, sender = card.link(7, in_place=in_place), Sender(source, target)
+    transfers = [sender.make(count, urgent=bool(count % 2)) for count in (1, 50, 7, 60)]
+    for transfer in transfers:
+        link.submit(transfer)
+    streams = card.opened[0]._streams  # pyright: ignore[reportPrivateUsage]
+    with card.running():
+        for transfer in transfers:
+            link.wait(transfer)
+        link.drain()
+        assert all(map(sender.there, transfers))
+    assert sender.untouched(sender.free) and card.library.fake_context() == 77
+    chunks = 1 + 8 + 1 + 9
+    assert len(card.calls(COPY)) == len(card.calls(LAUNCH)) == chunks
+    assert [streams[(1 + i) % 2] for i in range(chunks)] == card.calls(COPY) == card.calls(LAUNCH)
+    assert [(tensor is target, stream) for tensor, stream in card.kept] == [(True, s) for s in streams]
+    other = Sender(source, torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8))
+    again = other.make(3)
+    link.submit(again)  # into another pool
+    with card.running():
+        link.wait(again)
+        link.close()
+    assert other.there(again) and len(card.kept) == 4 and card.kept[-1][0] is other.target
+    assert link.bytes_moved == 121 * NBYTES and link.busy_s > 0
+
+
+def test_a_new_target_is_written_to_behind_what_the_compute_stream_does(
+    card: Card, source: Tensor, target: Tensor
+) -> None:
+    link, sender = card.link(), Sender(source, target)
+    transfer = sender.make(10, urgent=True)
+    link.submit(transfer)
+    until(lambda: bool(card.calls(COPY)))
+    first = [what for what, _ in card.noted()]
+    assert first.index(WAIT) < first.index(COPY) and first.count(WAIT) == LANES
+    link.submit(sender.make(10))  # into the same one: it does not wait for the compute stream
+    with card.running():
+        link.drain()
+    assert len(card.calls(COPY)) == 2 and len(card.calls(WAIT)) == LANES
+
+
+def test_the_compute_stream_waits_and_the_host_does_not(card: Card, source: Tensor, target: Tensor) -> None:
+    link, sender = card.link(), Sender(source, target)
+    urgent, prefetch = sender.make(25, urgent=True), sender.make(10)
+    link.submit(urgent)
+    link.submit(prefetch)
+    before = len(card.calls(WAIT))
+    assert link.wait(urgent) >= 0
+    assert card.calls(WAIT)[before:] == [card.compute] * 3 and sender.untouched(urgent.slots.tolist())
+    assert urgent.done and link.finished() == [urgent]
+    assert not prefetch.done and link.queued_bytes() == 35 * NBYTES  # nothing has landed
+    with card.running():
+        link.drain()
+        assert link.finished() == [prefetch] and prefetch.done and link.bytes_moved == 35 * NBYTES
+        later = sender.make(1)
+        link.submit(later)
+        # The stream's stand still is told once it is known: here 0.25 seconds for each event, as the stand-in counts.
+        assert link.wait(later) >= 0.25 and link.wait(prefetch) == 0.0
+
+
+def test_a_lane_is_used_again_only_once_its_rows_have_landed(card: Card, source: Tensor, target: Tensor) -> None:
+    link, sender = card.link(), Sender(source, target)
+    transfer = sender.make(10 * (LANES + 3))
+    link.submit(transfer)
+    until(lambda: len(card.calls(COPY)) == LANES and bool(card.calls(SYNCHRONIZE)))
+    assert len(card.calls(COPY)) == LANES
+    with card.running():
+        link.drain()
+        assert sender.there(transfer) and len(card.calls(COPY)) == LANES + 3
+
+
+def test_reading_in_place_needs_pinned_rows(
+    card: Card, source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, sender = card.link(in_place=True), Sender(source, target)
+    with pytest.raises(ValueError, match="pin it"):
+        link.submit(sender.make(1))
+    monkeypatch.setattr(Tensor, "is_pinned", always)
+    with pytest.raises(RuntimeError, match="DEVICE_FAILED"):  # torch says so, the driver does not
+        link.submit(sender.make(1))
+    assert not card.calls(COPY) and link.queued_bytes() == 0
+
+
+def test_rows_stay_pinned_until_no_kernel_reads_them(
+    card: Card, source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+
+    class Held:
+        def release(self) -> None:
+            released.append(int(sender.there(transfer)))
+
+    monkeypatch.setattr(Tensor, "is_pinned", always)
+    card.pin(source)
+    link, sender = card.link(in_place=True, pinned=Held()), Sender(source, target)
+    transfer = sender.make(30)
+    link.submit(transfer)
+    link.wait(transfer)  # the compute stream is behind the kernels that read; they have not run
+    closer = threading.Thread(target=link.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive() and not released
+    with card.running():
+        closer.join()
+    assert released == [1]
+
+
+@pytest.mark.parametrize("what", [COPY, LAUNCH, RECORD, SYNCHRONIZE])
+def test_a_failure_of_the_driver_reaches_whoever_waits_or_submits(
+    what: int, card: Card, source: Tensor, target: Tensor
+) -> None:
+    link, sender = card.link(), Sender(source, target)
+    lost, other = sender.make(10 * (LANES + 2), urgent=True), sender.make(5)
+    # After the first chunk; a new target's fences are recorded before it.
+    card.library.fake_fail(what, {RECORD: LANES + 1, SYNCHRONIZE: 0}.get(what, 1))
+
+    def all_of_it() -> None:
+        for transfer in (lost, other):
+            link.submit(transfer)
+        link.wait(lost)
+        link.drain()
+
+    for action in (all_of_it, lambda: link.submit(sender.make(1)), link.drain):
+        with pytest.raises(RuntimeError, match="the card is gone"):
+            action()
+    assert not lost.done
+
+
+def test_the_compute_streams_failure_is_told(card: Card, source: Tensor, target: Tensor) -> None:
+    link, sender = card.link(), Sender(source, target)
+    transfer = sender.make(5)
+    link.submit(transfer)
+    until(lambda: len(card.calls(LAUNCH)) == 1)
+    card.library.fake_fail(WAIT, 0)
+    for action in (lambda: link.wait(transfer), lambda: link.submit(sender.make(1))):
+        with pytest.raises(RuntimeError, match="the card is gone"):
+            action()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_transfers(seed: int, card: Card, source: Tensor, target: Tensor) -> None:
+    """Streams run now and then; what the compute stream would read behind a wait is always there."""
+    sender = Sender(source, target, seed)
+    random, link = sender.random, card.link((1, 7, 20, 64)[seed])
+    under_way: list[Transfer] = []
+    card.run()
+    for turn in range(150):
+        if random.random() < 0.6 and len(sender.free) > 60:
+            under_way.append(sender.make(int(random.integers(0, 60)), urgent=bool(random.random() < 0.3)))
+            link.submit(under_way[-1])
+        elif under_way:
+            wanted = under_way[int(random.integers(len(under_way)))]
+            link.wait(wanted)
+            assert wanted.done and sender.there(wanted)  # the streams run: behind the wait is now
+        for transfer in link.finished():
+            under_way.remove(transfer)
+            sender.free = transfer.slots.tolist() + sender.free
+        card.run(turn % 5 != 0)
+        card.run()
+    link.drain()
+    assert link.queued_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"head": 64}, {"head": 129}, {"lanes": None}, {"driver": None}, {"stall_count": -1}]
+)
+def test_lanes_that_do_not_fit_get_no_handle(change: dict[str, Any], card: Card) -> None:
+    parts = card.parts(10, in_place=False)
+    given = {"kind": codes.LINK_CUDA, "driver": parts.driver, "lanes": array_of(parts.lanes), "stalls": parts.stalls}
+    given |= {"row_bytes": NBYTES, "chunk": 10, "stall_count": 8, "head": head_of(10), "compute": card.compute}
+    config = records.link_config(**{**CONFIG, **given, **change})
+    assert binding.library().link_open(config) == codes.BAD_SHAPE and not card.noted()
+
+
+def test_a_compiled_call_meets_a_new_target_too(card: Card, source: Tensor, target: Tensor) -> None:
+    link = card.link()
+    handle, _, _ = link.ends(source, target)
+    assert handle == link.handle and len(card.calls(WAIT)) == LANES and len(card.kept) == 2
+    link.ends(source, target)
+    assert len(card.calls(WAIT)) == LANES
+
+
+def test_without_a_driver_no_link_is_made_and_it_says_why() -> None:
+    with pytest.raises(UsageError, match="No rows can be sent to cpu") as refused:
+        open_cuda_link(CPU, NBYTES, chunk=10)
+    assert refused.value.cause == "cpu has no driver."
+
+
+def test_the_drivers_functions_are_found_by_name() -> None:
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            assert name.startswith("cu")
+            return FUNCTION
+
+        def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+            context._obj.value = 5
+            return 0
+
+    found = cuda_link.driver_of(Library())
+    address = ctypes.cast(FUNCTION, ctypes.c_void_p).value
+    assert found.context == 5 and all(getattr(found, name) == address for name in NAMES)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int)
+def FUNCTION() -> int:  # noqa: N802
+    return 0
 
 
 @pytest.mark.gpu
@@ -45,9 +360,7 @@ def test_a_gpu_reads_what_was_waited_for(zero_copy: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_an_answer_on_a_gpu_is_the_same_by_either_kind_of_transfer(tiny_pack: Path) -> None:
-    packed = PackedModel.open(tiny_pack)
-    layers = [packed.layer(index) for index in range(2)]
-    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2)
+    needs = needs_of(tiny_pack)
     prompt = [1, *[40 + n % 200 for n in range(60)]]
     found: list[tuple[Tensor, list[int]]] = []
     kinds: tuple[Kind, ...] = ("staged", "in place")

@@ -20,7 +20,6 @@ from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.planning import device_choice, memory_plan, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.measured_figures import figures
@@ -32,8 +31,8 @@ from floe_chat.models.errors import UsageError
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
-from .driver import a_preset, answer, open_model, silent
-from .margins import clear_prompt, prompt_of
+from .driver import answer, silent
+from .offloading import needs_of
 
 Choose = Callable[..., DeviceChoice]
 POOL, WHOLE = Mix(pool=2), Mix(gpu=2)
@@ -54,8 +53,7 @@ def choose(tiny_pack: Path) -> Choose:
 
 @pytest.fixture
 def needs(tiny_pack: Path) -> Needs:
-    packed = PackedModel.open(tiny_pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 2)
+    return needs_of(tiny_pack)
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
@@ -111,21 +109,12 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_token_takes_what_its_stores_do(bits: int, tiny_pack: Path) -> None:
-    packed = PackedModel.open(tiny_pack)
-    layers = [packed.layer(index) for index in range(2)]
-    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2, bits)
+    needs = needs_of(tiny_pack, 2, bits)
     loaded, told = load(tiny_pack, None, "cpu", silent, advanced=Advanced(kv_bits=str(bits)))
     kv = KVCache()
     loaded.decoder.forward([1, 2, 3], kv)
     assert kv.nbytes() == BLOCK * needs.kv and needs.kv_bits == bits
     assert ("keys and values of 8 bits" in told.reason) == (bits == 8)
-
-
-@pytest.mark.parametrize("extra", [0, 1, 7])
-def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
-    shares = needs.share_out(needs.every("pool"), needs.least() + extra * needs.row, 512)
-    assert shares.rows == needs.top_k * needs.neurons + extra
-    assert needs.share_out(needs.every("pool"), 1 << 40, 512).rows == needs.layers * needs.experts * needs.neurons
 
 
 def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
@@ -268,38 +257,6 @@ def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: 
     with pytest.raises(UsageError) as refused:
         choose(wanted, vram)
     assert refused.value.title and refused.value.hint
-
-
-def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> None:
-    prompt = [1, *[40 + n % 200 for n in range(400)]]
-    assert len(answer(open_model(tiny_pack), prompt, max_new_tokens=1).progress) == 2
-    loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
-    assert answer(loaded, prompt, max_new_tokens=1).progress == [401]
-    stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
-    assert stats.vram_budget == needs.least()
-    loaded.close()
-
-
-@pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
-def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
-    whole, preset = open_model(tiny_pack), a_preset("", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
-    whole.control.preset = preset
-    prompt, want = clear_prompt(
-        whole,
-        lambda prompt: answer(whole, prompt, max_new_tokens=12).tokens,
-        # The keys and values of two blocks leave the fewest rows.
-        [prompt_of(seed, BLOCK + 1) for seed in range(60)],
-    )
-    loaded, told = load(tiny_pack, None, "cpu", silent)
-    assert loaded.offload is None and told.device == "cpu"
-    loaded, told = load(tiny_pack, None, device, silent, vram=needs.least(), parts=POOLED)
-    assert loaded.offload is not None and told.device == device and device in told.reason
-    assert loaded.offload.pool.capacity == loaded.offload.pool.used > needs.top_k * needs.neurons  # warm
-    assert isinstance(loaded.offload.device, VirtualDevice) == device.startswith("sim:")
-    loaded.control.preset = preset
-    assert answer(loaded, prompt, max_new_tokens=12).tokens == want
-    assert loaded.offload.pool.capacity == needs.top_k * needs.neurons
-    loaded.close()
 
 
 def test_the_next_start_knows_the_rates(tiny_pack: Path, needs: Needs) -> None:

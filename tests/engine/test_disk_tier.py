@@ -9,13 +9,13 @@ import pytest
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.planning import disk_tier
 from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.models.checkpoint import read_config
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 from .driver import answer, open_model, silent
 from .margins import clear_prompt, prompt_of
+from .offloading import needs_of
 
 SHARES = (0.0, 0.3, 0.9)
 """Of the memory between the least that works and all of the pack."""
@@ -35,9 +35,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def needs(pack: Path) -> Needs:
     """In RAM, where the dense part and keys and values have 32 bits."""
-    packed = PackedModel.open(pack)
-    found = Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 4)
-    return replace(found, dense=disk_tier.dense_bytes(packed))
+    return replace(needs_of(pack, 4), dense=disk_tier.dense_bytes(PackedModel.open(pack)))
 
 
 def opened(pack: Path, room: int, patch: pytest.MonkeyPatch, reserve: int = 0) -> tuple[LoadedModel, str]:
@@ -114,7 +112,3 @@ def test_where_rows_are_in_the_file(pack: Path) -> None:
         with path.open("rb") as file:
             file.seek(offset)
             assert file.read(rows.nbytes) == rows.numpy().tobytes()
-
-
-def test_room_is_what_is_free_less_a_reserve() -> None:
-    assert disk_tier.room() < disk_tier.hardware.ram()[1] <= disk_tier.hardware.ram()[0]

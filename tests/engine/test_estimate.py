@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from floe_chat.engine import quality_presets
-from floe_chat.engine.offload.lane_rates import TOUCHED
 from floe_chat.engine.planning import speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.prompt_estimate import prefill
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode, layer_time
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode
 from floe_chat.models.catalog import described, find
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
@@ -63,12 +62,6 @@ class TestFootprint:
 
 
 class TestCurves:
-    def test_points_are_met_and_ends_are_kept(self) -> None:
-        assert [at(HITS, x) for x, _ in HITS] == pytest.approx([y for _, y in HITS])
-        assert (
-            at(HITS, -1) == 0 and at(HITS, 2) == 1 and at(HITS, 0.075) == pytest.approx((HITS[1][1] + HITS[2][1]) / 2)
-        )
-
     @pytest.mark.parametrize("curve", [HITS, figures().dropped])
     def test_more_never_gives_less(self, curve: speed_estimate.Curve) -> None:
         values = [at(curve, x / 100) for x in range(101)]
@@ -108,26 +101,6 @@ class TestDecode:
         assert both.rows == pytest.approx(alone.rows / 2, rel=0.01)
         assert both.moved == pytest.approx(alone.moved / 2, rel=0.01)
 
-    def test_both_together_read_no_more_than_memory_gives(self) -> None:
-        """And of all divisions of the absent rows that memory allows, none is faster."""
-        for _ in range(200):
-            speeds, pool = some_speeds(), RANDOM.choice([0.0, 0.1, 0.5])
-            layer = layer_time(TAKES, BALANCED, speeds, "pool", pool)
-            wanted = 2 * BALANCED.calls * 14336 * BALANCED.active
-            absent, each, moved = round(wanted * (1 - layer.hit)), TAKES.row / speeds.read, TOUCHED["staged"]
-            lanes = speeds.rates(TAKES, BALANCED).lanes(TAKES.row, 0.0, 1.0)
-            ends: list[float] = []
-            for on_cpu in (absent * part / 500 for part in range(501)):
-                copied = absent - on_cpu
-                touched = each * (BALANCED.read * on_cpu + moved * copied)
-                copy = lanes.copy_start + lanes.copy_row * copied if copied else 0.0
-                ends.append(max(lanes.cpu_start + lanes.cpu_row * on_cpu, copy, touched))
-            copied = layer.moved / TAKES.row
-            assert layer.rows >= each * (BALANCED.read * (absent - copied) + moved * copied) * (1 - 1e-9)
-            own = wanted * layer.hit * TAKES.row * BALANCED.read / speeds.gpu + 2 * speeds.launch
-            one_row = 1 + 1 / max(absent, 1)  # rows are divided as wholes
-            assert layer.rows <= max(min(ends), own, speeds.host_behind / 2) * one_row
-
     def test_a_whole_model_on_the_gpu_moves_nothing(self) -> None:
         token = decode(TAKES, BALANCED, CARD, Held(gpu=True, pool=1.0))
         assert token.moved == 0 and token.hit == 1 and token.disk == 0
@@ -156,18 +129,8 @@ class TestDecode:
             assert large.seconds <= small.seconds + own * (large.hit - small.hit) * 1.0001
             assert large.moved <= small.moved * 1.0001
 
-    def test_fewer_bits_are_never_slower_at_the_same_rates(self) -> None:
-        speeds = Speeds(read=30e9, cpu={f"rows {bits} bit": 1e10 for bits in (2, 3, 4)}, link=12e9, gpu=250e9)
-        specs = [PackSpec(4, 4, 4, 8), PackSpec(3, 3, 3, 4), PackSpec(2, 2, 2, 4)]
-        for held in (Held(gpu=True, pool=0.3), Held(gpu=True, pool=1.0)):
-            times = [decode(Footprint.of(MIXTRAL, spec), BALANCED, speeds, held).seconds for spec in specs]
-            assert times == sorted(times, reverse=True)
-
 
 class TestSpeeds:
-    def test_what_was_measured_counts(self) -> None:
-        assert Speeds(read=1e9, cpu={"rows 4 bit": 7e9}).of_cpu("rows", 4) == 7e9
-
     def test_other_widths_follow_from_those_measured(self) -> None:
         speeds = Speeds(read=1e9, cpu={"rows 4 bit": 9e9})
         table = figures().kernels["rows"]
@@ -186,13 +149,3 @@ class TestSpeeds:
         assert (slow, fast) == (pytest.approx(1.5 * alone[4]), pytest.approx(6 * alone[4]))
         measured = Speeds(read=1e9, cores=64, cpu={"rows 4 bit": 9e9})
         assert measured.of_cpu("rows", 4) == 9e9 and measured.of_cpu("rows", 3) == pytest.approx(9e9)
-
-    def test_doubt_goes_both_ways(self) -> None:
-        held = Held(gpu=True, pool=0.3)
-        slow, fast = (decode(TAKES, BALANCED, CARD.times(factor), held).seconds for factor in (0.5, 2.0))
-        assert slow == pytest.approx(4 * fast, rel=0.02)
-
-    def test_a_prompt_is_read_faster_than_an_answer_is_written(self) -> None:
-        for held in (Held(gpu=False), Held(gpu=True, pool=0.2), Held(gpu=True, pool=1.0)):
-            speeds = dataclasses.replace(CARD, cpu={"prompt 4 bit": 9e10})
-            assert prefill(TAKES, BALANCED, speeds, held) > 1 / decode(TAKES, BALANCED, speeds, held).seconds

@@ -73,15 +73,6 @@ def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_chec
     assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.02)
 
 
-def test_more_sparsity_diverges_more(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    found = measured(tiny_pack, tiny_checkpoint).presets
-    assert [row.preset for row in found] == ["No sparsity", "High", "Balanced", "Fast"]
-    assert [row.divergence.kl_mean for row in found] == sorted(row.divergence.kl_mean for row in found)
-    active = [row.active_neurons or 0 for row in found]
-    nbytes = [row.bytes_per_token or 0 for row in found]
-    assert active == sorted(active, reverse=True) and nbytes == sorted(nbytes, reverse=True) and nbytes[-1] > 0
-
-
 def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_checkpoint: Path) -> None:
     def of(*, lenient: bool) -> Evaluation:
         told = Told(unread, unread)
@@ -195,36 +186,23 @@ def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> No
     assert set(exact) == {NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
-
-
-def test_a_text_shorter_than_a_window_says_both_lengths(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+def test_what_cannot_be_measured_is_refused(
+    tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = refused(tiny_pack, tiny_checkpoint, ids=TEXT[:10])
     assert isinstance(error, UsageError) and "10" in error.cause and str(WINDOW - 1) in error.cause
-
-
-def test_too_few_and_too_many_tokens(tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no preset 'Best'" in refused(tiny_pack, tiny_checkpoint, "Best").title
+    assert "cannot run Exact" in refused(tiny_pack, tiny_checkpoint, "Exact").title
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "three", layers=3))
+    assert isinstance(error, UsageError) and "num_hidden_layers is 3, the pack's is 2" in error.cause
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", seed=1))
+    assert isinstance(error, UsageError) and "values of" in error.cause and "tiny" in error.cause
     error = refused(tiny_pack, tiny_checkpoint, tokens=WINDOW - 1)
     assert isinstance(error, UsageError) and str(WINDOW) in error.hint
     vocabulary = Checkpoint(tiny_checkpoint).config.vocab_size
     monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 2 * (3 * WINDOW // 2 * vocabulary * 4))
     error = refused(tiny_pack, tiny_checkpoint, tokens=4 * WINDOW)
     assert isinstance(error, UsageError) and f"{3 * WINDOW} or fewer" in error.hint
-
-
-def test_presets_that_cannot_run(tiny_pack: Path, tiny_checkpoint: Path) -> None:
-    assert "no preset 'Best'" in refused(tiny_pack, tiny_checkpoint, "Best").title
-    assert "cannot run Exact" in refused(tiny_pack, tiny_checkpoint, "Exact").title
-
-
-def test_a_source_of_another_architecture(tiny_pack: Path, tmp_path: Path) -> None:
-    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", layers=3))
-    assert isinstance(error, UsageError) and "num_hidden_layers is 3, the pack's is 2" in error.cause
-
-
-def test_a_source_with_other_weights(tiny_pack: Path, tmp_path: Path) -> None:
-    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", seed=1))
-    assert isinstance(error, UsageError) and "values of" in error.cause and "tiny" in error.cause
 
 
 def test_a_source_under_another_name_is_noted(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:

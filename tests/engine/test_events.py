@@ -45,20 +45,15 @@ def some_message(kind: type[Any], chance: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_comes_back_from_json(kind: type[Any]) -> None:
+def test_every_kind_comes_back_from_json_and_is_frozen(kind: type[Any]) -> None:
     chance = random.Random(kind.__name__)
-    for _ in range(50):
+    for _ in range(20):
         message = some_message(kind, chance)
         assert msgspec.json.decode(msgspec.json.encode(message), type=kind) == message
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_is_frozen_and_hashable(kind: type[Any]) -> None:
-    message = some_message(kind, random.Random(0))
-    assert isinstance(hash(message), int)
-    for field in dataclasses.fields(kind):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(message, field.name, None)
+        assert isinstance(hash(message), int)
+        for field in dataclasses.fields(kind):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(message, field.name, None)
 
 
 def test_no_kind_is_forgotten() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload.expert_ring import Piece
 from floe_chat.engine.offload.offload import Offload
 
-from .offloading import EVERYTHING, offloaded, open_shape
+from .driver import open_model
+from .offloading import EVERYTHING, offloaded
 
 RANDOM = random.Random(7)
 
@@ -43,8 +45,8 @@ class Streamed:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return open_shape("mixtral", tmp_path_factory.mktemp("ring"))
+def loaded(shape: Callable[[str], Path]) -> LoadedModel:
+    return open_model(shape("mixtral"))
 
 
 @pytest.fixture(params=["throttled", "virtual"])

@@ -10,7 +10,7 @@ import torch
 from floe_chat.engine.quality import frontier
 from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Taken
 from floe_chat.engine.quality.divergence import Divergence
-from floe_chat.engine.quality.frontier import Frontier, Point, described, search
+from floe_chat.engine.quality.frontier import Frontier, Point, search
 from floe_chat.models.checkpoint import Checkpoint
 
 from .. import families
@@ -55,11 +55,6 @@ def test_presets_are_the_cheapest_points_within_their_loss() -> None:
     assert {name: p.setting.rule.sparsity for name, p in found.items()} == {"High": 0.2, "Balanced": 0.5, "Fast": 0.6}
     alone = Frontier(OWN, (point(OWN, 10, base),)).presets()
     assert {name: p.setting for name, p in alone.items()} == {"High": OWN, "Balanced": OWN, "Fast": OWN}
-
-
-def test_only_what_is_not_a_default_is_told() -> None:
-    assert described(Candidate()) == {}
-    assert described(Candidate(up=2, rule=replace(WEIGHED, product=0.5))) == {"up": 2, "product": 0.5}
 
 
 @pytest.mark.parametrize("intermediate", [96, 37])

@@ -17,43 +17,6 @@ from .rates import RANDOM, some_rates
 
 
 class TestShare:
-    @staticmethod
-    def ends(cpu: float, copied: float, rates: Rates, queued: float, cap: float) -> tuple[float, float]:
-        """When the CPU and the link with the GPU behind it end with so many bytes; what `share` minimises."""
-        on_cpu = rates.cpu_latency_s + cpu / (rates.cpu_bytes_s * cap) if cpu else 0.0
-        copy = queued + rates.link_latency_s + rates.launch_s + copied / rates.link_bytes_s + copied / rates.gpu_bytes_s
-        return on_cpu, copy if copied else 0.0
-
-    @pytest.mark.parametrize("largest", [1, 2, 5, 300])
-    def test_no_split_ends_sooner(self, largest: int) -> None:
-        """Of those in which the CPU has the rows of the lowest weights."""
-        for _ in range(150):
-            missing = [RANDOM.randint(0, largest) for _ in range(RANDOM.randint(1, 4))]
-            nbytes, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
-            weights = [RANDOM.random() for _ in missing]
-            queued, cap = RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1)
-            taken = share(missing, weights, rates.lanes(nbytes, queued, cap))
-            assert all(0 <= rows <= there for rows, there in zip(taken, missing, strict=True))
-            own, total = sum(taken) * nbytes, sum(missing) * nbytes
-            end = max(self.ends(own, total - own, rates, queued, cap))
-            best = min(max(self.ends(cpu, total - cpu, rates, queued, cap)) for cpu in range(0, total + 1, nbytes))
-            assert end <= best * (1 + 1e-9), (missing, nbytes, rates, queued, cap)
-
-    def test_both_lanes_end_together(self) -> None:
-        """Unless one of them has everything before the other has its first row."""
-        for _ in range(100):
-            rates, missing, nbytes = some_rates(), [RANDOM.randint(2000, 9000) for _ in range(2)], 4096
-            rows = sum(missing)
-            taken = sum(share(missing, [0.3, 0.7], rates.lanes(nbytes, 0.0, 1.0)))
-            cpu, link = self.ends(taken * nbytes, (rows - taken) * nbytes, rates, 0.0, 1.0)
-            if taken in (0, rows):
-                first = self.ends(nbytes, 0.0, rates, 0.0, 1.0)[0], self.ends(0.0, nbytes, rates, 0.0, 1.0)[1]
-                assert first[0 if taken == 0 else 1] >= max(cpu, link) * (1 - 1 / rows)
-                continue
-            # One row more on the other lane would make that the later one.
-            one_row = nbytes / rates.cpu_bytes_s + nbytes / rates.link_bytes_s + nbytes / rates.gpu_bytes_s
-            assert abs(cpu - link) <= one_row * (1 + 1e-9)
-
     def test_the_cpu_gets_the_calls_with_the_lowest_weights(self) -> None:
         for _ in range(100):
             missing = [RANDOM.randint(1, 3000) for _ in range(4)]
@@ -63,10 +26,6 @@ class TestShare:
             touched = [call for call in by_weight if taken[call]]
             assert touched == by_weight[: len(touched)]
             assert all(taken[call] == missing[call] for call in touched[:-1])
-
-    def test_of_equally_quick_splits_the_one_that_copies_more(self) -> None:
-        rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
-        assert share([3], [1.0], rates.lanes(1000, 0.0, 1.0)) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
 
     def test_a_busy_link_leaves_more_to_the_cpu_and_a_cap_less(self) -> None:
         rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
@@ -111,14 +70,6 @@ class TestMemory:
             lanes = rates.lanes(nbytes, RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1), RANDOM.random())
             best = min(self.end(lanes, cpu, total) for cpu in range(total + 1))
             assert self.end(lanes, cpu_rows(lanes, total), total) <= best * (1 + 1e-9), (lanes, total)
-
-    def test_where_copies_wait_for_memory_the_cpu_takes_more(self) -> None:
-        rates = Rates(13e9, 5e-6, 27e9, 27e9, 1e-5, 250e9, 5e-6)
-        shares: list[int] = []
-        for ram, touched in ((math.inf, 3), (38e9, 1), (38e9, 3)):
-            rates.ram_bytes_s, rates.touched = ram, touched
-            shares.append(sum(share([2000, 2000], [0.6, 0.4], rates.lanes(4096, 0.0, 1.0))))
-        assert shares[1] <= shares[0] < shares[2] - 100
 
     def test_a_row_takes_ram_no_longer_than_the_cpu(self) -> None:
         """Where the CPU reads little of its rows, they would hide a CPU that is as fast as RAM."""
@@ -216,45 +167,6 @@ class TestPrefill:
                     times.append(self.cost(alone, tokens, resident, [10**8] * 12, rates, 0.0, 1.0))
                 one = max(one, min(times))
             assert self.cost(prefill(*given), *given) <= (best + one) * (1 + 1e-9), given
-
-    @pytest.mark.parametrize("experts", [17, 64, 128])
-    def test_many_experts_are_placed_no_worse_than_by_the_papers_two_pointers(self, experts: int) -> None:
-        for _ in range(20):
-            tokens, resident = [RANDOM.randint(1, 60) for _ in range(experts)], [0.0] * experts
-            rates = some_rates()
-            given = tokens, resident, [10**7] * experts, rates, 0.0, 1.0
-            one = [Lane.GPU] * (experts - 1)
-            load = self.cost([Lane.COPY, *one], *given)
-            paper = [Lane.GPU] * experts
-            left, right, loading, computing = 0, experts - 1, 0.0, 0.0
-            order = sorted(range(experts), key=lambda e: -tokens[e])
-            while left <= right:  # importance-driven scheduling, algorithm 2
-                if loading <= computing:
-                    loading += load
-                    paper[order[left]] = Lane.COPY
-                    left += 1
-                else:
-                    e = order[right]
-                    computing += self.cost([Lane.CPU], [tokens[e]], [0.0], [10**7], rates, 0.0, 1.0)
-                    paper[e] = Lane.CPU
-                    right -= 1
-            assert self.cost(prefill(*given), *given) <= self.cost(paper, *given) * (1 + 1e-9), given
-
-    def test_fiddlers_model_is_a_special_case(self) -> None:
-        """n_input · latency_cpu against (1 - is_on_gpu) · latency_gpu, nothing else."""
-        for _ in range(30):
-            tokens, on_gpu = [RANDOM.randint(1, 30) for _ in range(8)], [RANDOM.random() < 0.3 for _ in range(8)]
-            latency_cpu, latency_gpu = RANDOM.uniform(1e-3, 1e-2), RANDOM.uniform(1e-2, 1e-1)
-            rates = Rates(1 / latency_gpu, 0.0, 1 / latency_cpu, 1 / latency_cpu, 0.0, math.inf, 0.0)
-            lanes = prefill(tokens, [float(there) for there in on_gpu], [1] * 8, rates)
-            best = math.inf
-            for cpu in itertools.product((False, True), repeat=8):
-                on_cpu = sum(n for n, here in zip(tokens, cpu, strict=True) if here) * latency_cpu
-                gpu = sum(not there for there, here in zip(on_gpu, cpu, strict=True) if not here) * latency_gpu
-                best = min(best, max(on_cpu, gpu))
-            on_cpu = sum(n for n, lane in zip(tokens, lanes, strict=True) if lane is Lane.CPU) * latency_cpu
-            gpu = lanes.count(Lane.COPY) * latency_gpu
-            assert max(on_cpu, gpu) <= best * (1 + 1e-9)
 
     def test_without_the_cpu_all_is_copied(self) -> None:
         lanes = prefill([5, 0, 5, 5], [0.2, 0.0, 1.0, 0.0], [10**6] * 4, some_rates(), cap=0.0)

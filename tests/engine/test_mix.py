@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.decoder.kv_stores import BLOCK
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer, ResidentLayer
@@ -15,20 +15,14 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.memory_plan import Needs
-from floe_chat.models.catalog import find
-from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack import usage_file
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import make_checkpoint, make_pack
-from .driver import a_preset, answer, open_model, silent
+from .driver import answer, open_model, silent
 from .margins import clear_prompt, layers_of, prompt_of
+from .offloading import EVERYTHING, SKIPPING, needs_of
 
-SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
-EVERYTHING = a_preset("Everything", 0.0, lossless=True)
 MIXES = [Mix(*each, cpu=3 - sum(each)) for each in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (0, 3), (1, 1))] + [
     Mix(1, 2, 0),
     Mix(2, 1, 0),
@@ -39,11 +33,8 @@ KINDS = {"gpu": ResidentLayer, "pool": OffloadedLayer, "cpu": RamLayer}
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mix")
-    source = make_checkpoint(folder / "source", hidden=64, intermediate=98, experts=5, layers=3)
-    make_pack(source, folder / "pack", PackSpec(up=3))
-    return folder / "pack"
+def pack(shape: Callable[[str], Path]) -> Path:
+    return shape("mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +53,7 @@ def expected(whole: LoadedModel) -> tuple[list[int], dict[str, list[int]]]:
             found[preset.name] = answer(whole, prompt, max_new_tokens=12).tokens
         return found
 
-    return clear_prompt(whole, run, [prompt_of(seed, BLOCK + 1) for seed in range(60)])
-
-
-def needs_of(pack: Path) -> Needs:
-    packed = PackedModel.open(pack)
-    count = packed.manifest.architecture.layers
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(count)], read_config(pack), 2)
+    return clear_prompt(whole, run)
 
 
 def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -> LoadedModel:
@@ -113,18 +98,6 @@ def test_a_prompts_experts_stream_where_the_cpu_does_not_take_them(
     moved = shared.device.link.bytes_moved - before
     assert cpu or moved >= mix.cpu * needs_of(pack).rows // 3  # each expert of each layer in RAM crosses the link once
     loaded.close()
-
-
-def test_the_demo_answers_alike_with_layers_of_each_kind() -> None:
-    demo = find("demo")
-    plain = load(demo, None, "cpu", silent)[0]
-    layers = plain.packed.manifest.architecture.layers
-    mix = Mix(1, layers - 2, 1)
-    mixed = opened(demo, "sim:rtx3060-12gb", mix, 2000)
-    plain.control.preset = mixed.control.preset = EVERYTHING
-    prompt = list(range(20, 60))
-    assert answer(mixed, prompt, max_new_tokens=8).tokens == answer(plain, prompt, max_new_tokens=8).tokens
-    mixed.close()
 
 
 def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:

@@ -53,13 +53,13 @@ def seconds(takes: Footprint, speeds: Speeds, held: Held, work: TokenWork = BALA
 
 @pytest.mark.parametrize("ram", [14, 28, 60])
 def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram: int) -> None:
-    """Every card of the list with 4 to 26 GB of its memory, at widths that turn from card to card."""
+    """Cards of the list with 4 to 26 GB of their memory, at widths that turn from card to card."""
     used = set[Mix]()
-    for card, spec in zip(CARDS, itertools.cycle(WIDTHS)):
+    for card, spec in zip(CARDS[ram % 4 :: 4], itertools.cycle(WIDTHS)):
         takes, before, token_before = Footprint.of(MIXTRAL.sizes, spec), float("inf"), float("inf")
         speeds = machine.of_card(card, BASE).speeds
         costs = Costs(takes, BALANCED, speeds)
-        for vram in range(4, 27, 2):
+        for vram in range(4, 27, 3):
             if (found := placed(costs, vram, ram)) is None:
                 assert before == float("inf")
                 continue
@@ -75,21 +75,13 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
 
 @pytest.mark.parametrize("vram", [6, 8, 12, 20])
 def test_more_ram_is_never_slower(vram: int) -> None:
-    for card in CARDS[::5]:
+    for card in CARDS[::9]:
         takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds
         costs, times = Costs(takes, BALANCED, speeds), list[float]()
         for ram in range(6, 40, 3):
             if found := placed(costs, vram, ram):
                 times.append(seconds(takes, speeds, found[0].held))
         assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
-
-
-def test_an_eight_gb_card_is_used_at_the_usual_widths() -> None:
-    """All up projections take 6.1 GB, so that a pool for all layers does not fit beside the rest."""
-    found = option(machine.of_card(cards.named("RTX 4060"), BASE), MIXTRAL, PackSpec(), 4096)
-    assert found.mix is not None and found.mix.layers == 32 and found.mix.cpu > 0 and found.place == "pool"
-    assert found.static is not None and found.decode.mid >= found.static
-    assert sum(found.vram.values()) == 8 * GB and min(found.vram.values()) >= 0
 
 
 @pytest.mark.parametrize("entry", [MIXTRAL, LARGE, OLMOE], ids=lambda entry: entry.name)
@@ -145,7 +137,7 @@ class _Mixtral(OpenedPack):
 @pytest.mark.parametrize("context", [4096, 16384])
 def test_opening_divides_memory_as_planned(context: int) -> None:
     pack = _Mixtral(context)
-    for card, vram in itertools.product(CARDS[::9], (4, 6, 8, 12, 20, 24)):
+    for card, vram in itertools.product(CARDS[::15], (4, 8, 12, 24)):
         there, budget = dataclasses.replace(machine.of_card(card, BASE), vram=vram * GB), memory_plan.budget(vram * GB)
         planned = option(there, MIXTRAL, PackSpec(), context)
         if planned.mix is None:  # the CPU is faster
@@ -158,7 +150,7 @@ def test_opening_divides_memory_as_planned(context: int) -> None:
 
 
 def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
-    for vram, context in itertools.product((4, 6, 8, 10, 12, 16, 24), (1024, 4096, 16384, 32768)):
+    for vram, context in itertools.product((4, 8, 12, 24), (1024, 4096, 32768)):
         there = dataclasses.replace(machine.of_card(cards.named("RTX 4060"), BASE), vram=vram * GB)
         exact, coarse = (option(there, MIXTRAL, PackSpec(), context, kv_bits=bits) for bits in (16, 8))
         found = option(there, MIXTRAL, PackSpec(), context)
@@ -174,7 +166,7 @@ def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
 def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
     """Against random assignments of the same memory, and against counting all layers alike."""
     draw, takes = random.Random(11), Footprint.of(MIXTRAL.sizes, PackSpec())
-    for card, vram in itertools.product(CARDS[::9], (8, 12, 20)):
+    for card, vram in itertools.product(CARDS[::15], (8, 12, 20)):
         rule = Rule(0.4, 0.6, 0.2, 0.4, True, layers=tuple(draw.choice([0.0, 0.5, 1.0, 1.6]) for _ in range(32)))
         work = TokenWork.of(quality_presets.Preset("made up", rule))
         assert len(work.layers) == 32 and len({one.active for one in work.layers}) == 4

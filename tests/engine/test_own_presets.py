@@ -62,10 +62,6 @@ def test_where_all_may_be_left_out_the_dial_ends() -> None:
         assert rule.sparsity == MOST and adds == 0 and not rule.wrong
 
 
-def test_a_model_of_one_layer() -> None:
-    assert search(Model([1.0]).adds, Model([1.0]).reads, 1)["Fast"][0].sparsity > 0.1
-
-
 @pytest.mark.parametrize("dial", [0.0, 0.01, 0.2, 0.4, 0.55, MOST, 1.0])
 def test_all_shares_rise_with_the_dial(dial: float) -> None:
     rule, before = along(dial), along(max(0.0, dial - 0.01))

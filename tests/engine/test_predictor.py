@@ -12,16 +12,13 @@ import torch
 import torch.nn.functional as F
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
-from floe_chat.kernels.layouts import SignalLayout, VectorLayout
-from floe_chat.kernels.weights import SignalWeights
 from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lookahead
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.pack.quantize import store
 from torch import Tensor
 
-from ..bench.recall import Recall, keys, neurons_of, through_attention, watch
+from ..bench.recall import through_attention, watch
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, reference_model, reseal
 from .driver import open_model
 
@@ -110,17 +107,6 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
         predictor.make("learned", loaded.model, PackedModel.open(old))
 
 
-def test_the_gate_predictor_of_a_loaded_model_reads_the_next_layer(tiny_pack: Path) -> None:
-    loaded = open_model(tiny_pack)
-    blocks = loaded.model.model.layers
-    hidden = torch.randn(3, 64)
-    made = predictor.make("gate", loaded.model, loaded.packed)
-    ratio = blocks[1].post_attention_layernorm.weight / blocks[0].post_attention_layernorm.weight
-    expected = F.linear(hidden * ratio, blocks[1].mlp.gate.weight)
-    scores = made.experts(0, hidden, torch.zeros(3, 2, dtype=torch.int64), made.guess(0, hidden, None))
-    torch.testing.assert_close(scores, expected)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path, family: str) -> None:
     model = reference_model(make_checkpoint(tmp_path / "m", family=family, layers=3))
@@ -142,48 +128,3 @@ def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path,
             torch.testing.assert_close(scores, F.linear(then.hidden, routers[layer + 1]), rtol=1e-3, atol=1e-3)
             unknown = partial.experts(layer, now.hidden, now.chosen, partial.guess(layer, now.hidden, None))
             assert unknown.shape == scores.shape and not torch.allclose(unknown, scores, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_neurons_are_those_that_the_up_projection_finds(tokens: int) -> None:
-    experts, neurons, hidden, named = 5, 37, 64, 3
-    layout = SignalLayout(VectorLayout(hidden, 4, 32), torch.bfloat16)
-    parts = [store(torch.randn(neurons, hidden), layout.vector, layout.float16)[:3] for _ in range(experts)]
-    up = SignalWeights(layout, *(torch.stack(column) for column in zip(*parts, strict=True)))
-    guess = torch.randn(tokens, hidden)
-    chosen = torch.rand(tokens, experts).topk(named).indices
-    thresholds = torch.rand(experts) * 8 + 1
-    calls, active = neurons_of(guess, up, chosen, thresholds, x_bits=22)
-    expected: list[int] = []
-    for token, experts_of_token in enumerate(chosen.tolist()):
-        for expert in experts_of_token:
-            v = up.dense(expert, torch.float32) @ guess[token]
-            expected += (expert * neurons + (v.abs() >= thresholds[expert]).nonzero().flatten()).tolist()
-    assert 0 < len(expected) < tokens * named * neurons
-    assert sorted(keys(calls, active, neurons).tolist()) == sorted(expected)
-
-
-def test_recall_counts_like_sets_do() -> None:
-    random = np.random.default_rng()
-    counts, size = Recall(3, 50), 50
-    predicted: list[list[set[int]]] = [[], [], []]
-    actual: list[list[set[int]]] = [[], [], []]
-    for _ in range(40):
-        layer = int(random.integers(2))  # the third is never seen
-        named = random.permutation(size)[: random.integers(0, 20)]
-        wanted = random.permutation(size)[: random.integers(1, 20)]
-        counts.seen(layer, named, wanted)
-        predicted[layer].append(set(named.tolist()))
-        actual[layer].append(set(wanted.tolist()))
-    for layer in (0, 1):
-        hits = sum(len(a & b) for a, b in zip(predicted[layer], actual[layer], strict=True))
-        assert counts.recall(layer) == hits / sum(map(len, actual[layer]))
-        assert counts.precision(layer) == hits / sum(map(len, predicted[layer]))
-    assert counts.recall(2) is None and counts.precision(2) is None
-    assert counts.recall() == sum(counts.hits) / sum(counts.actual)
-
-
-def test_recall_of_nothing_predicted() -> None:
-    counts = Recall(1, 8)
-    counts.seen(0, np.array([], dtype=np.int64), np.array([1, 5]))
-    assert counts.recall() == 0.0 and counts.precision() is None

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -32,47 +28,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_LEAST", 1 << 16)
 
 
-def test_what_was_measured_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
-    file = tmp_path / "a" / "rates.json"
-    SOME.save(file)
-    assert Measured.load(file) == SOME
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"format": 7},
-        {"rates": {"memory read": 0}},
-        {"rates": {"memory read": -1.0}},
-        {"rates": {"memory read": "fast"}},
-        {"rates": {"memory read": float("inf")}},
-        {"rates": {"memory read": True}},
-        {"rates": None},
-        {"reasons": {"disk": 3}},
-        {"date": None},
-        {"busy": "very"},
-    ],
-    ids=str,
-)
-def test_kept_rates_that_make_no_sense_are_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
-) -> None:
-    file = tmp_path / "rates.json"
-    SOME.save(file)
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    with caplog.at_level(logging.WARNING, "floe_chat.engine"):
-        assert Measured.load(file) is None
-    assert "ignored" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 5000, '{"format": 1}', "\0"])
-def test_rubbish_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rates.json").write_text(text)
-    assert Measured.load(tmp_path / "rates.json") is None
-    assert Measured.load(tmp_path / "nothing.json") is None
-
-
 def test_disturbed_rates_are_not_relied_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rates, "kept_file", lambda: tmp_path / "rates.json")
     assert rates.reliable() is None
@@ -80,11 +35,6 @@ def test_disturbed_rates_are_not_relied_on(monkeypatch: pytest.MonkeyPatch, tmp_
     assert rates.reliable() == SOME
     replace(SOME, busy=1.4).save(rates.kept_file())
     assert rates.reliable() is None and Measured.load(rates.kept_file()) is not None
-
-
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    SOME.save(tmp_path / "file" / "rates.json")
 
 
 def test_a_probe_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,21 +12,18 @@ import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, BorrowingStore, GrowingStore, Layout
-from floe_chat.engine.generate import generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
-from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError
-from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
-from .driver import GREEDY, a_preset, open_model, silent
-from .offloading import device, resize
+from .driver import a_preset, answer, open_model, silent
+from .offloading import device, needs_of, resize
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
 POOLED = Parts(mix=Mix(pool=3))
@@ -48,26 +45,13 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def needs(pack: Path) -> Needs:
-    packed = PackedModel.open(pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 2)
+    return needs_of(pack)
 
 
 def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int, preset: Preset = WHOLE) -> list[int]:
     """A greedy answer with what `kv` holds already."""
     loaded.control.preset = preset
-    loaded.telemetry.begin(1, len(prompt), loaded.telemetry.clock())
-    steps = generate(
-        loaded.decoder,
-        kv,
-        prompt,
-        GREEDY,
-        max_new_tokens=tokens,
-        stop_ids=(),
-        window=loaded.window,
-        control=loaded.control,
-        telemetry=loaded.telemetry,
-    )
-    return [step.token for step in steps if step.token is not None]
+    return answer(loaded, prompt, max_new_tokens=tokens, kv=kv).tokens
 
 
 def prompt_of(number: int, length: int) -> list[int]:
@@ -88,7 +72,7 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (15, 10), strict=True)))
+@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (7, 6), strict=True)))
 def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str, conversations: int) -> None:
     """600 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
     budget = needs.least() + 40 * needs.row
@@ -117,20 +101,8 @@ def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, nam
         gc.collect()
         resident.append(process.memory_info().rss)
     assert len(used) == 1 and used.pop() <= budget
-    assert max(resident[-5:]) - max(resident[: conversations * 2 // 5]) < 4 << 20
+    assert max(resident[-3:]) - max(resident[: conversations * 2 // 5]) < 4 << 20
     assert loaded.offload.notices == []
-    loaded.close()
-
-
-def test_the_panel_can_tell_who_has_the_memory(pack: Path, needs: Needs) -> None:
-    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least(), parts=POOLED)
-    kv, sums = KVCache(), set[int]()
-    for length in (10, 300, 10):
-        talk(loaded, kv, prompt_of(length, length), 3)
-        stats = loaded.telemetry.stats(kv_bytes=kv.nbytes(), vram_bytes=None, context_used=0, context_window=512)
-        assert stats.rows is not None and stats.kv_bytes is not None
-        sums.add((stats.rows.pool + stats.kv_bytes) // needs.row)
-    assert max(sums) - min(sums) <= 1  # what one gets the other gives
     loaded.close()
 
 

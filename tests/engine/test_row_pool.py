@@ -1,22 +1,59 @@
-"""The pool of neuron rows after calls in any order: random walks beside plain dictionaries, and real bytes."""
+"""The pool of neuron rows after calls in any order: which rows leave it, by each policy, and what it remembers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 from floe_chat.engine.offload import eviction
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
-from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.offload.pool import SPARE
+from floe_chat.models.pack.usage_file import Heat, from_popularity
+from numpy.typing import NDArray
 
 from ..kernels.plain_pool import definition
-from .pools import POLICIES, find, keys_of
+
+POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")
+
+
+def keys_of(*keys: int) -> Keys:
+    return np.array(keys, np.int64)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where neurons are: slots (N,) int32, -1 where absent; whether the row is ready, or on its way, (N,) bool."""
+
+    slots: Slots
+    ready: NDArray[np.bool_]
+    coming: NDArray[np.bool_]
+
+
+def find(pool: RowPool, layer: int, keys: Keys) -> Found:
+    """Where neurons in any order, which may be named twice, are; their use is noted."""
+    neurons = pool.slots.shape[2]
+    given = layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons
+    located = definition(pool.table).locate(*given)
+    definition(pool.table).count(*given)
+    found = Found(np.full(keys.size, -1, np.int32), np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_))
+    for part, mask in ((located.ready, found.ready), (located.coming, found.coming)):
+        found.slots[part.at], mask[part.at] = part.places, True
+    return found
+
+
+def bring(pool: RowPool, layer: int, keys: Keys, *, urgent: bool = True) -> Slots:
+    """Bring rows when the step that found them missing is over: until then rows of their experts stay."""
+    pool.release()
+    slots = pool.reserve(layer, keys, urgent=urgent)
+    pool.filled(slots)
+    return slots
+
+
+def present(pool: RowPool, layer: int = 0) -> set[int]:
+    return set(np.flatnonzero(pool.slots[layer].reshape(-1) >= 0).tolist())
 
 
 @dataclass
@@ -138,33 +175,6 @@ class Model:
         for row in beyond:
             del self.place[row]
 
-    def refusals(self) -> None:
-        """Calls that must raise and leave all as it was."""
-        layer = self.dice.randrange(len(self.pool.slots))
-        absent = [key for key in range(self.keys) if (layer, key) not in self.place]
-        there = [key for key in range(self.keys) if (layer, key) in self.place]
-        wrong: list[Callable[[], object]] = [
-            lambda: find(self.pool, layer, keys_of(self.keys)),
-            lambda: find(self.pool, layer, keys_of(-1)),
-            lambda: self.pool.reserve(layer, keys_of(-1), urgent=True),
-            lambda: self.pool.filled(np.array([self.pool.capacity], np.int32)),
-            lambda: self.pool.abandon(np.array([-1], np.int32)),
-            lambda: self.pool.resize(-1),
-        ]
-        if absent:
-            wrong.append(lambda: self.pool.reserve(layer, keys_of(*absent, absent[0]), urgent=True))
-        if there:
-            wrong.append(lambda: self.pool.reserve(layer, keys_of(*absent, there[-1]), urgent=False))
-        settled = [slot for row, slot in self.place.items() if row not in self.filling]
-        free = sorted({*range(self.pool.capacity)} - {*self.place.values()})
-        moving = [self.place[row] for row in sorted(self.filling)]
-        for slots in ([*moving, *settled[:1]], [*moving, *free[:1]], [*moving, *moving[:1]]):
-            if len(slots) > len(moving):
-                wrong.append(lambda slots=slots: self.pool.filled(np.array(slots, np.int32)))
-                wrong.append(lambda slots=slots: self.pool.abandon(np.array(slots, np.int32)))
-        with pytest.raises(ValueError, match=r"."):
-            self.dice.choice(wrong)()
-
     def agrees(self) -> None:
         """The table holds what the model holds and nothing else; shares count what is ready."""
         layers, experts, neurons = self.pool.slots.shape
@@ -180,7 +190,7 @@ class Model:
     def step(self) -> None:
         calls = (
             *(self.find, self.reserve, self.visit, self.filled),
-            *(self.abandon, self.release, self.heard, self.refusals),
+            *(self.abandon, self.release, self.heard),
         )
         self.dice.choice(calls)()
         if self.dice.random() < 0.05:
@@ -207,51 +217,176 @@ def test_any_order_of_calls_loses_no_slot_and_shares_none(
         model.step()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: int) -> None:
-    """Decode steps with transfers that arrive late or never; whatever is not there is NaN in the pool's tensor."""
-    dice, rng = random.Random(f"bytes {policy} {seed}"), np.random.default_rng(seed)
-    layers, experts, neurons = 3, 2, 37
-    nbytes, capacity = 64, dice.choice([9, 60, 150, layers * experts * neurons])
-    truth = torch.from_numpy(rng.integers(0, 255, (layers, experts * neurons, nbytes), dtype=np.uint8))
-    bytes_of = torch.full((capacity, nbytes), 0xFF, dtype=torch.uint8)  # NaN in every float format
-    pool = RowPool(layers, experts, neurons, capacity, policy)
-    on_the_way: list[tuple[int, Keys, Slots]] = []
-
-    def send(layer: int, keys: Keys, *, urgent: bool) -> None:
-        slots = pool.reserve(layer, keys, urgent=urgent)
-        bytes_of[torch.from_numpy(slots).long()] = 0xFF
-        on_the_way.append((layer, keys[: slots.size], slots))
-
-    def arrive(transfer: tuple[int, Keys, Slots]) -> None:
-        layer, keys, slots = transfer
-        kernels.pool_scatter(bytes_of, torch.from_numpy(slots).long(), truth[layer][torch.from_numpy(keys)])
-        pool.filled(slots)
-
-    seen = 0
-    for turn in range(120):
-        layer, after = turn % layers, (turn + 1) % layers
-        definition(pool.table).hear(layer, rng.dirichlet(np.ones(experts)))
-        keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
-        found = find(pool, layer, keys)
-        send(layer, keys[found.slots < 0], urgent=True)
-        ahead = rng.permutation(experts * neurons)[: dice.randint(0, 30)].astype(np.int64)
-        send(after, ahead[pool.slots[after].reshape(-1)[ahead] < 0], urgent=False)
-        late: list[tuple[int, Keys, Slots]] = []
-        for transfer in dice.sample(on_the_way, len(on_the_way)):
-            fate = dice.random()
-            if fate < 0.6 or transfer[0] == layer:
-                arrive(transfer)
-            elif fate < 0.7:
-                pool.abandon(transfer[2])
-            else:
-                late.append(transfer)
-        on_the_way = late
-        again = find(pool, layer, keys)
-        assert not again.coming.any() and again.ready[found.ready | found.coming].all(), "what was found stays"
-        there = torch.from_numpy(again.slots[again.ready]).long()
-        assert torch.equal(bytes_of[there], truth[layer][torch.from_numpy(keys[again.ready])])
-        seen += there.numel()
+def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity: int) -> float:
+    pool = RowPool(1, experts, neurons, capacity, policy)
+    count = total = 0
+    for keys in asked:
+        found = find(pool, 0, keys)
+        count, total = count + int(found.ready.sum()), total + keys.size
+        bring(pool, 0, keys[found.slots < 0])
         pool.release()
-    assert seen > 100
+    return count / total
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 20])
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, capacity: int) -> None:
+    dice, pool = random.Random(capacity), RowPool(1, 3, 11, capacity, policy)
+    order: list[int] = []  # the next to go first
+    for _ in range(300):
+        key = min(dice.randrange(33), dice.randrange(33))
+        found = find(pool, 0, keys_of(key))
+        assert found.ready[0] == (key in order)
+        if key in order:
+            if policy == "lru":
+                order.remove(key)
+                order.append(key)
+        else:
+            order = [*order[len(order) == capacity :], key]
+            bring(pool, 0, keys_of(key))
+        pool.release()
+        assert present(pool) == set(order)
+
+
+def test_by_score_the_rows_of_the_expert_that_the_router_forgot_go_first() -> None:
+    pool = RowPool(1, 2, 8, 8)
+    for turn in range(40):
+        definition(pool.table).hear(0, np.array([0.9, 0.1] if turn < 20 else [0.1, 0.9]))
+        keys = keys_of(0, 1, 2, 3) if turn < 20 else keys_of(8, 9, 10, 11)
+        found = find(pool, 0, keys)
+        bring(pool, 0, keys[found.slots < 0])
+        pool.release()
+    bring(pool, 0, keys_of(12, 13))
+    assert len(present(pool) & {0, 1, 2, 3}) == 2 and {8, 9, 10, 11, 12, 13} <= present(pool)
+
+
+def test_by_score_the_neuron_that_is_active_more_often_stays() -> None:
+    rng, often = np.random.default_rng(5), 20
+    asked = [
+        np.concatenate([np.flatnonzero(rng.random(often) < 0.8), often + np.flatnonzero(rng.random(180) < 0.2)])
+        for _ in range(400)
+    ]
+    found = {policy: hits(policy, asked, 1, 200, 60) for policy in POLICIES}
+    assert found["score"] > max(found["lru"], found["fifo"]) + 0.02, found
+
+
+def test_by_score_the_layer_whose_turn_is_next_keeps_its_rows() -> None:
+    pool = RowPool(3, 1, 4, 9)
+    for turn in range(30):
+        find(pool, turn % 3, np.arange(3))
+        if turn < 3:
+            bring(pool, turn, np.arange(3))
+        pool.release()
+    find(pool, 0, keys_of(3))  # layers 1 and 2 come before layer 0 does again
+    bring(pool, 0, keys_of(3))
+    assert [len(present(pool, layer)) for layer in range(3)] == [3, 3, 3]
+
+
+def test_a_prefetch_leaves_rows_that_are_worth_more_than_a_guess() -> None:
+    pool = RowPool(1, 2, 8, 4)
+    for _ in range(300):
+        definition(pool.table).hear(0, np.array([1.3, 0.0]))
+        keys = np.arange(4)
+        bring(pool, 0, keys[find(pool, 0, keys).slots < 0])
+        pool.release()
+    assert pool.reserve(0, keys_of(8, 9), urgent=False).size == 0 and present(pool) == {0, 1, 2, 3}
+    assert pool.reserve(0, keys_of(8, 9), urgent=True).size == 2
+
+
+def test_a_prefetch_does_not_displace_another_that_is_still_to_be_asked_for() -> None:
+    pool = RowPool(2, 1, 8, 4)
+    bring(pool, 1, keys_of(0, 1, 2), urgent=False)
+    assert bring(pool, 1, keys_of(3, 4), urgent=False).size == 1
+    find(pool, 1, keys_of(7))  # the guess was wrong: its rows have no claim any more
+    assert bring(pool, 1, keys_of(4, 5, 6), urgent=False).size == 3
+
+
+def test_a_pool_keeps_a_small_part_of_itself_free_for_the_next_step() -> None:
+    for capacity, kept in ((30, 3), (64, 6)):
+        pool = RowPool(1, 2, 100, capacity)
+        bring(pool, 0, np.arange(capacity))
+        pool.release()
+        slots = pool.visit(6)
+        assert slots.size == 6
+        pool.keep(0, np.arange(100, 106), slots)
+        pool.release()
+        assert pool.capacity - pool.used == kept
+    for policy in ("lru", "fifo"):
+        pool = RowPool(1, 2, 100, 30, policy)
+        bring(pool, 0, np.arange(30))
+        pool.release()
+        pool.filled(pool.keep(0, np.arange(100, 106), pool.visit(6)))
+        assert pool.used == 30, "all rows stay that were copied"
+
+
+def test_by_score_rows_that_are_seldom_used_displace_no_others() -> None:
+    """FloE's rows have long tails: what is used once in a while is copied for its step alone."""
+    rng, pool = np.random.default_rng(3), RowPool(4, 2, 400, 400)
+    for turn in range(1200):
+        layer = turn % 4
+        often = np.flatnonzero(rng.random(60) < 0.9)
+        seldom = 60 + np.flatnonzero(rng.random(340) < 0.05)
+        keys = np.concatenate([often, seldom])
+        found = find(pool, layer, keys)
+        absent = keys[found.slots < 0]
+        slots = pool.visit(absent.size)
+        pool.filled(pool.keep(layer, absent[: slots.size], slots))
+        pool.release()
+    assert sum(len(present(pool, layer) & set(range(60))) for layer in range(4)) >= 228
+
+
+def test_scores_that_are_no_numbers_are_forgotten() -> None:
+    pool = RowPool(1, 2, 3, 3)
+    before = pool.heat().scores
+    definition(pool.table).hear(0, np.array([np.nan, 0.5]))
+    definition(pool.table).hear(0, np.array([np.inf, 0.5]))
+    assert (pool.heat().scores == before).all()
+
+
+@pytest.mark.parametrize("growth", [3.0, 1e20], ids=["often", "never"])
+def test_uses_are_moving_means_over_the_calls_of_an_expert(growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "LARGEST_GROWTH", growth)
+    rng, neurons = np.random.default_rng(2), 9
+    pool, mean = RowPool(2, 3, neurons, 5), np.zeros((2, 3, neurons))
+    for turn in range(300):
+        layer = turn % 2
+        active = rng.random((3, neurons)) < 0.4
+        active[rng.integers(3)] = False
+        for expert in np.flatnonzero(active.any(1)):
+            mean[layer, expert] += eviction.USE_RATE * (active[expert] - mean[layer, expert])
+        find(pool, layer, np.flatnonzero(active.reshape(-1)))
+    np.testing.assert_allclose(pool.heat().uses, mean, rtol=1e-4)
+
+
+def random_heat(layers: int, experts: int, neurons: int) -> Heat:
+    rng = np.random.default_rng(layers + neurons)
+    return Heat(
+        rng.dirichlet(np.ones(experts), layers).astype(np.float32),
+        rng.random((layers, experts, neurons), dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 17, 2 * 3 * 11, 100])
+def test_a_warm_start_names_the_hottest_neurons_first(capacity: int) -> None:
+    kept = random_heat(2, 3, 11)
+    pool = RowPool(2, 3, 11, capacity)
+    layers, keys = pool.warm(kept)
+    worth = (kept.scores[..., None] * kept.uses).reshape(2, 33)
+    assert keys.size == min(capacity, 66) and len(set(zip(layers.tolist(), keys.tolist(), strict=True))) == keys.size
+    assert worth[layers, keys].tolist() == sorted(worth.reshape(-1).tolist(), reverse=True)[: keys.size]
+    for layer in range(2):
+        bring(pool, layer, keys[layers == layer], urgent=False)
+    assert sum(len(present(pool, layer)) for layer in range(2)) == keys.size
+    np.testing.assert_allclose(pool.heat().uses, kept.uses, rtol=1e-6)
+
+
+def test_without_heat_popular_experts_come_first_and_of_each_the_important_neurons() -> None:
+    guess = from_popularity(np.array([[3.0, 1.0], [0.0, 0.0]]), 4)
+    np.testing.assert_allclose(guess.scores, [[0.75, 0.25], [0.5, 0.5]])
+    layers, keys = RowPool(2, 2, 4, 3).warm(guess)
+    assert (layers.tolist(), keys.tolist()) == ([0, 0, 0], [0, 1, 2])
+
+
+def test_heat_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="heat of"):
+        RowPool(2, 3, 11, 4).warm(random_heat(2, 3, 12))

@@ -15,19 +15,18 @@ from floe_chat.engine.offload.asked import Asked
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.device import Joined
 from floe_chat.engine.offload.device_memory import DeviceMemory
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
-from floe_chat.engine.offload.links.transfer import Link
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.engine.offload.row_pool import RowPool
 from floe_chat.engine.offload.scheduler import PendingPrefetch, Scheduler
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
-from floe_chat.kernels.cpu.native_steps import Beside
+from floe_chat.kernels.cpu.offload_steps import Beside
 from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.offload.pool import FREE_COUNT, VISITING
 from floe_chat.kernels.types import Active
 
 from ..kernels.test_placing import EXPERTS, LAYERS, NEURONS, Walk
 from ..kernels.test_pool import RULE
-from .plain_link import VirtualLink
+from .plain_link import PlainLink
 from .plain_scheduler import PlainScheduler
 
 NBYTES, CHUNK = 64, 5
@@ -40,7 +39,7 @@ class Side(VirtualDevice):
     def __init__(self, capacity: int, *, compiled: bool) -> None:
         super().__init__(CARD, NBYTES, 64, 10_000, host=False, content=False)
         rate = min(CARD.link_bytes_s, CARD.pack_bytes_s)
-        self.link = CompiledLink(
+        self.link = Link(
             *("virtual", "", NBYTES),
             chunk=CHUNK,
             rate=rate,
@@ -48,13 +47,14 @@ class Side(VirtualDevice):
             clock=self.clock.record,
             content=False,
         )
-        self.used: Link = self.link if compiled else VirtualLink(CARD, self.clock, NBYTES, CHUNK, content=False)
+        plain = PlainLink(CARD, self.clock, NBYTES, CHUNK, content=False)
+        self.used: Link | PlainLink = self.link if compiled else plain
         self.beside: list[Active] = []
         self.pool = RowPool(LAYERS, EXPERTS, NEURONS, capacity)
         rows = torch.zeros(EXPERTS * NEURONS, NBYTES, dtype=torch.uint8)
         target = SimpleNamespace(rows=torch.zeros(capacity, NBYTES, dtype=torch.uint8), row_bytes=NBYTES)
         given = self, self.pool, cast(DeviceMemory, target), [rows] * LAYERS
-        self.scheduler = Scheduler(*given) if compiled else PlainScheduler(*given, self.used)
+        self.scheduler = Scheduler(*given) if compiled else PlainScheduler(*given, plain)
 
     def rows_beside(self, given: Beside, active: Active) -> Joined:
         self.beside.append(active)

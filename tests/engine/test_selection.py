@@ -42,10 +42,6 @@ def test_a_resident_expert_stands_in_for_an_absent_one(
     assert substitute(SCORES, [0, 1], resident(*there), alpha) == expected
 
 
-def test_without_other_experts_nothing_is_replaced() -> None:
-    assert substitute([0.6, 0.4], [0, 1], resident(), 2.0) == [0, 1]
-
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 

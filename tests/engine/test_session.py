@@ -1,4 +1,4 @@
-"""The engine thread: commands in any order, failures that reach the reader, an engine that lives on."""
+"""The engine thread: commands in any order, failures that reach the reader, cancels at any moment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from floe_chat.engine.events import (
     Unload,
     Unloaded,
 )
-from floe_chat.engine.experts.moe_layer import MoELayer
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, MoELayer
 from floe_chat.engine.session import Session
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -81,13 +81,6 @@ def test_an_answer_is_prefill_then_tokens_then_its_end(engine: Engine, tiny_pack
     assert engine.tokens_of(1) == answer(open_model(tiny_pack), PROMPT).tokens
 
 
-def test_answers_come_in_the_order_of_their_questions(engine: Engine) -> None:
-    engine.send(*(asking(request, [request + 2], tokens=3) for request in (1, 2, 3)))
-    engine.end_of(3)
-    ends = [event.request for event in engine.seen if isinstance(event, Finished)]
-    assert ends == [1, 2, 3]
-
-
 def test_commands_sent_before_the_start_are_kept(tiny_pack: Path) -> None:
     engine = Engine()
     engine.send(Load(str(tiny_pack), None, "cpu"), asking(1, PROMPT, tokens=2))
@@ -95,18 +88,10 @@ def test_commands_sent_before_the_start_are_kept(tiny_pack: Path) -> None:
         assert isinstance(engine.end_of(1), Finished)
 
 
-def test_a_question_without_a_model_fails(tiny_pack: Path) -> None:
-    with Engine() as engine:
-        engine.send(asking(1, PROMPT), SetPreset("Fast"))
-        assert explained(engine.end_of(1)).request == 1
-        assert explained(engine.until(Failed)).request is None
-        engine.load(tiny_pack)
-
-
 def test_a_question_after_unloading_fails_and_loading_again_helps(engine: Engine, tiny_pack: Path) -> None:
-    engine.send(Unload(), asking(1, PROMPT))
+    engine.send(Unload(), asking(1, PROMPT), SetPreset("Fast"))
     engine.until(Unloaded)
-    explained(engine.end_of(1))
+    assert explained(engine.end_of(1)).request == 1 and explained(engine.until(Failed)).request is None
     engine.load(tiny_pack)
     engine.send(asking(2, PROMPT, tokens=2))
     assert isinstance(engine.end_of(2), Finished)
@@ -140,10 +125,11 @@ def test_what_cannot_be_loaded_this_way_is_a_usage_error(tiny_pack: Path, preset
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "This computer ran out of memory"),
         (MemoryError(), "This computer ran out of memory"),
         (OSError(errno.EIO, "Input/output error", "layer_00.safetensors"), "The model's files cannot be read"),
+        (RuntimeError("a fault in a layer"), ""),
     ],
-    ids=["gpu", "torch", "python", "disk"],
+    ids=["gpu", "torch", "python", "disk", "fault"],
 )
-def test_what_no_check_can_rule_out_is_an_ordinary_outcome(
+def test_what_no_check_can_rule_out_ends_the_answer_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, title: str
 ) -> None:
     def out(*_arguments: Any) -> None:
@@ -154,26 +140,11 @@ def test_what_no_check_can_rule_out_is_an_ordinary_outcome(
         layer_by_layer(patch)
         engine.send(asking(1, PROMPT))
         failed = explained(engine.end_of(1))
-    assert failed.title == title and failed.hint and "fault" not in failed.hint
+    if title:
+        assert failed.title == title and failed.hint and "fault" not in failed.hint
+    assert failed.request == 1 and (title or "a fault in a layer" in failed.cause)
     engine.send(asking(2, PROMPT))
     assert isinstance(engine.end_of(2), Finished)
-
-
-def test_the_engine_survives_a_fault_in_a_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_arguments: Any) -> None:
-        raise RuntimeError("a fault in a layer")
-
-    engine.send(asking(1, PROMPT))
-    engine.end_of(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(MoELayer, "forward", broken)
-        layer_by_layer(patch)
-        engine.send(asking(2, PROMPT))
-        failed = explained(engine.end_of(2))
-    assert failed.request == 2 and "a fault in a layer" in failed.cause
-    engine.send(asking(3, PROMPT))
-    assert isinstance(engine.end_of(3), Finished)
-    assert engine.tokens_of(3) == engine.tokens_of(1)
 
 
 @pytest.mark.parametrize("prompt", [[], [5] * 512, [99_999], [-1]], ids=["empty", "too-long", "unknown", "negative"])
@@ -251,9 +222,6 @@ def test_a_dial_that_cannot_be_turned_so_far_stays(engine: Engine, wrong: Rule) 
     engine.send(SetQuality(wrong))
     failed = explained(engine.until(Failed))
     assert failed.exit_code == 2 and "0 to 1" in failed.hint
-    engine.send(asking(1, PROMPT, tokens=20))
-    end = engine.end_of(1)
-    assert isinstance(end, Finished) and end.stats.active_neurons and 0.3 < end.stats.active_neurons < 0.7
 
 
 def test_a_preset_that_does_not_exist_does_not_end_the_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,3 +359,98 @@ def test_experts_that_make_no_numbers_are_named_by_their_layer(tiny_checkpoint: 
         engine.send(asking(1, PROMPT))
         failed = explained(engine.until((Failed, Finished)))
     assert "layer 1" in failed.cause and "bug in floe-chat" not in failed.hint and str(pack) in failed.hint
+
+
+LAYERS = 2
+
+
+class Watch:
+    """Counts MoE layers that began and that were computed; cancels a request when the n-th has been computed."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = self.computed = 0
+        self.cancel_after: int | None = None
+        self.request = 1
+        original = MoELayer.forward
+
+        def forward(layer: MoELayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            self.begun += 1
+            out = original(layer, hidden, top_k_index, top_k_weights)
+            self.computed += 1
+            if self.computed == self.cancel_after:
+                engine.send(Cancel(self.request))
+            return out
+
+        monkeypatch.setattr(MoELayer, "forward", forward)
+        layer_by_layer(monkeypatch)
+
+
+@pytest.fixture
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(engine, monkeypatch)
+
+
+def cancelled(engine: Engine, request: int = 1) -> Finished:
+    end = engine.end_of(request)
+    assert isinstance(end, Finished) and end.reason == "cancelled", end
+    return end
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_cancel_in_prefill_is_seen_within_one_layer(engine: Engine, watch: Watch, after: int) -> None:
+    watch.cancel_after = after
+    engine.send(asking(1, [5, 6, 7] * 150))
+    finished = cancelled(engine)
+    assert watch.computed == after and watch.begun <= after + 1
+    assert engine.tokens_of(1) == [] and finished.stats.new_tokens == 0
+    done = [event.done for event in engine.seen if isinstance(event, PrefillProgress)]
+    assert done == ([PREFILL_CHUNK] if after > LAYERS else [])
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_cancel_in_decode_is_seen_within_one_layer(engine: Engine, watch: Watch, steps: int, layer: int) -> None:
+    watch.cancel_after = after = LAYERS * steps + layer
+    engine.send(asking(1, PROMPT, tokens=400))
+    finished = cancelled(engine)
+    assert watch.computed == after and watch.begun <= after + 1
+    assert len(engine.tokens_of(1)) == steps
+    assert finished.stats.new_tokens == steps + (1 if layer == LAYERS else 0)  # drawn, but after the cancel
+
+
+def test_a_cancel_before_its_question_holds(engine: Engine, watch: Watch) -> None:
+    engine.send(Cancel(1), asking(1, PROMPT))
+    cancelled(engine)
+    assert watch.computed == 0 and engine.tokens_of(1) == []
+
+
+def test_a_question_in_the_queue_is_cancelled_and_the_one_before_is_not(engine: Engine, watch: Watch) -> None:
+    watch.cancel_after, watch.request = 6, 2
+    engine.send(asking(1, PROMPT), asking(2, PROMPT), asking(3, PROMPT))
+    cancelled(engine, 2)  # at once: it does not wait for its turn
+    first, third = engine.end_of(1), engine.end_of(3)
+    assert isinstance(first, Finished) and first.reason == "length"
+    assert isinstance(third, Finished) and third.reason == "length"
+    assert engine.tokens_of(3) == engine.tokens_of(1)
+
+
+@pytest.mark.parametrize(("after", "kept"), [(1, 0), (3, PREFILL_CHUNK), (4, 450), (5, 450), (6, 451), (7, 451)])
+def test_what_a_cancelled_answer_computed_is_not_computed_again(
+    engine: Engine, watch: Watch, after: int, kept: int
+) -> None:
+    prompt = [5, 6, 7] * 150
+    watch.cancel_after = after
+    engine.send(asking(1, prompt))
+    cancelled(engine)
+    prompt += [*engine.tokens_of(1), 9]
+    engine.send(asking(2, prompt))
+    end = engine.end_of(2)
+    assert isinstance(end, Finished) and end.stats.reused_tokens == kept
+
+
+def test_a_cancel_that_comes_too_late_harms_nobody(engine: Engine) -> None:
+    engine.send(asking(1, PROMPT, tokens=2))
+    engine.end_of(1)
+    engine.send(Cancel(1), Cancel(1), Cancel(99), asking(2, PROMPT, tokens=2))
+    end = engine.end_of(2)
+    assert isinstance(end, Finished) and end.reason == "length"

@@ -41,7 +41,7 @@ from torch import Tensor
 from ..helpers import make_checkpoint, make_pack
 from .driver import Answer, answer, open_model, silent
 from .margins import clear_prompt
-from .offloading import PLAIN, SKIPPING
+from .offloading import PLAIN, SKIPPING, needs_of
 from .test_room import prompt_of, talk
 
 LAYERS = 5
@@ -60,8 +60,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def needs(pack: Path) -> Needs:
-    packed = PackedModel.open(pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(LAYERS)], read_config(pack), 2)
+    return needs_of(pack)
 
 
 @pytest.fixture(scope="module")
@@ -187,16 +186,6 @@ def test_keys_and_values_are_with_their_layers_and_take_room_there(pack: Path, n
         assert talk(loaded, kv, follow, 12) == talk(plain, KVCache(), follow, 12)
         assert talk(loaded, kv, prompt_of(4, 20), 5) == talk(plain, KVCache(), prompt_of(4, 20), 5)
         assert kv.nbytes() + kv.spilled() == 256 * needs.kv and kv.spilled() < spilled
-
-
-def test_a_chat_longer_than_the_cards_have_room_for_goes_to_ram(pack: Path, needs: Needs) -> None:
-    plain = open_model(pack)
-    short = Advanced(context=16)
-    vram = least_of_parts(pack, needs, 16)
-    with opened(pack, TWO, vram, Parts(mix=POOL, division=(2, 3)), short) as (loaded, _):
-        kv, prompt = KVCache(), prompt_of(5, 400)
-        assert talk(loaded, kv, prompt, 10) == talk(plain, KVCache(), prompt, 10)
-        assert kv.spilled() > 0
 
 
 def test_a_parked_conversation_comes_back_to_both_cards(pack: Path, needs: Needs) -> None:

@@ -1,4 +1,4 @@
-"""The lean pass is transformers' own: the same logits, the same experts, in one piece or many."""
+"""The lean pass is transformers' own, in one piece or many; which pass computes a model, and for which reason."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.decoder.kv_stores import BLOCK
-from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
-from floe_chat.engine.planning.footprint import kv_element
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.models.families import FAMILIES
-from floe_chat.models.packing.pack import PackSpec
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..helpers import make_checkpoint, make_pack, relative_rms
+from ..helpers import relative_rms
 from .driver import open_model
-from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, blocks_of, feed, ids_of, lean_pass, make_model
+from .step_models import LIMIT, MODELS, WINDOW, Guessing, Noting, feed, ids_of, lean_pass, make_model
 
 PIECES = {
     "token by token": [1] * 24,
@@ -96,22 +92,6 @@ def test_the_router_is_the_librarys(name: str, dtype: torch.dtype) -> None:
                     assert torch.equal(weights, theirs)
 
 
-class Guessing(Noting):
-    """Experts that guess what the next layer's will be called with."""
-
-    def __init__(self, layer: int, guesses: list[Tensor]) -> None:
-        super().__init__()
-        self.layer, self.guesses = layer, guesses
-        self.decoder: FusedDecoder | None = None
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out = super().forward(hidden, index, weights) + hidden
-        assert self.decoder is not None
-        self.decoder.ahead(self.layer, None)  # a worse guess, which must leave no trace
-        self.guesses.append(self.decoder.ahead(self.layer, out))
-        return out
-
-
 @both_ways
 @pytest.mark.parametrize("name", ["mixtral-sliding", "olmoe", "qwen3_moe"])
 def test_the_next_layers_input_is_foreseen(name: str, compiled: bool) -> None:
@@ -129,31 +109,6 @@ def test_the_next_layers_input_is_foreseen(name: str, compiled: bool) -> None:
     assert relative_rms(end, feed(lean, KVCache(), ids, [24])[-1]) <= LIMIT, "guesses left a trace"
 
 
-@both_ways
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-sliding", "olmoe"])
-def test_what_is_kept_of_a_conversation_goes_on(name: str, compiled: bool) -> None:
-    model = make_model(name)
-    lean, kv, ids = lean_pass(model, compiled=compiled), KVCache(), ids_of(60)
-    feed(lean, kv, ids, [20, *[1] * 20])
-    branch = ids[:31] + ids_of(20)
-    assert kv.keep(branch, PRESET) == 31
-    logits = feed(lean, kv, branch, [1] * 20)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([branch]), use_cache=False).logits[0, 31:]
-    assert relative_rms(logits, expected) <= LIMIT
-
-
-def test_threads_change_no_token() -> None:
-    model = make_model("mixtral", hidden_size=256, num_attention_heads=8)
-    ids, threads = ids_of(6), torch.get_num_threads()
-    out: list[Tensor] = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        out.append(feed(lean_pass(model), KVCache(), ids, [1] * 6))
-    torch.set_num_threads(threads)
-    assert relative_rms(out[1], out[0]) <= LIMIT
-
-
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3_moe"])
 def test_16_bit_is_no_worse_than_the_librarys(name: str) -> None:
     # The same rounded weights in float32 say what both should compute. Experts are left out: a router's near tie
@@ -169,58 +124,109 @@ def test_16_bit_is_no_worse_than_the_librarys(name: str) -> None:
     assert 0 < relative_rms(lean, exact) <= 1.2 * relative_rms(library, exact) <= 0.1
 
 
-# With some seeds the rounding of a key to 16 bits changes what a router chooses.
-@pytest.mark.parametrize(("family", "bits", "seed"), [("mixtral", 4, 6), ("olmoe", 8, 4), ("mixtral", 16, 4)])
-def test_packed_layers_are_joined_and_compute_the_same(
-    family: str, bits: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_joined_weights_are_there_once(tiny_pack: Path) -> None:
+    model = open_model(tiny_pack).model
+    lean = choose(model, 512)
+    attention = model.model.layers[1].self_attn
+    parts = [getattr(attention, name).weights.q for name in ("q_proj", "k_proj", "v_proj")]
+    assert isinstance(lean, FusedDecoder)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        (
+            "mixtral",
+            {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic changes with the length",
+        ),
+        (
+            "mixtral",
+            {
+                "head_dim": 12,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "short_factor": [1.0] * 6,
+                    "long_factor": [2.0] * 6,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "longrope changes with the length",
+        ),
+        ("phimoe", {}, "its router is SparseMixer's"),
+    ],
+)
+def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
+    name: str, changes: dict[str, Any], reason: str
 ) -> None:
-    source = make_checkpoint(tmp_path / "source", family=family, seed=seed)
-    make_pack(source, tmp_path / "packed", PackSpec(dense=bits))
-    loaded = open_model(tmp_path / "packed")
-    loaded.control.preset = PRESET
-    ids, pieces = ids_of(60), [40, *[1] * 20]
-    expected = feed(LibraryDecoder(loaded.model), KVCache(), ids, pieces)
-    kv = KVCache()
-    ours = feed(choose(loaded.model, loaded.window), kv, ids, pieces)
-    assert kv.nbytes() == kv_element(family, bits) * 2 * 2 * 64 * BLOCK  # two layers, keys and values of 4 heads of 16
-    if bits == 16:
-        assert relative_rms(ours, expected) <= LIMIT
-    else:  # float16 keys and values, and nothing else
-        assert LIMIT < relative_rms(ours, expected) <= 2e-3
-
-        def computed(_model: Any, _bits: int) -> torch.dtype:
-            return torch.float32
-
-        monkeypatch.setattr(layers, "kept_dtype", computed)
-        ours = feed(choose(loaded.model, loaded.window), KVCache(), ids, pieces)
-        assert relative_rms(ours, expected) <= LIMIT
-
-
-def test_the_comparison_would_notice_one_key(model: Any) -> None:
-    lean, kv, ids = choose(model, WINDOW), KVCache(), ids_of(30)
+    model = make_model(name, **changes)
+    decoder = choose(model, WINDOW)
+    assert isinstance(decoder, LibraryDecoder) and reason in decoder.reason
+    ids = ids_of(20)
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        feed(lean, kv, ids, [29])
-        store: Any = kv.store
-        entry = store.seen(25, 26)[-1][-1]  # of the last layer: keys, then values, or one row of both
-        entry[:, : -(-entry.shape[1] // 2)].add_(0.5)
-    assert relative_rms(lean.forward(ids[29:], kv)[0], expected) > LIMIT
+    assert relative_rms(feed(decoder, KVCache(), ids, [19, 1])[-1], expected) <= LIMIT
 
 
-def test_a_pass_that_breaks_off_leaves_what_was_there(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = ids_of(40)
-    for decoder in (choose(model, WINDOW), LibraryDecoder(model)):
-        whole = feed(decoder, KVCache(), ids, [30, 1, 9])
-        kv = KVCache()
-        feed(decoder, kv, ids, [30])
-        last = blocks_of(model)[-1].experts
+@pytest.mark.parametrize(
+    ("dtype", "library", "reason"),
+    [
+        (torch.float32, True, "one compiled call per layer and token"),
+        (torch.bfloat16, True, "by torch's operations, because the compiled step computes float32, not torch.bfloat16"),
+        (torch.float32, False, "by torch's operations, because it was not compiled"),
+    ],
+)
+def test_it_is_told_whether_the_compiled_step_runs(
+    dtype: torch.dtype, library: bool, reason: str, request: pytest.FixtureRequest
+) -> None:
+    if not library:
+        request.getfixturevalue("no_library")
+    lean = choose(make_model("mixtral", dtype), WINDOW)
+    assert isinstance(lean, FusedDecoder) and lean.reason.endswith(reason)
+    assert bool(lean.steps) == ("compiled call per" in reason)
 
-        def cancelled(*_arguments: Any) -> Tensor:
-            raise Cancelled
 
-        with monkeypatch.context() as patch:
-            patch.setattr(last, "forward", cancelled)
-            with pytest.raises(Cancelled):
-                decoder.forward(ids_of(5), kv)
-        assert kv.keep(ids, PRESET) == 30
-        assert relative_rms(feed(decoder, kv, ids, [1, 9]), whole[1:]) <= LIMIT
+def without_bias(model: Any) -> None:
+    model.model.layers[1].self_attn.k_proj.bias = None
+
+
+def turns_a_part(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
+
+
+class Wrapped(nn.Linear):
+    """A linear layer that may compute something else."""
+
+
+def wraps(model: Any) -> None:
+    old = model.model.layers[2].self_attn.v_proj
+    model.model.layers[2].self_attn.v_proj = Wrapped(old.in_features, old.out_features)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(without_bias, "have a bias"), (turns_a_part, "turns a part of each head"), (wraps, "stored in different ways")],
+)
+def test_parts_it_does_not_know_are_declined(change: Any, reason: str) -> None:
+    model = make_model("olmoe-biased-clipped")
+    change(model)
+    decoder = choose(model, WINDOW)
+    assert isinstance(decoder, LibraryDecoder) and reason in decoder.reason
+
+
+def test_more_tokens_than_the_window_are_refused() -> None:
+    lean = choose(make_model("mixtral"), 10)
+    with pytest.raises(ValueError, match="window"):
+        lean.forward(ids_of(11), KVCache())
+
+
+@pytest.mark.parametrize("token", [-1, 101])
+def test_tokens_outside_the_vocabulary_are_refused_and_the_next_ones_are_not(token: int) -> None:
+    lean, kv = choose(make_model("mixtral"), WINDOW), KVCache()
+    with pytest.raises(IndexError, match="vocabulary"):
+        lean.forward([5, token], kv)
+    assert kv.length == 0 and bool(lean.forward([5, 100], kv).isfinite().all())

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import compiled_token
-from floe_chat.engine.decoder.compiled_token import TokenPass
-from floe_chat.engine.decoder.decoders import FusedDecoder
+from floe_chat.engine.decoder import token_pass
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import GrowingStore
+from floe_chat.engine.decoder.token_pass import TokenPass
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.experts.moe_layer import Cancelled, Flag, MoELayer
+from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.cpu import native
-from floe_chat.kernels.cpu.binding import Stop
-from floe_chat.kernels.cpu.native_step import Place
-from floe_chat.kernels.cpu.native_token import NativeToken
-from floe_chat.kernels.types import Limits
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
@@ -113,7 +108,7 @@ def test_several_tokens_of_a_call_are_those_of_a_call_each(
     monkeypatch.setattr(TokenPass, "decode", noted)
     found = dict[str, tuple[Answer, list[Any], KVCache]]()
     for name, seconds, wanted in (("some", 1e9, [64, 36]), ("one", 0.0, [1] * 100)):
-        monkeypatch.setattr(compiled_token, "_SECONDS", seconds)
+        monkeypatch.setattr(token_pass, "_SECONDS", seconds)
         found[name] = answered()
         assert calls == wanted
         calls.clear()
@@ -144,18 +139,6 @@ def test_another_preset_holds_from_the_next_token(pack: Path, monkeypatch: pytes
     assert torch.equal(found, both(loaded))
 
 
-def test_a_layer_that_somebody_watches_is_called(tiny_pack: Path) -> None:
-    loaded, seen = open_model(tiny_pack), list[int]()
-
-    def note(layer: MoELayer, _given: Any) -> None:
-        seen.append(layer.index)
-
-    for layer in loaded.model.model.layers:
-        layer.mlp.experts.register_forward_pre_hook(note)
-    answer(loaded, IDS, max_new_tokens=3)
-    assert seen == [0, 1] * 3  # the prompt, and a token for each but the last
-
-
 def test_a_stop_is_seen_in_the_layer_and_leaves_whole_tokens(tiny_pack: Path) -> None:
     loaded, kv = open_model(tiny_pack), KVCache()
     control = loaded.control
@@ -168,52 +151,3 @@ def test_a_stop_is_seen_in_the_layer_and_leaves_whole_tokens(tiny_pack: Path) ->
     assert kv.length == 1
     control.cancelled.clear()
     assert torch.equal(loaded.decoder.forward([5], kv), expected[1:])
-
-
-def test_a_flag_is_seen_on_both_sides() -> None:
-    flag = Flag()
-    assert (flag.is_set(), flag.stop.record.raised) == (False, 0)
-    flag.set()
-    assert (flag.is_set(), flag.stop.record.raised) == (True, 1)
-    flag.clear()
-    assert (flag.is_set(), flag.stop.record.raised) == (False, 0)
-
-
-def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
-    loaded = open_model(tiny_pack)
-    loaded.control.preset = PRESETS["weighed"]  # with experts in halves
-    loaded.decoder.forward([7], KVCache())
-    decoder = loaded.decoder
-    assert isinstance(decoder, FusedDecoder)
-    layers: list[Any] = [layer.mlp.experts for layer in loaded.model.model.layers]
-    token = NativeToken(decoder.steps, [layer.ruled.as_one() for layer in layers])
-    heads = decoder.steps[0].layer
-    x, rope = torch.zeros(1, heads.hidden), torch.zeros(2, heads.dim)
-    kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim).half() for _ in layers]
-    raised = Stop()
-    raised.set(True)
-    assert token(x, [Place(rope, kv, 2)], (22, 22), Stop()) is not None
-    assert token(x, [Place(rope, kv, 2)], (22, 22), raised) is None
-    for given, *place in (
-        (x[:, 1:], rope, kv, 2),
-        (x.double(), rope, kv, 2),
-        (x, rope, kv, 3),
-        (x, rope, kv, -1),
-        (x, rope, [*kv, kv[0]], 2),
-        (x, rope, [], 2),
-        (x, rope[:, 1:], kv, 2),
-        (x, rope, [part[:, 1:].contiguous() for part in kv], 2),
-        (x, rope, [kv[0], kv[1][:2]], 0),
-        (x, rope, [part.float() for part in kv], 2),
-    ):
-        with pytest.raises(ValueError):
-            token(given, [Place(*place)], (22, 22), Stop())  # pyright: ignore[reportArgumentType]
-    one = layers[0].ruled.as_one()
-    for broken in (
-        dataclasses.replace(one, limits=Limits(one.limits.signal.double())),
-        dataclasses.replace(one, signal=layers[0].packed.signal),
-        dataclasses.replace(one, limits=Limits(one.limits.signal[1:])),
-        dataclasses.replace(one, limits=Limits(one.limits.signal, one.limits.signal[1:])),
-    ):
-        with pytest.raises(ValueError):
-            NativeToken(decoder.steps, [broken, one])(x, [Place(rope, kv, 2)], (22, 22), Stop())

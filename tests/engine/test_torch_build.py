@@ -85,13 +85,10 @@ def test_windows_gets_a_line_for_its_shell(monkeypatch: pytest.MonkeyPatch) -> N
     assert command(torch_build.remedy(a_card())).startswith(r'& "C:\Program Files\floe\python.exe" -m pip install ')
 
 
-def test_a_tool_of_uv_has_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_without_pip_have_commands_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     has_pip(monkeypatch, there=False)
     wanted = f"uv pip install --python {PYTHON} torch==2.13.0+cu130 --index-url {INDEX}cu130"
     assert command(torch_build.remedy(a_card())) == wanted
-
-
-def test_pipx_is_asked_by_its_name_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "floe-chat-next"))
     (tmp_path / "floe-chat-next").mkdir()
     (tmp_path / "floe-chat-next" / "pipx_metadata.json").write_text("{}")
@@ -124,11 +121,6 @@ def test_a_mac_a_hidden_card_and_a_torch_that_works_need_nothing(monkeypatch: py
         assert torch_build.remedy(a_card()) == ""
     a_torch(monkeypatch, "2.13.0+cu130", "13.0", works=True)
     assert torch_build.remedy(a_card()) == ""
-
-
-def test_the_best_card_is_named() -> None:
-    two = library([device("GTX 1650", capability=(7, 5)), device(b"RTX 4090", capability=(8, 9))], cuda=13000)
-    assert "to use the RTX 4090," in torch_build.remedy(two)
 
 
 def test_the_probe_holds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.kernels.cpu import native_pool
+from floe_chat.kernels.cpu import pool_table
 from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.offload.pool import FILLING, FREE_COUNT, EvictionRule, Means
 from floe_chat.kernels.offload.sharing import Lanes
@@ -33,7 +33,7 @@ def transfer(rng: Random) -> Case:
     order = "source", "slots", "rows", "capacity"
     return Case(
         given,
-        lambda _m, g: native_pool.landing(*(g[name] for name in order)).tolist(),
+        lambda _m, g: pool_table.landing(*(g[name] for name in order)).tolist(),
         plain=lambda g: landing(*(g[name] for name in order)).tolist(),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from floe_chat.kernels.checks import index, indices
-from floe_chat.kernels.cpu.native_pool import NativeTable, found_record
+from floe_chat.kernels.cpu.pool_table import PoolTable, found_record
 from floe_chat.kernels.offload.located import Keys, Part, Slots, check_landing, require
 from floe_chat.kernels.offload.placing import Ahead, Found, Narrow, Placed, Way
 from floe_chat.kernels.offload.pool import (
@@ -390,7 +390,7 @@ def definition(table: RowTable) -> StepTable:
     return one
 
 
-class CompiledTable(NativeTable, StepTable):
+class CompiledTable(PoolTable, StepTable):
     """The compiled table, with the definition's `locate` and `count`, which no compiled call does alone."""
 
 

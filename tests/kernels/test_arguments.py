@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.cpu import native, native_pool
+from floe_chat.kernels.cpu import native, pool_table
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 from floe_chat.kernels.offload.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
@@ -358,7 +358,7 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> 
 
 def test_transfers_that_do_not_fit_are_refused() -> None:
     rows, slots = np.array([0, 1, 2]), np.array([0, 1, 2], np.int32)
-    for land in (plain_landing, native_pool.landing):
+    for land in (plain_landing, pool_table.landing):
         assert land(rows, slots, 3, 3).tolist() == [0, 1, 2]
         for arguments in (
             (rows, slots[:2], 3, 3),

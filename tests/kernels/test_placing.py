@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.kernels.offload.located import Slots
 from floe_chat.kernels.offload.placing import Ahead, Found, Placed, Way
 from floe_chat.kernels.offload.pool import FILLING, FINDS, FREE_COUNT, EvictionRule
@@ -33,7 +33,7 @@ class Walk:
         self.tables = both(rule, capacity, seed)
         self.moving: list[tuple[int, Slots]] = []
         self.promised: set[int] = set()  # slots of rows that were fetched ahead, before a call
-        self.link = CompiledLink("none", "walk", 64, content=False)
+        self.link = Link("none", "walk", 64, content=False)
 
     def way(self) -> Way | None:
         """Whether the call sends for its rows makes no difference to the tables."""
@@ -256,7 +256,7 @@ def test_nothing_gives_way_where_all_rows_have_slots() -> None:
 def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
     rng, walk = np.random.default_rng(1), Walk(RULE, 60, 1)
     source, table = torch.from_numpy(rng.integers(0, 255, (EXPERTS * NEURONS, 64), np.uint8)), walk.tables[1]
-    target, link = torch.zeros(60, 64, dtype=torch.uint8), CompiledLink("none", "test", 64)
+    target, link = torch.zeros(60, 64, dtype=torch.uint8), Link("none", "test", 64)
     way = Way(*link.ends(source, target), len(source), len(target), 5, 2)
     moved = 0
     for _ in range(60):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from floe_chat.kernels.cpu import native_pool
+from floe_chat.kernels.cpu import pool_table
 from floe_chat.kernels.offload.located import Keys, Part, Slots
 from floe_chat.kernels.offload.pool import (
     BROUGHT,
@@ -310,7 +310,7 @@ def test_the_expert_of_any_key_is_found() -> None:
     """Keys at the edges of experts whose number of neurons is no power of two, and many of them."""
     for layers, experts, neurons in ((1, 3, 1), (2, 5, 7), (1, 2, 1 << 16), (3, 11, 65_537)):
         shape = layers, experts, neurons
-        table = native_pool.NativeTable(*shape, RULE, means(1, shape))
+        table = pool_table.PoolTable(*shape, RULE, means(1, shape))
         table.resize(layers * experts * 2)
         for layer in range(layers):
             edges = np.unique([[e * neurons, (e + 1) * neurons - 1] for e in range(experts)])
@@ -332,7 +332,7 @@ def test_a_part_is_cut_call_by_call() -> None:
     assert [each.at.size for each in cut(nothing, keys_of())] == [0, 0]
 
 
-@pytest.mark.parametrize("land", [landing, native_pool.landing], ids=["numpy", "compiled"])
+@pytest.mark.parametrize("land", [landing, pool_table.landing], ids=["numpy", "compiled"])
 def test_a_transfer_names_rows_and_slots_that_exist_and_no_slot_twice(
     land: Callable[[Keys, Slots, int, int], Keys],
 ) -> None:

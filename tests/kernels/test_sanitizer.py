@@ -28,8 +28,8 @@ WATCHED = (
     "test_pool.py",
     "test_rounding.py",
     "test_arguments.py",
-    "../engine/test_compiled_link.py",
-    "../engine/test_compiled_cuda.py",
+    "../engine/test_link.py",
+    "../engine/test_cuda_link.py",
     "../engine/test_disk_link.py",
 )
 INPUTS = 400  # hostile calls; `make fuzz` makes more

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.compiled_link import CompiledLink
+from floe_chat.engine.offload.links.link import Link
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.cpu.native_steps import Beside, NativeSteps, Share
+from floe_chat.kernels.cpu.offload_steps import Beside, OffloadSteps, Share
+from floe_chat.kernels.cpu.pool_table import PoolTable
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 from floe_chat.kernels.offload.placing import Found, Way
 from floe_chat.kernels.types import Active, Calls
@@ -29,9 +29,9 @@ def rows(rng: np.random.Generator, dtype: torch.dtype) -> ExpertRows:
     return ExpertRows(RowLayout(vector, vector, dtype), values.view(torch.uint8))
 
 
-def steps(table: NativeTable, link: CompiledLink, nbytes: int) -> NativeSteps:
+def steps(table: PoolTable, link: Link, nbytes: int) -> OffloadSteps:
     rates = Rates(1e9, 1e-6, 1e12, 1e9, 1e-9, 1e10, 1e-6).record()
-    return NativeSteps(table, link.handle, row_bytes=nbytes, spared=32, rates=rates)
+    return OffloadSteps(table, link.handle, row_bytes=nbytes, spared=32, rates=rates)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -39,9 +39,9 @@ def steps(table: NativeTable, link: CompiledLink, nbytes: int) -> NativeSteps:
 def test_a_share_is_what_the_operation_gives(dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng(seed)
     table = both(RULE, 40, seed)[1]
-    assert isinstance(table, NativeTable) and table.width == EXPERTS * NEURONS
+    assert isinstance(table, PoolTable) and table.width == EXPERTS * NEURONS
     weights = rows(rng, torch.float16)
-    link = CompiledLink("none", "share", weights.layout.nbytes, content=False)
+    link = Link("none", "share", weights.layout.nbytes, content=False)
     way = Way(link.handle, None, None, table.width, table.capacity, 200, 4, pooled=True)
     made, shares = steps(table, link, weights.layout.nbytes), 0
     for step in range(30):
@@ -76,8 +76,8 @@ def test_a_share_is_what_the_operation_gives(dtype: torch.dtype, seed: int) -> N
 
 def test_what_does_not_fit_is_refused() -> None:
     table = both(RULE, 40)[1]
-    assert isinstance(table, NativeTable)
-    rng, link = np.random.default_rng(1), CompiledLink("none", "share", 64, content=False)
+    assert isinstance(table, PoolTable)
+    rng, link = np.random.default_rng(1), Link("none", "share", 64, content=False)
     way = Way(link.handle, None, None, table.width, table.capacity, 200, 4, pooled=True)
     weights, made = rows(rng, torch.float16), steps(table, link, 64)
     calls = Calls(torch.tensor([7]), torch.tensor([1]), torch.ones(1))  # there is no such token

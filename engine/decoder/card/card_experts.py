@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.cpu.binding import codes, library
-from ....kernels.cpu.native_steps import Beside
+from ....kernels.cpu.offload_steps import Beside
 from ....kernels.listed import Total
 from ....kernels.offload.placing import Found
 from ....kernels.types import Active, Calls, Limits, Work

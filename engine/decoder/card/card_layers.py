@@ -22,10 +22,10 @@ from ....kernels.step import KeptTokens, Stepped
 from ...events import Notice
 from ...experts.offloaded_layer import OffloadedLayer
 from ...quality_presets import Preset
-from ..compiled_token import hooks_of
 from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
 from ..layers import DecoderLayer, Unsupported, norm
+from ..token_pass import hooks_of
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.cpu.binding import codes
-from ....kernels.cpu.native_steps import StepLists
+from ....kernels.cpu.offload_steps import StepLists
 from ....kernels.listed import Listing, Portion, Total
 from ....kernels.types import Calls
 from ....kernels.weights import ExpertRows

@@ -19,10 +19,10 @@ from ....kernels import operations as kernels
 from ...events import Notice
 from ...experts.moe_layer import Cancelled, Control, MoELayer
 from ...experts.ruled_layer import RuledLayer
-from ..compiled_token import control_of, hooks_of, in_memory
 from ..graphs import Captured, capture
 from ..kv_stores import GrowingStore
 from ..layers import DecoderLayer, Unsupported
+from ..token_pass import control_of, hooks_of, in_memory
 from .card_ends import Ends
 from .card_layers import TokenRecord, before_experts, need_kernels
 

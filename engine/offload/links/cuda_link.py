@@ -22,7 +22,7 @@ from ....kernels import operations as kernels
 from ....kernels.codes import align
 from ....kernels.cpu.binding import array_of, codes, records
 from ....models.errors import UsageError
-from .compiled_link import CardFields, CompiledLink
+from .link import CardFields, Link
 from .pinning import Pinned
 from .transfer import CHUNK, Transfer
 
@@ -60,7 +60,7 @@ class CardParts:
     held: object
 
 
-class CudaLink(CompiledLink):
+class CudaLink(Link):
     """To a GPU (FloE section 3.4.2): cores pack a chunk into pinned memory, one copy transfers it with its slot
     numbers, and a kernel puts its rows there.
 
@@ -104,7 +104,7 @@ class CudaLink(CompiledLink):
         super().submit(transfer)
 
     def ends(self, source: Tensor, target: Tensor) -> tuple[int, Tensor | None, Tensor | None]:
-        """See `CompiledLink`."""
+        """See `Link`."""
         self._meet(source, target)
         return super().ends(source, target)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .compiled_link import CompiledLink, FileFields
+from .link import FileFields, Link
 
 READERS = 32
 """Requests at once. An SSD answers a single one in 0.1 to 0.2 ms, and dozens in the same time."""
@@ -65,7 +65,7 @@ class DiskFiles:
         _close(self._open)
 
 
-def disk_link(files: DiskFiles, nbytes: int, chunk: int) -> CompiledLink:
+def disk_link(files: DiskFiles, nbytes: int, chunk: int) -> Link:
     """A link that reads rows of `nbytes` from the files, `chunk` of them at a time; it keeps the files open.
 
     Raises:
@@ -78,7 +78,7 @@ def disk_link(files: DiskFiles, nbytes: int, chunk: int) -> CompiledLink:
         gap=READ_THROUGH // nbytes,
         sector=files.sector,
     )
-    return CompiledLink("disk", "disk", nbytes, chunk=chunk, files=fields, held=files)
+    return Link("disk", "disk", nbytes, chunk=chunk, files=fields, held=files)
 
 
 def _close(files: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Transfers of rows from RAM into slots of device memory, and the interface of a link.
+"""Transfers of rows from RAM into slots of device memory.
 
 Who may touch what: from `submit` until it is done a transfer's slots belong to it. A slot may be given to a transfer
 once the kernels that read its former row have ended, seen by the host (the pool's `release`). So a link need not wait
@@ -8,7 +8,7 @@ for the compute stream, which would delay every copy until after the very kernel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,55 +39,3 @@ class Transfer:
     score: float
     layer: int
     done: bool = False
-
-
-class Link(Protocol):
-    """Copies rows from RAM into device memory. All methods belong to the engine thread.
-
-    Attributes:
-        name: for people.
-    """
-
-    name: str
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes landed so far."""
-        ...
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which rows were on their way."""
-        ...
-
-    def queued_bytes(self) -> int:
-        """Bytes that were submitted and have not landed."""
-        ...
-
-    def submit(self, transfer: Transfer) -> None:
-        """Take a transfer and return at once. Urgent ones go first, in order; then prefetches, highest score first.
-
-        Raises:
-            ValueError: rows, slots or tensors that do not fit. Exception: the link's failure.
-        """
-        ...
-
-    def wait(self, transfer: Transfer) -> float:
-        """Wait until later computation finds the rows in their slots; returns the seconds waited.
-
-        Raises:
-            ValueError: it was never submitted, or was dropped. Exception: the link's failure.
-        """
-        ...
-
-    def finished(self) -> list[Transfer]:
-        """The transfers done since the last call."""
-        ...
-
-    def drop(self, layer: int | None) -> list[Transfer]:
-        """Take prefetches of a layer (None: of all) that have not begun out of the queue."""
-        ...
-
-    def close(self) -> None:
-        """End: transfers under way land, queued ones are not done."""
-        ...

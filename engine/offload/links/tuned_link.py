@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....models.errors import UsageError
 from ...machine import hardware, saved_figures
-from .compiled_link import CompiledLink
+from .link import Link
 from .pinning import PinError, Pinned
 from .transfer import Kind, Transfer, TransferMode
 
@@ -119,12 +119,12 @@ class LinkEnds:
 
     device: str
     place: str
-    make: Callable[[Kind, int, Pinned | None], CompiledLink]
+    make: Callable[[Kind, int, Pinned | None], Link]
     obstacle: str
     staged: str = STAGED
 
 
-def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[CompiledLink, Kind, float, str]:
+def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[Link, Kind, float, str]:
     """The best link for these rows, by saved or new measurements.
 
     Args:
@@ -211,7 +211,7 @@ def cannot(obstacle: str) -> UsageError:
 
 
 def measure(
-    make: Callable[[Kind, int], CompiledLink],
+    make: Callable[[Kind, int], Link],
     kinds: Sequence[Kind],
     source: Tensor,
     target: Tensor,
@@ -229,7 +229,7 @@ def measure(
     count = min(ROWS, source.shape[0], target.shape[0])
     slots, random = np.arange(count, dtype=np.int32), np.random.default_rng(0)
     best: dict[tuple[Kind, int], float] = {}
-    links: dict[tuple[Kind, int], CompiledLink] = {}
+    links: dict[tuple[Kind, int], Link] = {}
     try:
         for kind in kinds:
             for size in sizes:

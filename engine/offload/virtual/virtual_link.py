@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..cards import CHUNK_BYTES, PREFIX, Card
-from ..links.compiled_link import CompiledLink
+from ..links.link import Link
 from .virtual_clock import Clock
 
 
-def open_link(card: Card, clock: Clock, nbytes: int, *, content: bool = True) -> CompiledLink:
+def open_link(card: Card, clock: Clock, nbytes: int, *, content: bool = True) -> Link:
     """The link of a card for rows of `nbytes`.
 
     Args:
@@ -17,7 +17,7 @@ def open_link(card: Card, clock: Clock, nbytes: int, *, content: bool = True) ->
         NativeUnavailableError: there is no compiled library.
     """
     chunk = max(1, CHUNK_BYTES // nbytes)
-    return CompiledLink(
+    return Link(
         *("virtual", PREFIX + card.name, nbytes),
         chunk=chunk,
         rate=min(card.link_bytes_s, card.pack_bytes_s),

@@ -22,14 +22,6 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Two processes."""
-    started = Processes(2, tmp_path_factory.mktemp("pair"))
-    yield started
-    started.kill()
-
-
-@pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Four processes."""
     started = Processes(4, tmp_path_factory.mktemp("four"))

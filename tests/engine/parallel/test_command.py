@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from floe_chat.engine.parallel.place import Place
+from floe_chat.models.errors import UsageError
 
 from .processes import DEADLINE_S, free_port
 
@@ -44,13 +46,11 @@ def run(
 
 
 def test_a_question(tmp_path: Path):
-    ((code, alone, _),) = run(ASK, [tmp_path])
-    assert code == 0 and len(alone) > 20
     first, other = run((*ASK, "--preset", "High"), [tmp_path, tmp_path])
     assert first[0] == other[0] == 0, (first, other)
     assert other[1] == "" and other[2].count("\n") == 1 and "process 1 of 2 serves process 0" in other[2]
-    ((_, high, _),) = run((*ASK, "--preset", "High"), [tmp_path])
-    assert first[1] == high
+    ((_, alone, _),) = run((*ASK, "--preset", "High"), [tmp_path])
+    assert first[1] == alone and len(alone) > 20
 
 
 @pytest.mark.thorough
@@ -86,10 +86,16 @@ def test_what_cannot_be(tmp_path: Path):
     assert code == 2 and "There are no other processes" in said
     first, other = run((*ASK, "--parallel", "s-etp:3"), [tmp_path, tmp_path])
     assert first[0] == 2 and "2 processes cannot hold 3 slices" in first[2] and "2 processes cannot hold" in other[2]
-    ((code, _, said),) = run(ASK, [tmp_path], {"WORLD_SIZE": "2", "RANK": "two"})
-    assert code == 2 and "RANK is 'two'" in said and "torchrun" in said
-    ((code, _, said),) = run(ASK, [tmp_path], {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": ""})
-    assert code == 2 and "MASTER_PORT is not set" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"RANK": "two"}, "RANK is 'two'"), ({"RANK": "0", "MASTER_PORT": ""}, "MASTER_PORT is not set")],
+)
+def test_an_environment_that_makes_no_sense_is_explained(given: dict[str, str], said: str):
+    with pytest.raises(UsageError, match=said) as refused:
+        Place.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **given})
+    assert "torchrun" in refused.value.hint
 
 
 def test_other_commands_run_once(tmp_path: Path):

@@ -49,22 +49,17 @@ def test_how_much_chunks_change(alone: dict[str, Alone]):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("family", ["demo", "gpt_oss", "deepseek_v2"])
-def test_logits_of_two(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, pattern: str):
-    pair.do("open", pack=str(packs[family]), pattern=pattern)
-    same(pair.answer(prompt_of(), NEW), alone[family].answer(prompt_of()), family)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("family", ["demo", "gpt_oss", "deepseek_v2"])
-def test_logits_of_four(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, pattern: str):
+def test_logits_are_those_of_one_process(
+    four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, pattern: str
+):
     four.do("open", pack=str(packs[family]), pattern=pattern)
     same(four.answer(prompt_of(), NEW), alone[family].answer(prompt_of()), family)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_same_calls_are_left_out(pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
-    pair.do("open", pack=str(packs["demo"]), pattern=pattern)
-    found, logits = pair.answer(prompt_of(), NEW, rule=DROPPING)
+def test_the_same_calls_are_left_out(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
+    four.do("open", pack=str(packs["demo"]), pattern=pattern)
+    found, logits = four.answer(prompt_of(), NEW, rule=DROPPING)
     one = alone["demo"]
     same((found, logits), one.answer(prompt_of(), DROPPING))
     counted = [
@@ -74,7 +69,7 @@ def test_the_same_calls_are_left_out(pair: Processes, alone: dict[str, Alone], p
     assert sum(each.dropped for each in one.loaded.telemetry.layers) > 0
 
 
-@pytest.mark.parametrize("pattern", ["ep", "etp", "s-etp"])
+@pytest.mark.parametrize("pattern", ["ep", "s-etp"])
 def test_a_process_without_tokens(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
     """Of a prompt of equal tokens, all go to the same experts."""
     four.do("open", pack=str(packs["demo"]), pattern=pattern)
@@ -91,33 +86,31 @@ def test_each_holds_its_part(four: Processes, packs: dict[str, Path]):
         assert opened["reason"].count(f"experts over 4 processes ({pattern.partition(':')[0]})") == 1
 
 
-@pytest.mark.parametrize("family", ["demo", "gpt_oss"])
-def test_a_prompt_of_several_chunks(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str):
-    four.do("open", pack=str(packs[family]), pattern="s-etp")
-    same(four.answer(prompt_of(300), NEW), alone[family].answer(prompt_of(300)), family)
+def test_a_prompt_of_several_chunks(four: Processes, alone: dict[str, Alone], packs: dict[str, Path]):
+    four.do("open", pack=str(packs["gpt_oss"]), pattern="s-etp")
+    same(four.answer(prompt_of(300), NEW), alone["gpt_oss"].answer(prompt_of(300)), "gpt_oss")
 
 
 @pytest.mark.parametrize("pattern", ["tp", "ep"])
 def test_a_conversation_of_several_turns(
-    pair: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str
+    four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str
 ):
-    pair.do("open", pack=str(packs["demo"]), pattern=pattern)
-    first, _ = pair.answer(prompt_of(), NEW)
+    four.do("open", pack=str(packs["demo"]), pattern=pattern)
+    first, _ = four.answer(prompt_of(), NEW)
     longer = [*prompt_of(), *first["tokens"], *prompt_of(20)]
-    second, logits = pair.answer(longer, NEW, fresh=False)
+    second, logits = four.answer(longer, NEW, fresh=False)
     expected = alone["demo"].answer(longer)
     assert second["tokens"] == expected[0] and second["passes"] == NEW
     assert relative_rms(logits[-1], expected[1][-1]) < LIMITS["demo"]
     branch = [*prompt_of()[:30], *prompt_of(12)]  # the others drop what was behind it too
-    third, logits = pair.answer(branch, NEW, fresh=False)
+    third, logits = four.answer(branch, NEW, fresh=False)
     expected = alone["demo"].answer(branch)
     assert third["tokens"] == expected[0]
     assert relative_rms(logits[-1], expected[1][-1]) < LIMITS["demo"]
 
 
-@pytest.mark.parametrize("pattern", ["tp", "ep"])
-def test_a_stop_leaves_all_usable(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
-    four.do("open", pack=str(packs["demo"]), pattern=pattern)
+def test_a_stop_leaves_all_usable(four: Processes, alone: dict[str, Alone], packs: dict[str, Path]):
+    four.do("open", pack=str(packs["demo"]), pattern="ep")
     stopped, _ = four.answer(prompt_of(700), 2, stop_after=1)
     assert stopped["reason"] == "cancelled" and stopped["kept"] < 700
     same(four.answer(prompt_of(), NEW, fresh=False), alone["demo"].answer(prompt_of()))

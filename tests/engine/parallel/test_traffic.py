@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from .alone import Alone, prompt_of
 from .processes import Processes
-from .volume import arriving, direct, in_steps, share
+from .volume import arriving, direct, in_steps
 
 H, K, E, L = 256, 2, 8, 8  # of the demo model
 ROW, RESULT = H * 4 + K * 8, H * 4  # bytes: a state in float32 and its choice; a result
@@ -43,25 +42,6 @@ def test_a_prompt(four: Processes, alone: dict[str, Alone], packs: dict[str, Pat
     )
     assert found["shared"]["nbytes"] == L * 3 * (TOKENS // 4) * ENTRY  # to each of the others, of a quarter
     assert found.get("summed", NONE) == NONE
-
-
-def test_steps_and_states_of_all_processes(alone: dict[str, Alone]):
-    """S-ETP sends as many states as ETP, in half the steps."""
-    for choices in alone["demo"].routing(prompt_of(TOKENS)):
-        come = arriving(choices, 2, 2, E)
-        soft, hard = ([form(come, 2, rank) for rank in range(4)] for form in (direct, in_steps))
-        assert sum(each.rows for each in soft) == sum(each.rows for each in hard) > 0
-        assert sum(each.results for each in soft) == sum(each.results for each in hard) > 0
-
-
-@pytest.mark.parametrize(("groups", "slices"), [(4, 1), (2, 2), (1, 4), (8, 1)])
-def test_uniform_routing(groups: int, slices: int):
-    """The closed form h (R - 1), within what so many tokens vary by."""
-    tokens, size = 40_000, groups * slices
-    drawn = torch.rand(tokens, E, generator=torch.Generator().manual_seed(3)).topk(K, 1).indices
-    come = arriving(drawn, groups, slices, E)
-    sent = sum(direct(come, slices, rank).rows for rank in range(size))
-    assert sent / tokens == pytest.approx(share(E, groups, K) * (size - 1), rel=0.01)
 
 
 def test_what_is_left_out_does_not_travel(four: Processes, packs: dict[str, Path]):

@@ -10,14 +10,12 @@ results that are added up before they are sent.
 - ETP: the all-to-all brings the state to one process of each other group, and the all-gather to the T - 1 others of
   each: sum over groups of ([group is not g] + T - 1) each way, which is the same number.
 
-With uniform routing, a token has experts in each group with probability h = 1 - C(E - E / G, K) / C(E, K), so both are
-h (R - 1) a token and way. What differs is the number of steps: 2 a layer for EP and S-ETP, 4 for ETP; and of messages.
+What differs between them is the number of steps: 2 a layer for EP and S-ETP, 4 for ETP; and of messages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 
 import torch
 from torch import Tensor
@@ -30,11 +28,6 @@ class Sent:
     rows: int
     results: int
     messages: int
-
-
-def share(experts: int, groups: int, top_k: int) -> float:
-    """h, where all groups have the same number of experts."""
-    return 1 - comb(experts - experts // groups, top_k) / comb(experts, top_k)
 
 
 def arriving(choices: Tensor, groups: int, slices: int, experts: int) -> Tensor:

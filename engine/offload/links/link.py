@@ -1,4 +1,6 @@
-"""Links whose queue, threads and time are compiled (kernels/cpu/link): no chunk passes through Python."""
+"""Links copy rows from RAM into device memory. Their queue, threads and time are compiled (kernels/cpu/link): no chunk
+passes through Python.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.cpu.binding import check, codes, library, records, refused
-from ....kernels.cpu.native_pool import landing
+from ....kernels.cpu.pool_table import landing
 from .transfer import CHUNK, Transfer
 
-CompiledKind = Literal["none", "virtual", "throttled", "cuda", "disk"]
-_KINDS: dict[CompiledKind, int] = {
+LinkKind = Literal["none", "virtual", "throttled", "cuda", "disk"]
+_KINDS: dict[LinkKind, int] = {
     "none": codes.LINK_NONE,
     "virtual": codes.LINK_VIRTUAL,
     "throttled": codes.LINK_THROTTLED,
@@ -54,17 +56,20 @@ _NO_FILES = FileFields(extents=None, extent_count=0, readers=0, gap=0, sector=0)
 _NO_CARD = CardFields(driver=None, lanes=None, stalls=None, stall_count=0, head=0, compute=0, in_place=False)
 
 
-class CompiledLink:
-    """A link (see `transfer.Link`). `handle`: the library's.
+class Link:
+    """Copies rows from RAM into device memory. All methods belong to the engine thread.
 
     Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time;
     "throttled" moves them by a thread, and a chunk takes at least latency + bytes / rate. Its times show how rows are
     ordered, never a GPU's: they are always labelled "throttled". "disk" reads them from the files behind the sources.
+
+    Attributes:
+        name: for people. handle: the library's.
     """
 
     def __init__(
         self,
-        kind: CompiledKind,
+        kind: LinkKind,
         name: str,
         nbytes: int,
         *,
@@ -137,7 +142,11 @@ class CompiledLink:
         return queued
 
     def submit(self, transfer: Transfer) -> None:
-        """See `Link`."""
+        """Take a transfer and return at once. Urgent ones go first, in order; then prefetches, highest score first.
+
+        Raises:
+            ValueError: rows, slots or tensors that do not fit. RuntimeError: the link's failure.
+        """
         source, target, given = transfer.source, transfer.target, transfer.index
         check_ends(transfer, self.nbytes, self.device)
         if transfer.done or transfer in self._numbers:
@@ -170,7 +179,11 @@ class CompiledLink:
         self._lent.clear()
 
     def wait(self, transfer: Transfer) -> float:
-        """See `Link`."""
+        """Wait until later computation finds the rows in their slots; returns the seconds waited.
+
+        Raises:
+            ValueError: it was never submitted, or was dropped. RuntimeError: the link's failure.
+        """
         number = self._numbers.get(transfer)
         if number is None:
             if transfer.done:
@@ -183,14 +196,14 @@ class CompiledLink:
         return float(self._seconds[0])
 
     def finished(self) -> list[Transfer]:
-        """See `Link`."""
+        """The transfers done since the last call."""
         found = self._taken(lambda: self._functions.link_finished(self.handle, _MOST, self._named))
         for transfer in found:
             transfer.done = True
         return found
 
     def drop(self, layer: int | None) -> list[Transfer]:
-        """See `Link`."""
+        """Take prefetches of a layer (None: of all) that have not begun out of the queue."""
         which = -1 if layer is None else layer
         return self._taken(lambda: self._functions.link_drop(self.handle, which, _MOST, self._named))
 
@@ -211,7 +224,7 @@ class CompiledLink:
         self._refused(self._functions.link_follow(self.handle))
 
     def close(self) -> None:
-        """See `Link`. No row moves afterwards."""
+        """End: transfers under way land, queued ones are not done. No row moves afterwards."""
         check(self._functions.link_close(self.handle))
 
     def _moved(self) -> None:
@@ -272,13 +285,13 @@ def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
         raise ValueError("a score must be a number")
 
 
-def throttled_link(nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> CompiledLink:
+def throttled_link(nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> Link:
     """The link of the test device: RAM to RAM.
 
     Raises:
         NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
     """
-    return CompiledLink("throttled", "throttled", nbytes, chunk=chunk, rate=rate, latency=latency)
+    return Link("throttled", "throttled", nbytes, chunk=chunk, rate=rate, latency=latency)
 
 
 def _free(functions: Any, handle: int, _held: object) -> None:

@@ -91,7 +91,7 @@ def _part(part: int, bounds: NDArray[np.int64], at: NDArray[np.int32], places: N
     return Part(bounds[part], at[part, :end], places[part, :end])
 
 
-class NativeTable(RowTable):
+class PoolTable(RowTable):
     """The tables, and what a step decides about its rows.
 
     A call that is refused changes nothing.

@@ -22,7 +22,7 @@ from ..types import Calls
 from ..weights import ExpertRows
 from .binding import check, codes, library, records
 from .native import digits_of, float32
-from .native_pool import KINDS, Lists, NativeTable, found_record, way_record
+from .pool_table import KINDS, Lists, PoolTable, found_record, way_record
 from .weights import rows_record
 
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
@@ -73,14 +73,14 @@ class StepLists:
         return Portion(self.offsets[part], self.at[part], self.places[part])
 
 
-class NativeSteps:
+class OffloadSteps:
     """A pool's steps.
 
     Raises:
         NativeUnavailableError: there is no compiled library.
     """
 
-    def __init__(self, table: NativeTable, link: int, *, row_bytes: int, spared: int, rates: Any) -> None:
+    def __init__(self, table: PoolTable, link: int, *, row_bytes: int, spared: int, rates: Any) -> None:
         """`rates`: `floe_rates`, corrected in place. The others: see `floe_offload`."""
         self._functions, self._table, self._lists = library(), table, Lists()
         self._offload: Any = records.offload(
