@@ -375,7 +375,7 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
     )
 
     def close() -> bool:
-        saved = history.close()
+        saved = history.close_patiently()
         client.close()
         app.setups.close()
         return saved
@@ -387,7 +387,6 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         code = app.run()
     finally:
         sys.setswitchinterval(before)
+        terminal.screen_ended()
         saved = close()
-    if not saved:
-        sys.stderr.write("floe-chat: a part of this chat could not be saved\n")
     return code or 1 if code is None or not saved else code

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,17 +18,15 @@ from ..chat.dialogue import Dialogue
 from ..client.interface import UNKNOWN_WINDOW, Client, Question, TextDelta, ThoughtDelta
 from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
-from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
+from ..history import Answer, AnswerStats, ChatSetup, History, history_file
 from ..history.answer import unsaved
 from ..history.exporting import json_text
+from ..history.live import PATIENCE_SECONDS
 from ..terminal.signals import ending_in_order
 from ..text.plain_text import printable
 
 Form = Literal["text", "json", "lines"]
 """The form of stdout: text as it comes, one JSON object at the end, or one for each piece and one at the end."""
-
-
-_WAIT = 60.0  # seconds to wait at the end for a lock or a full disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)
         question = Question(turns, drawn, asked.max_tokens)
         request = client.submit(question).request  # what does not fit is not saved
-        wait = _WAIT
+        wait = PATIENCE_SECONDS
         with _kept(dialogue, asked.text, setup) if asked.saved else unsaved() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, _Output(form, shown=asked.thinking == "show"))
@@ -96,7 +93,7 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         raise
     finally:
         client.close()
-        saved = _close(history, wait)
+        saved = history.close_patiently(wait)
     return 0 if saved else 1
 
 
@@ -104,28 +101,6 @@ def _kept(dialogue: Dialogue, text: str, setup: ChatSetup) -> Answer:
     """Save the question, and take the answer as it comes."""
     dialogue.ask(text)
     return dialogue.answering(short_name(setup.model), setup.preset or "")[1]
-
-
-def _close(history: History, wait: float) -> bool:
-    """Let the history save what is still unsaved; False if it could not."""
-    if wait and not history.settle():
-        _tell(history)
-        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s to save this chat; Ctrl+C stops waiting.\n")
-        with suppress(KeyboardInterrupt):
-            history.settle(wait)
-    saved = history.close()
-    _tell(history)
-    if not saved:
-        sys.stderr.write("floe-chat: This chat was not saved.\n")
-    return saved
-
-
-def _tell(history: History) -> None:
-    for event in history.poll():
-        if isinstance(event, HistoryTrouble):
-            sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
-        elif isinstance(event, Recovered):
-            sys.stderr.write("floe-chat: This chat is now saved.\n")
 
 
 def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output) -> None:

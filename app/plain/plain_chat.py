@@ -24,7 +24,7 @@ from ..chat.dialogue import Dialogue
 from ..client.engines import Engines
 from ..client.interface import UNKNOWN_WINDOW, Choice, Client, Question, Submitted, TextDelta, ThoughtDelta
 from ..client.thinking import limit_of_off
-from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
+from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, Message
 from ..history.exporting import thought_for
 from ..settings.settings import Persona
 from .plain_answer import PlainAnswer
@@ -160,7 +160,7 @@ class PlainChat:
         try:
             submitted = self._submit()
         except FloeError:
-            self.dialogue.withdraw(question)
+            self.dialogue.withdraw(question, instead)
             raise
         if instead is None:
             self.files.clear()
@@ -274,10 +274,7 @@ def run_plain(beginning: Beginning, history: History) -> int:
         chat.run(beginning.chat, own_model=beginning.own_model)
     finally:
         client.close()
-        saved = history.close()
-        for event in history.poll():
-            if isinstance(event, HistoryTrouble):
-                remark(f"{event.title}. {event.cause} {event.hint}")
+        saved = history.close_patiently()
     return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 
 
