@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
+from ...engine.events import Failed, Finished, Loaded, Notice, PrefillProgress, Sampling
 from ...models.catalog import short_name
 from .. import progress
 from ..chat.dialogue import Dialogue
@@ -79,6 +79,7 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)
         question = Question(turns, drawn, asked.max_tokens)
+        progress.step("preparing the prompt ...")
         request = client.submit(question).request  # what does not fit is not saved
         wait = PATIENCE_SECONDS
         with _kept(dialogue, asked.text, setup) if asked.saved else unsaved() as kept:
@@ -104,6 +105,7 @@ def _kept(dialogue: Dialogue, text: str, setup: ChatSetup) -> Answer:
 
 
 def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output) -> None:
+    output.wait(f"waiting for {client.remote or loaded.model} ...")
     while True:
         for update in client.poll(timeout=0.1):
             match update:
@@ -113,6 +115,8 @@ def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, ke
                 case TextDelta():
                     kept.append(update.text)
                     output.write(update.text)
+                case PrefillProgress(done=done, total=total):
+                    output.wait(f"reading the prompt, {done} of {total} tokens ...")
                 case Finished(request=done) if done == request:
                     kept.finish(AnswerStats.of(update.stats, update.reason, output.thought_tokens))
                     output.end(update, loaded, sampling)
@@ -120,6 +124,7 @@ def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, ke
                 case Notice(title, cause):
                     sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
                 case Failed():
+                    progress.clear()
                     raise error_of(update)
                 case _:
                     pass
@@ -133,10 +138,17 @@ class _Output:
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._ended = ""  # what the last thinking ended with
+        self._waits = False
         self.thought_tokens = 0
+
+    def wait(self, what: str) -> None:
+        """Say on a terminal that nothing of the answer has come yet."""
+        self._waits = True
+        progress.step(what)
 
     def think(self, text: str, tokens: int) -> None:
         """More of what the model thinks."""
+        self._end_waiting()
         self._thoughts.append(text)
         self.thought_tokens += tokens
         if self._shown and text and self._form == "lines":
@@ -188,7 +200,13 @@ class _Output:
         sys.stdout.write(json_text(fields) + "\n")
         sys.stdout.flush()  # the history may still have to finish
 
+    def _end_waiting(self) -> None:
+        if self._waits:
+            progress.clear()
+            self._waits = False
+
     def _end_thinking(self) -> None:
+        self._end_waiting()
         if self._ended:
             sys.stderr.write("\n" if self._ended == "\n" else "\n\n")
             self._ended = ""
