@@ -28,7 +28,6 @@ from ..models.catalog import find
 from ..models.errors import FloeError
 from .actions import COMMANDS, OWN, Place
 from .background import in_background
-from .chat import model_choice
 from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
 from .client.bridge import Heard
@@ -37,7 +36,7 @@ from .client.interface import Client
 from .history import ChatSetup, History, history_file
 from .screens.chat.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .settings.file import SettingsRead, change, read, settings_file, told, with_installed_model, with_known_theme
+from .settings.file import SettingsRead, change_soon, read, settings_file, told, with_installed_model, with_known_theme
 from .settings.servers import SavedServer
 from .settings.settings import Settings
 from .setup.setups import Setups, first_run
@@ -253,24 +252,30 @@ class FloeChatApp(App[int]):
         self._chat.controller.thinking.take(settings.thinking)
         self.theme = settings.theme
 
-    def _save(self, write: Callable[[Path], None]) -> None:
+    def _save(self, values: Mapping[str, object]) -> None:
         """Change the settings file, if there is one."""
         if self._file is not None:
             try:
-                write(self._file)
+                change_soon(self._file, values, lambda error: self.call_later(self._saved, error))
+                self._saved(None)
             except FloeError as error:
-                self._tell(error)
+                self._saved(error)
+
+    def _saved(self, error: FloeError | None) -> None:
+        if error is not None:
+            self._tell(error)
+        if self._file is not None:
             self._settings = read(self._file)
 
     def _keep_theme(self, theme: Theme) -> None:
         """Save the chosen theme in the settings."""
         if theme.name != self._settings.settings.theme:
-            self._save(lambda file: change(file, {"screen.theme": theme.name}))
+            self._save({"screen.theme": theme.name})
 
     def _choose_thinking(self, mode: str) -> None:
         """Fold, show or leave out what models think, now and at later starts."""
         if self._chat.controller.thinking.choose(mode):
-            self._save(lambda file: change(file, {"chat.thinking": mode}))
+            self._save({"chat.thinking": mode})
 
     def _open_settings(self) -> None:
         from .screens.settings import SettingsScreen
@@ -292,7 +297,7 @@ class FloeChatApp(App[int]):
 
     async def _welcomed(self, name: str | None) -> None:
         """The first run's wizard was closed: later starts open the chat at once."""
-        self._save(lambda file: change(file, {}))
+        self._save({})
         await self._switch(name)
 
     def _watch_setup(self) -> None:
@@ -323,7 +328,8 @@ class FloeChatApp(App[int]):
 
     def _start_with(self, model: str) -> None:
         """Save which model the next start uses."""
-        self._save(lambda file: model_choice.start_with(file, model))
+        if self._file is not None and read(self._file).settings.model != model:
+            self._save({"chat.model": model})
 
 
 def _palette(chat: ChatScreen) -> Iterable[SystemCommand]:
@@ -375,7 +381,7 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
     )
 
     def close() -> bool:
-        saved = history.close()
+        saved = history.close_patiently()
         client.close()
         app.setups.close()
         return saved
@@ -387,7 +393,6 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         code = app.run()
     finally:
         sys.setswitchinterval(before)
+        terminal.screen_ended()
         saved = close()
-    if not saved:
-        sys.stderr.write("floe-chat: a part of this chat could not be saved\n")
     return code or 1 if code is None or not saved else code

@@ -91,7 +91,7 @@ class Session:
                     self._cancelled.add(command.request)
                 else:
                     self._closing = True
-                if self._loaded is not None and any(map(self._must_stop, self._running)):
+                if self._loaded is not None and any(map(self.must_stop, self._running)):
                     self._loaded.control.cancelled.set()
         if not isinstance(command, Cancel):
             self._commands.put(command)
@@ -110,7 +110,8 @@ class Session:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _must_stop(self, request: int) -> bool:
+    def must_stop(self, request: int) -> bool:
+        """Whether the answer to `request` was cancelled, or the engine is to end; for any thread."""
         return self._closing or request in self._cancelled
 
     def _run(self) -> None:
@@ -226,7 +227,7 @@ class Session:
                 for step in self._answers.step():
                     self._report(step)
             for running in self._answers.running:  # a step that computes nothing new does not see a cancel
-                if self._must_stop(running.request):
+                if self.must_stop(running.request):
                     self._end(running, "cancelled")
             self._obey_between_tokens()
 
@@ -235,7 +236,7 @@ class Session:
         assert answers is not None
         with self._lock:
             self._running.add(command.request)
-            cancelled = self._must_stop(command.request)
+            cancelled = self.must_stop(command.request)
         if cancelled:
             self._withdraw(command)
             return
@@ -258,7 +259,7 @@ class Session:
             for kept in (self._running, self._cancelled):
                 kept.discard(command.request)
             self._allowed.pop(command.request, None)
-            if self._loaded is not None and not any(map(self._must_stop, self._running)):
+            if self._loaded is not None and not any(map(self.must_stop, self._running)):
                 self._loaded.control.cancelled.clear()
 
     def _end(self, running: Running, why: str | BaseException) -> None:
@@ -273,7 +274,7 @@ class Session:
     def _report(self, step: Step) -> None:
         running = step.running
         with self._lock:  # so that none of it follows a cancel
-            cancelled = self._must_stop(running.request)
+            cancelled = self.must_stop(running.request)
             for one in () if cancelled else step.progress:
                 if one.token is None:
                     self._say(PrefillProgress(running.request, one.done, len(running.command.prompt)))
@@ -315,7 +316,7 @@ class Session:
                     self._fail(error, command)
             else:
                 self._waiting.append(command)
-        for command in [one for one in self._waiting if isinstance(one, Generate) and self._must_stop(one.request)]:
+        for command in [one for one in self._waiting if isinstance(one, Generate) and self.must_stop(one.request)]:
             self._waiting.remove(command)
             self._withdraw(command)
         while self._waiting and isinstance(command := self._waiting[0], Generate):

@@ -77,6 +77,7 @@ class Acting:
 
     async def _switch(self, message: Message, step: int) -> None:
         """Show another version of a message, and the branch that follows it."""
+        await self._dialogue.settled()
         if self._dialogue.switch(message, step):
             await self._view.messages.change(self._dialogue.ids, follow=False)
             self._answering.measure_context()

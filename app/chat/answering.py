@@ -23,9 +23,9 @@ class Running:
 
     Attributes:
         place: shows it. seen: the messages that went with the question. instead: the answer in whose place it was asked
-            for. more_of: the answer that it continues. asked: the question, if it is new. again: the key asked for it
-            that asks for three if it is held. left: it is shown nowhere any more. removed: it had no text when it was
-            stopped.
+            for. more_of: the answer that it continues. asked: the question, if it is new. edited: its earlier version.
+            again: the key asked for it that asks for three if it is held. left: it is shown nowhere any more. removed:
+            it had no text when it was stopped.
     """
 
     request: int
@@ -36,6 +36,7 @@ class Running:
     instead: Message | None = None
     more_of: Message | None = None
     asked: Message | None = None
+    edited: Message | None = None
     pieces: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
     thought_tokens: int = 0
@@ -94,9 +95,14 @@ class Answering:
         return window - room_for_answer(window, most) if window else None
 
     async def start(
-        self, instead: Message | None = None, more_of: Message | None = None, asked: Message | None = None
+        self,
+        instead: Message | None = None,
+        more_of: Message | None = None,
+        asked: Message | None = None,
+        edited: Message | None = None,
     ) -> bool:
-        """Have the last question answered, `instead` of an existing answer or as `more_of` it; `asked`: it is new.
+        """Have the last question answered, `instead` of an existing answer or as `more_of` it; `asked`: it is new, and
+        a version of `edited`.
 
         False if it cannot be asked now, and why is on the screen.
         """
@@ -113,7 +119,7 @@ class Answering:
         else:
             message, answer = dialogue.answering(name, preset, instead)
         running = self._follow(request, message, answer, messages, seen)
-        running.instead, running.more_of, running.asked = instead, more_of, asked
+        running.instead, running.more_of, running.asked, running.edited = instead, more_of, asked, edited
         if more_of is not None and more_of.stats is not None:
             running.thought_tokens = more_of.stats.thought_tokens
         messages.live = message.id
@@ -216,7 +222,7 @@ class Answering:
             ended = dialogue.ended(running.message, before.text, before.state, before.stats, before.thought)
             running.place.finish(ended)
         if running.asked is not None:
-            dialogue.withdraw(running.asked)
+            dialogue.withdraw(running.asked, running.edited)
             self._view.field.take_back(running.asked.text, running.asked.attachments)
         if in_chat:
             await messages.change(dialogue.ids)

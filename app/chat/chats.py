@@ -54,7 +54,7 @@ class Chats:
         self._dialogue.open(conversation)
         if message is not None and message not in self._dialogue.ids:
             self._history.switch(conversation, self._history.newest_leaf(message))
-            self._dialogue.reload()
+            await self._dialogue.reload()
         await self._show()
         recent = self._dialogue.messages(self._dialogue.ids[-_RECALLED:])
         self._view.field.remember([known.text for known in recent if known.role == "user" and known.text])
@@ -65,6 +65,7 @@ class Chats:
 
     async def reopen(self, conversation: int, *, own_model: bool) -> None:
         """`open` at the start of the program; a failure is shown."""
+        await self._history.settled()
         try:
             await self.open(conversation, own_model=own_model)
         except FloeError as error:
@@ -72,6 +73,7 @@ class Chats:
 
     async def open_last(self) -> None:
         """Open the last used chat."""
+        await self._history.settled()
         newest = self._history.newest()
         if newest is None:
             self._view.gauges.remark("There is no earlier chat")
@@ -83,7 +85,7 @@ class Chats:
     async def fork(self, message: Message) -> None:
         """Continue in a copy of this chat up to `message`."""
         conversation = self._history.fork(message.id)
-        self._history.settle()
+        await self._history.settled()
         await self._leave()
         self._dialogue.open(conversation)
         await self._show()
@@ -113,7 +115,7 @@ class Chats:
 
     async def delete_from(self, message: Message) -> None:
         """Delete a message and all that follow it."""
-        self._deletions.append((self._dialogue.delete(message), message.conversation))
+        self._deletions.append((await self._dialogue.delete(message), message.conversation))
         await self._view.messages.change(self._dialogue.ids, follow=False)
         if not self._dialogue.ids:
             await self._view.messages.show(())
@@ -128,12 +130,12 @@ class Chats:
             return
         mark, conversation = self._deletions.pop()
         if conversation == self._dialogue.id:
-            self._dialogue.undo(mark)
+            await self._dialogue.undo(mark)
             await self._view.messages.change(self._dialogue.ids)
             self._answering.measure_context()
         else:
             self._history.undo(mark)
-            self._history.settle()
+            await self._history.settled()
             await self.open(conversation)
         self._view.gauges.remark("Restored")
 
@@ -141,7 +143,7 @@ class Chats:
         """Write this chat to a new file."""
         if (conversation := self._dialogue.id) is None:
             raise UsageError("This chat is empty: there is nothing to export", "", "Ask something first.")
-        self._history.settle()
+        await self._history.settled()
         file = write_chat(self._history.tree(conversation), name)
         await self._view.messages.note(f"Exported to {file.absolute()}")
 

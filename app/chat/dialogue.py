@@ -97,11 +97,11 @@ class Dialogue:
             self._history.switch(self._conversation, begun[0][0].id if shown is None else shown.id)
         return begun
 
-    def show(self, message: Message) -> None:
+    async def show(self, message: Message) -> None:
         """Show the branch that ends in a sibling of its last message."""
         if self._conversation is not None:
             self._history.switch(self._conversation, message.id)
-            self.reload()
+            await self.reload()
 
     def remember(self, message: Message) -> None:
         """Show a message of this branch like this, whatever of it is written yet."""
@@ -130,27 +130,29 @@ class Dialogue:
         return ended
 
     def withdraw(self, message: Message, instead: Message | None = None) -> None:
-        """Take away the last message: a question that could not be asked, or an answer without any text. The answer
-        `instead` of which it was asked for is shown again.
+        """Take away the last message: a question that could not be asked, or an answer without any text. The branch of
+        the version `instead` of which it was asked for is shown again.
         """
         self._history.delete_message(message.id)
+        before = self.ids[:-1]
         if instead is not None:
             with suppress(FloeError):  # it was deleted in another window
-                self._history.switch(message.conversation, self._history.newest_leaf(instead.id))
+                head = self._history.newest_leaf(instead.id)
+                self._history.switch(message.conversation, head)
+                before = self._history.branch(head)
         if self.ids[-1:] != (message.id,):
             return  # it is not shown, or its conversation was left meanwhile
-        self.ids = self.ids[:-1]
-        if message.siblings > 1:
-            self.reload()
-        elif not self.ids and self._conversation is not None:
+        self.ids = before
+        if instead is not None:
+            self._known[instead.id] = instead  # with the siblings that it had
+        if not self.ids and message.siblings == 1 and self._conversation is not None:
             self._history.delete(self._conversation)
             self._conversation = None
 
     def switch(self, message: Message, steps: int) -> bool:
-        """Show the branch of the sibling `steps` further; False if there is none."""
+        """Show the branch of the sibling `steps` further, once all is written; False if there is none."""
         if self._conversation is None or message.siblings < 2:
             return False
-        self._history.settle()
         siblings = self._history.siblings(message.id)
         at = siblings.index(message.id) + steps if message.id in siblings else -1
         if not 0 <= at < len(siblings):
@@ -160,22 +162,23 @@ class Dialogue:
         self._show(self._history.branch(head))
         return True
 
-    def delete(self, message: Message) -> int:
+    async def delete(self, message: Message) -> int:
         """Delete a message and all that follows it; returns what `undo` takes."""
         mark = self._history.delete_message(message.id)
-        self.reload()
+        await self.reload()
         return mark
 
-    def undo(self, mark: int) -> None:
+    async def undo(self, mark: int) -> None:
         """Take a deletion back."""
         self._history.undo(mark)
-        self.reload()
+        await self.reload()
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Show this conversation's branch as it is in the history, once all is written."""
-        self._history.settle()
-        if self._conversation is not None:
-            self._show(self._history.branch(self._history.conversation(self._conversation).head))
+        conversation = self._conversation
+        await self._history.settled()
+        if conversation is not None and conversation == self._conversation:
+            self._show(self._history.branch(self._history.conversation(conversation).head))
 
     def rename(self, title: str) -> None:
         """Give it a title."""
@@ -218,6 +221,10 @@ class Dialogue:
         turns = [PromptTurn(message.role, prompt_of(message), message.thought) for message in answered]
         last = [PromptTurn("user", asking)] if asking else []
         return system + turns + last, [message.id for message in answered]
+
+    async def settled(self) -> None:
+        """Wait until all is written, for `switch`; a lock is waited for a moment only."""
+        await self._history.settled()
 
     def _cut(self, before: Message) -> None:
         """Leave out `before` and all that follows it."""

@@ -167,7 +167,7 @@ class Others:
         dialogue, messages = self._dialogue, self._view.messages
         if picked is None and self._present is None:
             picked = next((running for running in begun if not running.blank), None)
-        dialogue.reload() if picked is None else dialogue.show(picked.message)
+        await (dialogue.reload() if picked is None else dialogue.show(picked.message))
         await messages.change(dialogue.ids[:-1], follow=False)
         goes_on = picked is not None and self._is_live(picked)
         if picked is not None and goes_on:

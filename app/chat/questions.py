@@ -118,10 +118,10 @@ class Questions:
 
     async def _ask(self, text: str, files: tuple[Attachment, ...], instead: Message | None = None) -> None:
         question = self._dialogue.ask(text, files, instead)
-        if await self._answering.start(asked=question):
+        if await self._answering.start(asked=question, edited=instead):
             self.show_name()
         else:
-            self._dialogue.withdraw(question)
+            self._dialogue.withdraw(question, instead)
             self._view.field.take_back(text, files)
 
     async def _send_edited(self, message: Message, text: str, files: tuple[Attachment, ...]) -> None:

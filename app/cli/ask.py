@@ -8,28 +8,25 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...engine.events import Failed, Finished, Loaded, Notice, Sampling
+from ...engine.events import Failed, Finished, Loaded, Notice, PrefillProgress, Sampling
 from ...models.catalog import short_name
 from .. import progress
 from ..chat.dialogue import Dialogue
 from ..client.interface import UNKNOWN_WINDOW, Client, Question, TextDelta, ThoughtDelta
 from ..client.loading import error_of, wait_until_loaded
 from ..client.thinking import limit_of_off
-from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
+from ..history import Answer, AnswerStats, ChatSetup, History, history_file
 from ..history.answer import unsaved
 from ..history.exporting import json_text
+from ..history.live import PATIENCE_SECONDS
 from ..terminal.signals import ending_in_order
 from ..text.plain_text import printable
 
 Form = Literal["text", "json", "lines"]
 """The form of stdout: text as it comes, one JSON object at the end, or one for each piece and one at the end."""
-
-
-_WAIT = 60.0  # seconds to wait at the end for a lock or a full disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +79,9 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)
         question = Question(turns, drawn, asked.max_tokens)
+        progress.step("preparing the prompt ...")
         request = client.submit(question).request  # what does not fit is not saved
-        wait = _WAIT
+        wait = PATIENCE_SECONDS
         with _kept(dialogue, asked.text, setup) if asked.saved else unsaved() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, _Output(form, shown=asked.thinking == "show"))
@@ -96,7 +94,7 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         raise
     finally:
         client.close()
-        saved = _close(history, wait)
+        saved = history.close_patiently(wait)
     return 0 if saved else 1
 
 
@@ -106,29 +104,8 @@ def _kept(dialogue: Dialogue, text: str, setup: ChatSetup) -> Answer:
     return dialogue.answering(short_name(setup.model), setup.preset or "")[1]
 
 
-def _close(history: History, wait: float) -> bool:
-    """Let the history save what is still unsaved; False if it could not."""
-    if wait and not history.settle():
-        _tell(history)
-        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s to save this chat; Ctrl+C stops waiting.\n")
-        with suppress(KeyboardInterrupt):
-            history.settle(wait)
-    saved = history.close()
-    _tell(history)
-    if not saved:
-        sys.stderr.write("floe-chat: This chat was not saved.\n")
-    return saved
-
-
-def _tell(history: History) -> None:
-    for event in history.poll():
-        if isinstance(event, HistoryTrouble):
-            sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
-        elif isinstance(event, Recovered):
-            sys.stderr.write("floe-chat: This chat is now saved.\n")
-
-
 def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, output: _Output) -> None:
+    output.wait(f"waiting for {client.remote or loaded.model} ...")
     while True:
         for update in client.poll(timeout=0.1):
             match update:
@@ -138,6 +115,8 @@ def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, ke
                 case TextDelta():
                     kept.append(update.text)
                     output.write(update.text)
+                case PrefillProgress(done=done, total=total):
+                    output.wait(f"reading the prompt, {done} of {total} tokens ...")
                 case Finished(request=done) if done == request:
                     kept.finish(AnswerStats.of(update.stats, update.reason, output.thought_tokens))
                     output.end(update, loaded, sampling)
@@ -145,6 +124,7 @@ def _answer(client: Client, request: int, sampling: Sampling, loaded: Loaded, ke
                 case Notice(title, cause):
                     sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
                 case Failed():
+                    progress.clear()
                     raise error_of(update)
                 case _:
                     pass
@@ -158,10 +138,17 @@ class _Output:
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._ended = ""  # what the last thinking ended with
+        self._waits = False
         self.thought_tokens = 0
+
+    def wait(self, what: str) -> None:
+        """Say on a terminal that nothing of the answer has come yet."""
+        self._waits = True
+        progress.step(what)
 
     def think(self, text: str, tokens: int) -> None:
         """More of what the model thinks."""
+        self._end_waiting()
         self._thoughts.append(text)
         self.thought_tokens += tokens
         if self._shown and text and self._form == "lines":
@@ -213,7 +200,13 @@ class _Output:
         sys.stdout.write(json_text(fields) + "\n")
         sys.stdout.flush()  # the history may still have to finish
 
+    def _end_waiting(self) -> None:
+        if self._waits:
+            progress.clear()
+            self._waits = False
+
     def _end_thinking(self) -> None:
+        self._end_waiting()
         if self._ended:
             sys.stderr.write("\n" if self._ended == "\n" else "\n\n")
             self._ended = ""

@@ -40,7 +40,7 @@ from ...engine.mailbox import Mailbox
 from ...engine.session import Session
 from ...models import catalog
 from ...models.errors import FloeError, PackError, TryAgainError, UsageError
-from ...models.tokenizer.chat_process import ChatProcess, Fitted
+from ...models.tokenizer.chat_process import ChatProcess, Fitted, Stopped
 from .asking import Asked, Asking, apart
 from .interface import (
     NO_TOOLS,
@@ -184,7 +184,9 @@ class ChatClient(Asking[_Asked]):
         asked.begun = True
         try:
             return self._prompt(asked)
-        except FloeError:
+        except BaseException:  # Ctrl+C too
+            if not asked.hand_over():
+                self._session.send(Cancel(request))
             self._asked.pop(request, None)
             raise
 
@@ -215,22 +217,25 @@ class ChatClient(Asking[_Asked]):
         tools: Tools = NO_TOOLS,
         *,
         think: bool = True,
+        stopped: Stopped | None = None,
     ) -> Submitted:
         """As `submit`, for all of these messages, or a text to continue; also while other answers are computed, up to
         `together` in all. `max_new_tokens` count thinking too. With a
-        `schema` the answer is JSON by it, after its thinking. Calls of `tools` come as `CallDelta`.
+        `schema` the answer is JSON by it, after its thinking. Calls of `tools` come as `CallDelta`. `stopped`: whether
+        nobody wants it any more, while its prompt is made.
 
         Raises:
             FloeError: as `submit`; they do not fit the window; a schema cannot be followed.
         """
         chat, request = self._free_format(self.together), self._last_request + 1
         how = tools, schema, self._vocabulary
-        fitted = whole(chat, self._window, given, *how, think=think, begin=request)
+        fitted = whole(chat, self._window, given, *how, think=think, begin=request, stopped=stopped)
         question = Question((), sampling, max_new_tokens)
         asked = _Asked(request, True, chat=chat, question=question, think=think, calls=bool(tools.listed))
         self._take(asked)
         if fitted.constrained:
-            self._session.constrain(request, partial(chat.allowed, request=request))
+            stops = partial(self._session.must_stop, request)
+            self._session.constrain(request, partial(chat.allowed, request=request, stopped=stops))
         return self._compute(asked, fitted, extras)
 
     def _free_format(self, most: int) -> ChatProcess:

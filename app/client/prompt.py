@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ...models.errors import UsageError
-from ...models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, WrongSchema, most_text
+from ...models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, Stopped, TooLong, WrongSchema, most_text
 from .interface import CallDelta, PromptTurn, Question, TextDelta, ThoughtDelta, Tools, Update
 
 
@@ -56,6 +56,7 @@ def whole(
     *,
     think: bool = True,
     begin: int = 0,
+    stopped: Stopped | None = None,
 ) -> Fitted:
     """The prompt of all these messages, or of a text to continue: nothing is left out. Others: see `ChatProcess.whole`.
 
@@ -69,10 +70,10 @@ def whole(
     if length > most:
         fitted = TooLong(None, system=False)
     elif isinstance(given, str):
-        fitted = chat.continued(given, limit, begin)
+        fitted = chat.continued(given, limit, begin, stopped)
     else:
         asked = [_message(turn) for turn in given], limit, asdict(tools), schema, vocabulary
-        fitted = chat.whole(*asked, think=think, begin=begin)
+        fitted = chat.whole(*asked, think=think, begin=begin, stopped=stopped)
     if isinstance(fitted, Fitted):
         return fitted
     if isinstance(fitted, WrongSchema):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,9 +18,12 @@ from .database.reading import Reader, forgiving
 from .database.store import HistoryStore
 from .database.trouble import SQLITE_ERRORS, explaining
 from .database.writer import Write, Writer
-from .events import Changed, HistoryEvent
+from .events import Changed, HistoryEvent, HistoryTrouble, Recovered
 from .processes import is_running, this_process
 from .records import AnswerStats, Attachment, ChatSetup, Message, MessageState, Tree, Unsent, new_id
+
+PATIENCE_SECONDS = 60.0
+"""How long the end of the program waits for a lock or a full disk."""
 
 
 class History(Reader):
@@ -26,14 +31,15 @@ class History(Reader):
 
     `History(history_file())` opens it in the background; `poll()` with the screen's timer; `close()` at the end. With
     `file` None nothing is saved; all else is the same. A file that cannot be used has the same effect: `poll` reports
-    why (`HistoryTrouble`), then `Ready(saved=False)`.
+    why (`HistoryTrouble`), then `Ready(saved=False)`. While another program locks it, the chat is kept in memory; it is
+    written when the lock is free (`Ready(saved=True)`, `Recovered`).
 
     **Writes** return at once and never fail here. A thread makes them in order; ids are drawn in advance, so that a new
     message can be continued at once. Writes that fail for a passing reason (a lock, a full disk) wait in memory, `poll`
     reports it (`HistoryTrouble`, later `Recovered`), and they are retried every second.
 
     **Reads** (`Reader`) see committed data, some milliseconds after it was written: read again when `poll` reports
-    `Changed`, or call `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError
+    `Changed`, or await `settled()` first. They may be called from any thread, wait for the opening, and raise FloeError
     where the file cannot be read (TryAgainError if it is locked) and UsageError for what does not exist.
     """
 
@@ -65,11 +71,28 @@ class History(Reader):
         self._writer.events.heard = heard
 
     def settle(self, timeout: float = 2.0) -> bool:
-        """Wait until all writes so far can be read; False if they cannot be by then."""
+        """Wait until all writes so far are saved; False if they are not by then."""
         return self._writer.settle(timeout)
 
+    async def settled(self, patience: float = 2.0) -> bool:
+        """Wait until all writes so far can be read, while the caller's loop goes on; False if they cannot by then."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(done.set)
+
+        self._writer.when_readable(wake)
+        try:
+            async with asyncio.timeout(patience):
+                return await done.wait()
+        except TimeoutError:
+            return False
+
     def failure(self) -> FloeError | None:
-        """Why its file could not be opened; None if it was, or if nothing is to be saved. Waits for the opening."""
+        """Why its file is not open; None if it is, or if nothing is to be saved. Waits for the opening, but not for a
+        lock.
+        """
         self._writer.opened.wait()
         return self._writer.failure
 
@@ -86,6 +109,27 @@ class History(Reader):
             if self._watcher is not None:
                 self._watcher.close()
         return saved
+
+    def close_patiently(self, patience: float = PATIENCE_SECONDS) -> bool:
+        """As `close`, but a lock or a full disk is waited for, which stderr says; Ctrl+C stops waiting."""
+        if patience and not self.settle():
+            self._say()
+            _say(f"Waiting up to {patience:.0f} s to save this chat; Ctrl+C stops waiting.")
+            with suppress(KeyboardInterrupt):
+                self.settle(patience)
+        saved = self.close()
+        self._say()
+        if not saved:
+            _say("This chat was not saved, or not all of it.")
+        return saved
+
+    def _say(self) -> None:
+        """Print what `poll` would report."""
+        for event in self.poll():
+            if isinstance(event, HistoryTrouble):
+                _say(f"{event.title}. {event.cause} {event.hint}")
+            elif isinstance(event, Recovered):
+                _say("This chat is now saved.")
 
     # Writing ----------------------------------------------------------------------------------------------------------
 
@@ -224,7 +268,7 @@ class History(Reader):
 
     def _version(self) -> object:
         if self._writer.memory is not None:
-            return self._writer.commits
+            return "memory", self._writer.commits
         with self._watching, suppress(*SQLITE_ERRORS):  # a read that fails says so itself
             if self._closed:
                 return self._seen
@@ -232,3 +276,8 @@ class History(Reader):
                 self._watcher = self._connect()
             return self._watcher.execute("PRAGMA data_version").fetchone()  # changes when another has committed
         return self._seen
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody reads it
+        sys.stderr.write(f"floe-chat: {text}\n")

@@ -18,15 +18,17 @@ class PlainAnswer:
         text, thought: all of it so far. thought_tokens: of the latter.
     """
 
-    def __init__(self, name: str, *, thinks: bool, shown: bool) -> None:
-        """`thinks`: the model may think first. Its name is printed at once if it does not."""
+    def __init__(self, name: str, *, shown: bool) -> None:
         self._name, self._shown = printable(name), shown
         self._markdown = PlainMarkdown()
         self.text = self.thought = ""
         self.thought_tokens = 0
         self._named = self._thinking = False
-        if not thinks:
-            self._begin()
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of it came."""
+        return bool(self.text or self.thought)
 
     def think(self, text: str, tokens: int) -> None:
         """More of what the model thinks."""

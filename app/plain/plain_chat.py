@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from ...engine.events import Failed, Finished, Loaded, Notice, Rule
 from ...models import catalog
-from ...models.errors import FloeError
+from ...models.errors import FloeError, TryAgainError
 from ..arguments import need_text
 from ..chat import model_choice
 from ..chat.beginning import Beginning
@@ -24,13 +25,15 @@ from ..chat.dialogue import Dialogue
 from ..client.engines import Engines
 from ..client.interface import UNKNOWN_WINDOW, Choice, Client, Question, Submitted, TextDelta, ThoughtDelta
 from ..client.thinking import limit_of_off
-from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
+from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, Message
 from ..history.exporting import thought_for
 from ..settings.settings import Persona
 from .plain_answer import PlainAnswer
 from .plain_commands import PlainCommands
 from .plain_lines import remark, say
 from .plain_markdown import plain_text
+
+_QUIET_S = 3.0  # without any of an answer, before that is said
 
 
 class PlainChat:
@@ -160,7 +163,7 @@ class PlainChat:
         try:
             submitted = self._submit()
         except FloeError:
-            self.dialogue.withdraw(question)
+            self.dialogue.withdraw(question, instead)
             raise
         if instead is None:
             self.files.clear()
@@ -176,7 +179,10 @@ class PlainChat:
         turns, seen = self.dialogue.turns(self._window or UNKNOWN_WINDOW, instead)
         sampling, number = self.dialogue.setup.sampling, self.dialogue.id or 0
         sampling = replace(sampling, seed=None) if fresh else sampling
-        submitted = self.client.submit(Question(turns, sampling, self._max_tokens, conversation=number))
+        try:
+            submitted = self.client.submit(Question(turns, sampling, self._max_tokens, conversation=number))
+        except KeyboardInterrupt:
+            raise TryAgainError("The question was stopped", "", "Ask it again, or /quit leaves.") from None
         if submitted.dropped:
             left_out = f"{submitted.dropped} of {len(seen)} messages"
             remark(f"The model does not see the oldest {left_out}: they no longer fit its window.")
@@ -184,7 +190,7 @@ class PlainChat:
 
     def _receive(self, submitted: Submitted, instead: Message | None = None) -> None:
         message, kept = self.dialogue.answering(self.model, self.preset, instead)
-        shown = PlainAnswer(self.model, thinks=self.client.thinking != "never", shown=self.thinking == "show")
+        shown = PlainAnswer(self.model, shown=self.thinking == "show")
         self.stats, state = None, "failed"
         try:
             with kept, _interrupts(self.client.cancel):
@@ -200,9 +206,13 @@ class PlainChat:
             self.history.settle()
 
     def _write(self, request: int, kept: Answer, shown: PlainAnswer) -> None:
-        """Print the answer as it comes."""
+        """Print the answer as it comes; if nothing does for a while, that it is waited for."""
+        said, begun = False, time.monotonic()
         try:
             while True:
+                if not said and not shown.begun and time.monotonic() - begun > _QUIET_S:
+                    said = True
+                    remark(f"Waiting for {self.client.remote or self.model}. Ctrl+C stops it.")
                 for update in self.client.poll(timeout=0.1):
                     match update:
                         case TextDelta():
@@ -274,10 +284,7 @@ def run_plain(beginning: Beginning, history: History) -> int:
         chat.run(beginning.chat, own_model=beginning.own_model)
     finally:
         client.close()
-        saved = history.close()
-        for event in history.poll():
-            if isinstance(event, HistoryTrouble):
-                remark(f"{event.title}. {event.cause} {event.hint}")
+        saved = history.close_patiently()
     return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 
 

@@ -141,6 +141,7 @@ class PlainCommands:
 
     def _pick(self, number: str) -> None:
         last = self._last_message("assistant")
+        self._chat.history.settle()
         digits = number.isdecimal() and len(number) <= _DIGITS
         if not digits or not self._chat.dialogue.switch(last, int(number) - last.sibling):
             raise UsageError(f"There is no answer {number!r}", f"The last question has {last.siblings}.", "")

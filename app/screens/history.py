@@ -159,24 +159,24 @@ class HistoryScreen(ModalScreen[PickedChat]):
             message = line.message if isinstance(line, Hit) else None
             self.dismiss(PickedChat(_id(line), message, self._gone()))
 
-    def action_delete(self) -> None:
+    async def action_delete(self) -> None:
         """Delete the highlighted chat."""
         if (line := self._highlighted()) is not None:
             self._deleted.append((self._history.delete(_id(line)), _id(line)))
-            self._after_writing()
+            await self._after_writing()
 
-    def action_undo(self) -> None:
+    async def action_undo(self) -> None:
         """Restore the chat that was deleted last."""
         if self._deleted:
             self._history.undo(self._deleted.pop()[0])
-            self._after_writing()
+            await self._after_writing()
 
     def action_close(self) -> None:
         """Back to the chat."""
         self.dismiss(PickedChat(None, None, self._gone()))
 
-    def _after_writing(self) -> None:
-        self._history.settle()
+    async def _after_writing(self) -> None:
+        await self._history.settled()
         self.refresh_list()
 
     def _gone(self) -> frozenset[int]:

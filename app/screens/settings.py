@@ -18,7 +18,7 @@ from ...models.errors import FloeError, UsageError
 from ...models.paths import expanded
 from ..actions import OWN
 from ..background import in_background
-from ..settings.file import SettingsRead, change, read
+from ..settings.file import SettingsRead, change_soon, read
 from ..settings.settings import KEYS, SettingKey
 from ..text.plain_text import printable
 from ..widgets.common.hints import Page, hints
@@ -154,16 +154,25 @@ class SettingsScreen(ModalScreen[None]):
             value = field.meant()
             if field.setting == "folders.models" and value is not None and not expanded(value).is_dir():
                 raise UsageError(f"There is no folder {value}", "", "Create it first, or give another one.")
-            change(self._file, {field.setting: value})
+            saved = change_soon(
+                self._file, {field.setting: value}, lambda error: self.call_later(self._saved, field, error)
+            )
         except FloeError as error:
             return self._refuse(field, " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part))
         field.saved = field.shown
         field.remove_class("-wrong")
         if self._meaning.has_class("-wrong") and self.focused is field:
             self._explain(field)
-        self._found = read(self._file)
-        self._apply(self._found)
+        if saved:
+            self._saved(field, None)
         return True
+
+    def _saved(self, field: Field, error: FloeError | None) -> None:
+        if error is not None:
+            self._refuse(field, f"{error.title}. {error.cause} {error.hint}")
+        elif self._file is not None:
+            self._found = read(self._file)
+            self._apply(self._found)
 
     def _refuse(self, field: Field, reason: str) -> bool:
         field.add_class("-wrong")

@@ -245,7 +245,10 @@ class Desk:
                 self._client.poll()  # what is left of answers before
             preset = self._set_quality(self._wanted(ticket))
             how = order.sampling, order.longest or self.loaded.context_window, order.extras, order.schema, order.tools
-            ticket.request = self._client.submit_whole(order.given, *how, think=order.think).request
+            submitted = self._client.submit_whole(
+                order.given, *how, think=order.think, stopped=lambda: ticket.left or self._closed
+            )
+            ticket.request = submitted.request
             with self._lock:
                 self._served[ticket.request] = _Served(ticket, Spoken(order.stops, order.tools), preset)
                 if ticket.left or self._closed:

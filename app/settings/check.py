@@ -7,7 +7,7 @@ import re
 import string
 import tomllib
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,7 +43,8 @@ _CHARACTERS = frozenset((*string.ascii_letters, *string.digits, "space")) | {
 _NEEDED = frozenset(("tab", "shift+tab", "ctrl+c", "ctrl+i", "ctrl+m"))
 _NEEDED_TO_WRITE = _NEEDED | {*_MOVING, "delete", "backspace", "enter", "escape"}
 _MOST_PROBLEMS = 50  # problems listed; a file with more is not a settings file
-_MOST_PLACES = 20  # occurrences of a name examined to find its line
+_ENDS = ('"""', "'''", "]")  # of statements of several lines
+_MOST_READ = 10  # times that a text is read to find the ends of its statements
 _LONGEST_NAME = 60  # characters of a setting's name that a problem repeats
 # Of dotted keys and statements: `tomllib` takes quadratic time for the first, `tomlkit` long for many of the second.
 _MOST_PARTS = 32
@@ -117,33 +118,55 @@ def explained(path: Path, trouble: str) -> str:
 
 
 def line_of(text: str, path: Path) -> int | None:
-    """The line, from 1, of the TOML `text` that sets `path`; if none is found, the line that begins its table.
+    """The line, from 1, of the TOML `text` that sets `path`; if none is found, the line that begins its table."""
+    return _line(_lines(text), path)
 
-    `tomllib` gives no lines. It is the last line with the name for which the text before it is complete and does not
-    set the name yet.
+
+def _line(lines: Mapping[Path, int], path: Path) -> int | None:
+    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
+
+
+def _lines(text: str) -> dict[Path, int]:
+    """The first line of each table and setting: `tomllib` gives no lines.
+
+    A statement ends with the first line at which it is TOML by itself. Where that takes too many tries to find, the
+    rest of the text is left out.
     """
-    lines = text.split("\n")
-    while path:
-        named = re.compile(rf"(?<![\w-]){re.escape(path[-1])}(?![\w-])")
-        places = [number for number, line in enumerate(lines) if named.search(line)]
-        for number in reversed(places[-_MOST_PLACES:]):
-            if not _sets("\n".join(lines[:number]), path):
-                return number + 1
-        path = path[:-1]
-    return None
+    room = _MOST_READ * len(text) + (1 << 16)
+    found: dict[Path, int] = {}
+    table: Path = ()
+    statement, begun = list[str](), 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if not statement and line.lstrip()[:1] in ("", "#"):
+            continue
+        begun = number if not statement else begun
+        statement.append(line)
+        if len(statement) > 1 and not any(end in line for end in _ENDS):
+            continue
+        room -= sum(map(len, statement))
+        if room < 0:
+            break
+        try:
+            content = tomllib.loads("\n".join(statement))
+        except (ValueError, RecursionError):
+            continue
+        paths = list(_paths(content))
+        if statement[0].lstrip().startswith("["):
+            table = paths[-1]
+        else:
+            paths = [table + path for path in paths]
+        for path in paths:
+            found.setdefault(path, begun)
+        statement = []
+    return found
 
 
-def _sets(text: str, path: Path) -> bool:
-    """Whether `text` sets `path`, or ends in the middle of a statement."""
-    try:
-        found: Any = tomllib.loads(text)
-    except ValueError:
-        return True
-    for name in path:
-        if not isinstance(found, dict) or name not in found:
-            return False
-        found = found[name]
-    return True
+def _paths(content: Any, above: Path = ()) -> Iterator[Path]:
+    """The path of each value and table."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield (*above, name)
+            yield from _paths(value, (*above, name))
 
 
 class _Problems:
@@ -151,6 +174,7 @@ class _Problems:
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self._lines: dict[Path, int] | None = None
         self._found: list[Problem] = []
         self._more = 0
 
@@ -158,7 +182,8 @@ class _Problems:
         if len(self._found) >= _MOST_PROBLEMS:
             self._more += 1
         else:
-            line, name = line_of(self._text, path), _shown(".".join(path))
+            self._lines = _lines(self._text) if self._lines is None else self._lines
+            line, name = _line(self._lines, path), _shown(".".join(path))
             self._found.append(Problem(line, name, explained(path, reason)))
 
     def all(self) -> tuple[Problem, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import threading
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from .check import Path as _Path
 from .check import Problem, check, explained, line_of, trouble_with, whole_file
 from .settings import KEYS, Range, SettingKey, Settings, refused
 
-_LOCK_SECONDS = 5.0
+_LOCK_SECONDS = 60.0  # another program writes for some milliseconds; a busy machine is no reason to lose a value
 _WIDTH = 88  # columns of a comment in a new file
 _LARGEST = 1 << 20  # bytes of a settings file
 _TOLD = 2  # problems of a settings file that are named at the start
@@ -88,11 +89,32 @@ def _with_problem(
     return SettingsRead(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
 
 
-def change(file: Path, values: Mapping[str, Any]) -> None:
+def change_soon(file: Path, values: Mapping[str, Any], late: Callable[[FloeError | None], object]) -> bool:
+    """As `change`, for a screen: a thread waits for another program's lock, then calls `late` with what `change`
+    raised, or with None. False: it has begun to wait.
+    """
+    try:
+        change(file, values, patience=0.0)
+    except TryAgainError:
+
+        def wait() -> None:
+            try:
+                change(file, values)
+            except FloeError as error:
+                late(error)
+            else:
+                late(None)
+
+        threading.Thread(target=wait, name="floe-settings", daemon=True).start()
+        return False
+    return True
+
+
+def change(file: Path, values: Mapping[str, Any], patience: float | None = None) -> None:
     """Set the settings `values`, such as {"sampling.top_p": 0.9, "keys.quit": "f10"}; None unsets one.
 
     Everything else in the file stays as it is, comments too. A missing file is created from the documented one.
-    Concurrent changes by another floe-chat are not lost.
+    Concurrent changes by another floe-chat are not lost. `patience`: seconds to wait for its lock, None: a minute.
 
     Raises:
         UsageError: an impossible value, no such setting, or a mistake in the file, which then is not changed.
@@ -110,7 +132,7 @@ def change(file: Path, values: Mapping[str, Any]) -> None:
                 raise refused(problem.name, values[problem.name], problem.reason)
         return changed
 
-    _edit(file, edit)
+    _edit(file, edit, _LOCK_SECONDS if patience is None else patience)
 
 
 def documented() -> str:
@@ -146,7 +168,7 @@ def _explained(key: SettingKey) -> list[str]:
     return [*(f"# {line}" for line in said), f"#{key.name.split('.')[1]} = {literal}", ""]
 
 
-def _edit(file: Path, edit: Callable[[str], str]) -> None:
+def _edit(file: Path, edit: Callable[[str], str], patience: float) -> None:
     """Replace the file with the result of `edit` on its text, in one atomic step."""
     import filelock
 
@@ -155,7 +177,7 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
         if real.exists():
             private_file.need_ordinary(real)  # before the lock makes a file beside it
         private_file.make_folder(real.parent)
-        with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
+        with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=patience, mode=0o600):
             try:
                 text = private_file.read(real, _LARGEST).decode("utf-8-sig")
                 if (problems := check(text)[1]) and problems[0].whole:

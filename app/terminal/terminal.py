@@ -18,7 +18,9 @@ from typing import Any
 EXIT_SIGNAL = 128
 """The exit code after a signal is this plus its number, as shells have it: 130 interrupt, 143 TERM, 129 hang-up."""
 
-_LONGEST_END = 8.0  # seconds; closing takes five at most
+_LONGEST_END = 8.0  # seconds for the screen; nothing is lost if it takes longer
+_LONGEST_SAVE = 180.0  # seconds: a lock is waited for, and a slow disk
+_LONGEST_WRITE = 2.0  # seconds
 _LOOK_SECONDS = 1.0
 _HUNG_UP = EXIT_SIGNAL + 1
 _IN, _OUT = 0, 2  # Textual reads keys from stdin and paints on stderr
@@ -77,6 +79,12 @@ class Terminal:
         self._leave, self._close = leave, close
         threading.Thread(target=self._watch, name="floe-terminal", daemon=True).start()
 
+    def screen_ended(self) -> None:
+        """The screen has ended by itself. What is left to do may take its time; Ctrl+C interrupts it."""
+        self._over.set()
+        if signal.SIGINT in self._before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def expect_end(self, code: int) -> None:
         """The screen is about to end; if it has not after some seconds, end it."""
 
@@ -89,16 +97,15 @@ class Terminal:
     def end_now(self, code: int) -> None:
         """Save unsaved data, restore the terminal, and end this process, whatever the screen is doing."""
 
-        def close() -> None:
-            try:
-                if self._close is not None:
-                    self._close()
-            finally:  # last: a terminal that no longer reads would block it
-                _write(_LEAVE if self._ours else _RESTORE)
+        def restore() -> None:
+            _write(_LEAVE if self._ours else _RESTORE)
 
-        closing = threading.Thread(target=close, name="floe-closing", daemon=True)
-        closing.start()
-        closing.join(_LONGEST_END)
+        # Restored last: a terminal that no longer reads blocks that.
+        for work, longest in ((self._close, _LONGEST_SAVE), (restore, _LONGEST_WRITE)):
+            if work is not None:
+                ending = threading.Thread(target=work, name="floe-closing", daemon=True)
+                ending.start()
+                ending.join(longest)
         self._reset()
         os._exit(code)
 
@@ -106,7 +113,7 @@ class Terminal:
         code = EXIT_SIGNAL + number
         # Before there is a screen nothing is unsaved. Not by an exception: one raised while Python frees an object, as
         # imports do all the time, is only reported. And if the terminal is gone, painting would block for ever.
-        if self._leave is None or code == _HUNG_UP:
+        if self._leave is None or code == _HUNG_UP or self._over.is_set():
             self.end_now(code)
             return
         self.expect_end(code)

@@ -15,21 +15,24 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import errors
-from ..errors import FloeError, PackError, UsageError, verify_hint
+from ..errors import FloeError, PackError, TryAgainError, UsageError, verify_hint
 from .parts import Part
 
 _OPENING_S = 6.0  # of computing; the largest published tokenizers take two
 _REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
 FORM = "answer's form"  # the step whose failures are blamed on who asked for a form, not on the pack
 _LOOK_S = 1.0  # between two looks at how long a process has computed
+_STOPPED_S = 0.05  # between two looks at whether the reply is still wanted
 _SHORT = 1 << 16  # characters that are always tokenized, however short the model's tokens are
+Stopped = Callable[[], bool]
+"""Whether the reply is not wanted any more."""
 _log = logging.getLogger("floe_chat.models")
 
 
@@ -72,7 +75,8 @@ class ChatProcess:
     """The tokenizer and chat template of one folder.
 
     A request that computes too long or ends the process raises PackError; the next one starts another process. Usable
-    from several threads, one request at a time. Waiting has no limit: a machine may be busy.
+    from several threads, one request at a time. Waiting has no limit: a machine may be busy. Where a request can be
+    `stopped`, that ends its waiting with TryAgainError.
 
     Attributes:
         largest: the largest token id, and its text. stop_ids: tokens that end an answer. longest: characters of the
@@ -128,7 +132,7 @@ class ChatProcess:
             UsageError: the template refuses these turns. PackError: it fails, or takes too long.
         """
         length = sum(len(text) for message in messages for text in message.values()) + len(answer) + len(thought)
-        how = {"limit": limit, "answer": answer, "thought": thought, "think": think, "begin": begin}
+        how: dict[str, Any] = {"limit": limit, "answer": answer, "thought": thought, "think": think, "begin": begin}
         return _fitted(self._ask(length, do="fit", messages=list(messages), **how))
 
     def whole(
@@ -141,6 +145,7 @@ class ChatProcess:
         *,
         think: bool = True,
         begin: int = 0,
+        stopped: Stopped | None = None,
     ) -> Fitted | TooLong | WrongSchema:
         """All of these messages, see `ChatFormat.whole`; `push` decodes their answer from now on.
 
@@ -160,14 +165,14 @@ class ChatProcess:
             sum(len(str(value)) for message in messages for value in message.values()) + len(schema) + len(str(tools))
         )
         how = {"tools": tools, "schema": schema, "vocabulary": vocabulary, "ends": list(self.stop_ids), "think": think}
-        reply = self._ask(length, do="whole", messages=list(messages), limit=limit, begin=begin, **how)
+        reply = self._ask(length, stopped, do="whole", messages=list(messages), limit=limit, begin=begin, **how)
         return WrongSchema(*reply["wrong_schema"]) if "wrong_schema" in reply else _fitted(reply)
 
-    def continued(self, text: str, limit: int, begin: int = 0) -> Fitted | TooLong:
+    def continued(self, text: str, limit: int, begin: int = 0, stopped: Stopped | None = None) -> Fitted | TooLong:
         """A text that the model continues, without turns: its control tokens are the model's. `push` decodes what
         follows. begin: see `fit`. Raises PackError as `fit`.
         """
-        return _fitted(self._ask(len(text), do="continue", text=text, limit=limit, begin=begin))
+        return _fitted(self._ask(len(text), stopped, do="continue", text=text, limit=limit, begin=begin))
 
     def count(self, text: str) -> int:
         """How many tokens a text takes. Raises PackError as `fit`."""
@@ -185,13 +190,13 @@ class ChatProcess:
         """What each of these tokens writes, see `Tokens.spelled`. Raises PackError."""
         return [bytes.fromhex(each) for each in self._ask(0, do="spell", ids=list(ids))["bytes"]]
 
-    def allowed(self, drawn: int | None, request: int = 0) -> bytes:
+    def allowed(self, drawn: int | None, request: int = 0, stopped: Stopped | None = None) -> bytes:
         """Which tokens the answer to a request may have next, see `Constraint.allowed`.
 
         Raises:
             UsageError: the form cannot be followed. TryAgainError: the process that held the answer to it has ended.
         """
-        return bytes.fromhex(self._ask(0, do="allow", drawn=drawn, request=request)["mask"])
+        return bytes.fromhex(self._ask(0, stopped, do="allow", drawn=drawn, request=request)["mask"])
 
     def close(self) -> None:
         """End the process; a request that runs in another thread raises."""
@@ -214,13 +219,18 @@ class ChatProcess:
                 self._open()
             return {"ends": (), "thinking": "never", "tools": "general"}
 
-    def _ask(self, characters: int, **request: Any) -> dict[str, Any]:
-        with self._lock:
+    def _ask(self, characters: int, stopped: Stopped | None = None, **request: Any) -> dict[str, Any]:
+        while not self._lock.acquire(timeout=_LOOK_S if stopped is None else _STOPPED_S):
+            if stopped is not None and stopped():
+                raise _unwanted()
+        try:
             if self._child is None:
                 self._asked(_OPENING_S, {"do": "open"})
-            return self._asked(_REQUEST_S + characters / _CHARACTERS_PER_S, request)
+            return self._asked(_REQUEST_S + characters / _CHARACTERS_PER_S, request, stopped)
+        finally:
+            self._lock.release()
 
-    def _asked(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+    def _asked(self, seconds: float, request: dict[str, Any], stopped: Stopped | None = None) -> dict[str, Any]:
         closed = PackError(f"The model at {self._folder} is closed", "Another one was opened.", "Ask that one.")
         if self._closed:
             raise closed
@@ -228,17 +238,25 @@ class ChatProcess:
         try:
             if self._closed:  # since: `close` may not have seen this process
                 raise _EndedError("tokenizer", "It was closed.")
-            return child.ask(seconds, {**request, "folder": str(self._folder)})
+            return child.ask(seconds, {**request, "folder": str(self._folder)}, stopped)
         except _EndedError as ended:
             self._child = None
             child.end()
             raise (closed if self._closed else ended.explained(self._folder)) from None
+        except KeyboardInterrupt:  # half of the request may be in the pipe
+            self._child = None
+            child.end()
+            raise
 
 
 def _fitted(reply: Mapping[str, Any]) -> Fitted | TooLong:
     if "too_long" in reply:
         return TooLong(reply["tokens"], reply["system"])
     return Fitted(reply["ids"], reply["dropped"], reply.get("constrained", False))
+
+
+def _unwanted() -> TryAgainError:
+    return TryAgainError("The answer was stopped", "", "Ask again.")
 
 
 def unfollowed(why: str) -> UsageError:
@@ -305,23 +323,27 @@ class _Child:
             start_new_session=True,  # Ctrl+C is for the program, not for this
         )
         self.number = self._process.pid
+        self._requests = 0
         self._replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="floe-chat-format", daemon=True).start()
 
-    def ask(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, seconds: float, request: dict[str, Any], stopped: Stopped | None = None) -> dict[str, Any]:
         """The reply to a request, within a limit of computing time.
 
         Raises:
-            FloeError: as the process says. _EndedError: it ended.
+            FloeError: as the process says, or it is not wanted any more. _EndedError: it ended.
         """
         step, begun = "tokenizer", self._computed()
+        self._requests += 1
         assert self._process.stdin is not None
         try:
-            send(self._process.stdin, {**request, "seconds": seconds})
+            send(self._process.stdin, {**request, "number": self._requests, "seconds": seconds})
             while True:
                 try:
-                    reply = self._replies.get(timeout=_LOOK_S)
+                    reply = self._replies.get(timeout=_LOOK_S if stopped is None else _STOPPED_S)
                 except queue.Empty:
+                    if stopped is not None and stopped():
+                        raise _unwanted() from None
                     # The process lets its kernel end it; this is for systems whose kernel cannot.
                     if self._computed() - begun > seconds + _LOOK_S:
                         self._process.kill()
@@ -329,6 +351,8 @@ class _Child:
                     continue
                 if reply is None:
                     raise _EndedError(step, self._why(seconds))
+                if reply["number"] != self._requests:  # to an earlier request, which was not waited for
+                    continue
                 if "error" in reply:
                     raise getattr(errors, reply["error"])(reply["title"], reply["cause"], reply["hint"])
                 if "step" not in reply:

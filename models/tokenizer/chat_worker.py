@@ -45,9 +45,14 @@ class Worker:
         self._replies = replies
         self._format: ChatFormat | None = None
         self._answers: dict[int, _Answer] = {}  # by request
+        self._number = 0  # of what is asked, for whoever waits for its reply
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request; failures are replies too."""
+        self._number = request.pop("number", 0)
+        return {**self._reply(request), "number": self._number}
+
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             _arm(request.pop("seconds"))
             try:
@@ -184,7 +189,7 @@ class Worker:
         return self._format
 
     def _step(self, name: str) -> None:
-        send(self._replies, {"step": name})
+        send(self._replies, {"step": name, "number": self._number})
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.cli import ask as ask_command
-from floe_chat.app.history import History, history_file, open_history
+from floe_chat.app.history import history_file, live, open_history
 
 from ..helpers import Ran, edit_json, explained, reseal, run_cli
 
@@ -200,14 +199,14 @@ def test_going_on_in_a_history_that_cannot_be_read_says_so(
 def test_a_chat_waits_for_the_history_at_its_end(
     tiny_pack: Path, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell = ask_command._tell  # pyright: ignore[reportPrivateUsage]
+    say = live._say  # pyright: ignore[reportPrivateUsage]
 
-    def told(history: History) -> None:
-        tell(history)
+    def said(text: str) -> None:
+        say(text)
         if other.in_transaction:
             other.execute("ROLLBACK")
 
-    monkeypatch.setattr(ask_command, "_tell", told)
+    monkeypatch.setattr(live, "_say", said)
     other.execute("BEGIN IMMEDIATE")
     ran = ask(tiny_pack, "hi", *SHORT)
     assert ran.code == 0 and "is locked" in ran.err and "Waiting up to" in ran.err and "is now saved" in ran.err
@@ -217,7 +216,7 @@ def test_a_chat_waits_for_the_history_at_its_end(
 def test_a_chat_that_could_not_be_kept_says_so_in_words_and_code(
     tiny_pack: Path, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("floe_chat.app.cli.ask._WAIT", 0.1)
+    monkeypatch.setattr("floe_chat.app.cli.ask.PATIENCE_SECONDS", 0.1)
     other.execute("BEGIN IMMEDIATE")
     ran = ask(tiny_pack, "hi", *SHORT)
     assert ran.code == 1 and ran.out and "This chat was not saved" in ran.err

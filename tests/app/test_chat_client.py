@@ -15,6 +15,7 @@ from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
+from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_process import ChatProcess
 
 from ..helpers import edit_json, reseal
@@ -106,6 +107,28 @@ def test_nobody_waits_for_a_tokenizer_that_gets_no_time(client: ChatClient) -> N
     client.submit(Question(HI, GREEDY, 4))
     finished, before = until(client, Finished, Failed)
     assert finished.request == 3 and {each.request for each in before if isinstance(each, TextDelta)} == {3}
+
+
+def test_an_interrupt_while_a_prompt_is_made_leaves_no_trace(
+    client: ChatClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.submit(Question(HI, GREEDY, 8))
+    expected = answered(client)[0]
+
+    def interrupted(_child: object) -> float:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def send(pipe: Any, asked: dict[str, Any]) -> None:
+        monkeypatch.setattr(chat_process._Child, "_computed", interrupted)  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(chat_process, "_LOOK_S", 0.0)
+        pipe.write(b"half")
+
+    monkeypatch.setattr(chat_process, "send", send)
+    with pytest.raises(KeyboardInterrupt):
+        client.submit(Question(HI, GREEDY, 8))
+    client.submit(Question(HI, GREEDY, 8))
+    assert answered(client)[0] == expected
 
 
 def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:

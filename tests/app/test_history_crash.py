@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import sqlite3
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from floe_chat.app.history import History, HistoryTrouble, Ready, Recovered, adding, new_id, open_history
+from floe_chat.app.history import Changed, History, HistoryTrouble, Ready, Recovered, adding, new_id, open_history
 from floe_chat.app.history.database import opening
 from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.writer import FLUSH_SECONDS
@@ -219,7 +220,7 @@ def test_a_lock_is_told_and_what_waited_for_it_is_written_afterwards(file: Path,
     lock = sqlite3.connect(file, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     history.rename(chat, "after")
-    assert not history.settle(0.3)
+    assert not history.settle(0.3) and not asyncio.run(history.settled(0.05))
     (trouble,) = [event for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert trouble.title == "The history is locked"
     assert history.conversation(chat).title == "before"  # reading goes on
@@ -272,11 +273,15 @@ def test_closing_waits_for_a_write_under_way(file: Path) -> None:
     opened.store.close()
 
 
-def test_closing_over_a_lock_says_that_something_was_not_saved(file: Path, impatient: None) -> None:
-    history = History(file)
-    assert history.settle(10)
+@pytest.mark.parametrize("opened", [True, False], ids=["locked afterwards", "locked before"])
+def test_closing_over_a_lock_says_that_something_was_not_saved(file: Path, impatient: None, opened: bool) -> None:
+    filled(file)
+    history = History(file) if opened else None
+    assert history is None or history.settle(10)
     lock = sqlite3.connect(file, isolation_level=None)
-    lock.execute("BEGIN IMMEDIATE")
+    lock.execute(f"PRAGMA locking_mode = {'NORMAL' if opened else 'EXCLUSIVE'}")
+    lock.execute(f"BEGIN {'IMMEDIATE' if opened else 'EXCLUSIVE'}")
+    history = history or History(file)
     history.begin(SETUP)
     assert not history.close(0.5)
     lock.close()
@@ -290,10 +295,24 @@ def test_a_history_that_is_locked_from_the_start_is_told_and_chats_go_on(file: P
     with pytest.raises(TryAgainError, match="locked"):
         open_history(file)
     history = History(file)
-    history.ask(history.begin(SETUP), None, "unsaved")
-    assert history.settle(10) and history.poll()[1] == Ready(False, 0)
-    history.close()
+    chat = history.begin(SETUP)
+    question = history.ask(chat, None, "asked meanwhile")
+    answer = history.answering(question, "demo", "Fast")
+    answer.append("begun ")
+    assert asyncio.run(history.settled(10)) and history.branch(answer.id) == (question, answer.id)
+    assert history.conversation(chat).head == answer.id and len(history.conversations()) == 1
+    told = history.poll()
+    assert [type(event) for event in told] == [HistoryTrouble] and isinstance(history.failure(), TryAgainError)
+    assert not history.settle(0.1)  # it is not saved yet
     lock.close()
+    assert history.settle(20) and [type(event) for event in history.poll()] == [Recovered, Ready, Changed]
+    assert history.failure() is None and len(history.conversations()) == 5
+    answer.append("and ended")
+    answer.finish(None)
+    assert history.close(10)
+    opened = open_history(file)
+    assert [one.text for one in opened.store.messages([question, answer.id])] == ["asked meanwhile", "begun and ended"]
+    opened.store.close()
 
 
 def test_a_python_without_full_text_search_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,9 @@ def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> 
     open_history(file).store.close()  # checked today: nothing is looked at again
     with sqlite3.connect(file) as connection:
         connection.execute("PRAGMA ignore_check_constraints = ON")
-        connection.execute("UPDATE conversation SET title = x'6869ff', created = 'x', updated = -5, model = 7")
+        connection.execute(
+            "UPDATE conversation SET title = x'6869ff', created = 'x', updated = -5, model = 7, preset = x''"
+        )
         ids = [row[0] for row in connection.execute("SELECT id FROM message ORDER BY id")]
         connection.execute("UPDATE message SET state = 'x', preset = x'00', created = 1e300 WHERE id = ?", (ids[1],))
         connection.execute(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file
@@ -125,6 +125,25 @@ def test_the_last_chat_is_continued(kept: History, capsys: pytest.CaptureFixture
     assert [message.text for message in client.asked[0][1:]] == ["hello", "HELLO!", "on"]
     told = capsys.readouterr().err
     assert "There is no earlier chat" in told and "This chat is empty" in told
+
+
+def test_waiting_is_said_and_ctrl_c_stops_that_too(
+    kept: History, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("floe_chat.app.plain.plain_chat._QUIET_S", -1.0)
+    submit = Echo.submit
+
+    def interrupted(client: Echo, question: Question) -> Submitted:
+        if question.messages[-1].text == "stop":
+            raise KeyboardInterrupt
+        return submit(client, question)
+
+    monkeypatch.setattr(Echo, "submit", interrupted)
+    client = chat(kept, "stop", "on")
+    out, err = capsys.readouterr()
+    assert out == "scripted: ON!\n" and "The question was stopped" in err
+    assert err.count("Waiting for scripted. Ctrl+C stops it.") == 1
+    assert [turn.text for turn in client.asked[-1]] == ["Be brief.", "on"]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from floe_chat.app.client.interface import PromptTurn, Question, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.app.client.remote.stream import MOST_LINE
@@ -201,28 +201,39 @@ def test_a_server_that_does_not_stream() -> None:
     assert text(updates) == "Hello" and isinstance(updates[-1], Finished)
 
 
-def test_stop_closes_the_connection() -> None:
-    hanging = Reply(parts=said(HELLO, reason=None), end="hang")
-    with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
+@pytest.mark.parametrize("moment", ["prepared", "asked", "first text", "one of three", "ended"])
+def test_stopping_is_final_at_every_moment(moment: str) -> None:
+    """The connection closes, nothing but the end comes, and the next question is answered."""
+    parts = () if moment == "asked" else said(HELLO, reason=None)
+    reply = Reply(parts=said(HELLO)) if moment == "ended" else Reply(parts=parts, end="hang")
+    with serving(ModelServer(models("tiny"), reply)) as server, connected(server.url) as client:
         loaded(client)
-        client.submit(Question(ASKED, Sampling(), 64))
-        heard(client, TextDelta)
+        requests = client.prepare(Question(ASKED, Sampling(), 64), 3 if moment == "one of three" else 1)
+        if moment != "prepared":
+            client.begin()
+        came = [] if moment == "prepared" else heard(client, Finished if moment == "ended" else Submitted)
+        while moment in ("first text", "one of three") and {
+            update.request for update in came if isinstance(update, TextDelta)
+        } != {*requests}:
+            came += heard(client, TextDelta)
+        while moment == "asked" and not server.questions:
+            assert not server.left.wait(0.01)
+        client.cancel(requests[0])
+        client.begin()
+        if moment != "ended":
+            ended = heard(client, Finished, Failed)
+            assert isinstance(ended[-1], Finished) and (ended[-1].request, ended[-1].reason) == (1, "cancelled")
+            assert not [update for update in ended if isinstance(update, TextDelta) and update.request == 1]
+        assert (
+            server.left.wait(20)
+            if moment not in ("prepared", "ended")
+            else len(server.questions) == (moment == "ended")
+        )
         client.cancel()
-        ended = heard(client, Finished, Failed)[-1]
-        assert isinstance(ended, Finished) and ended.reason == "cancelled"
-        assert server.left.wait(20)
+        for _ in requests[1:]:
+            heard(client, Finished)
         server.answers = [Reply(parts=said(HELLO))]
         assert text(asked(client)) == "Hello"
-
-
-def test_stop_before_it_begins() -> None:
-    with serving(ModelServer(models("tiny"), Reply(parts=said(HELLO)))) as server, connected(server.url) as client:
-        loaded(client)
-        client.prepare(Question(ASKED, Sampling(), 64))
-        client.cancel()
-        client.begin()
-        ended = heard(client, Finished, Failed)[-1]
-        assert isinstance(ended, Finished) and ended.reason == "cancelled" and not server.questions
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,15 @@ def test_a_bad_value_is_told_with_its_line_and_costs_only_itself(
     assert before.settings == expected
 
 
+def test_every_problem_has_its_line_however_many_there_are(file: Path) -> None:
+    """Also below a prompt of many lines that look like settings."""
+    prompt = "\n".join(["personas.p1.colour = 3"] * 1000)
+    text = f"[chat]\nsystem_prompt = '''\n{prompt}\n'''\nmodal = 1\n"
+    text += "".join(f"[personas.p{number}]\ncolour = 3\n" for number in range(3000))
+    lines = [problem.line for problem in read(written(file, text)).problems]
+    assert lines == [1004, *range(1006, 1006 + 2 * 49, 2), None]
+
+
 def test_the_command_line_comes_before_settings_and_those_before_defaults() -> None:
     settings = Settings(model="big", top_p=0.5, system_prompt="Be brief.", vram="4gb")
     options = {

@@ -7,12 +7,13 @@ import random
 import stat
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.settings.file import change, read
+from floe_chat.app.settings.file import change, change_soon, read
 from floe_chat.app.settings.settings import Settings
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 
@@ -140,8 +141,15 @@ def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
 
     monkeypatch.setattr("floe_chat.app.settings.file._LOCK_SECONDS", 0.05)
     file.parent.mkdir()
-    with filelock.FileLock(f"{file}.lock"), pytest.raises(TryAgainError, match="are locked"):
-        change(file, {"chat.model": "demo"})
+    ended, late = threading.Event(), list[FloeError | None]()
+    with filelock.FileLock(f"{file}.lock") as lock:
+        with pytest.raises(TryAgainError, match="are locked"):
+            change(file, {"chat.model": "demo"})
+        monkeypatch.setattr("floe_chat.app.settings.file._LOCK_SECONDS", 60.0)
+        assert not change_soon(file, {"chat.model": "demo"}, lambda error: (late.append(error), ended.set()))
+        assert not file.exists()
+        lock.release()
+        assert ended.wait(60) and late == [None] and read(file).settings.model == "demo"
 
 
 def test_a_folder_that_may_not_be_written_leaves_the_file(file: Path) -> None:

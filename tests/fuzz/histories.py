@@ -98,7 +98,8 @@ def _open(dice: random.Random, scratch: Path) -> str:
     if content is not None:
         file.write_bytes(content)
     if dice.random() < 0.5:
-        (folder / "history.db-checked").touch()  # then nothing is checked before it is used
+        with suppress(OSError):  # `_beside` may have put a link to itself there
+            (folder / "history.db-checked").touch()  # then nothing is checked before it is used
     opened = (open_history if dice.random() < 0.8 else open_to_read)(file)
     assert all("bug in floe-chat" not in f"{notice.title} {notice.cause}" for notice in opened.notices)
     damaged = "damaged, " if opened.notices else ""

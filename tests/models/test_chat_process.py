@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.errors import FloeError, PackError, UsageError
+from floe_chat.models.errors import FloeError, PackError, TryAgainError, UsageError
 from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, Pushed, TooLong, encode, send
@@ -170,6 +170,14 @@ def test_a_process_that_gets_no_computing_time_is_waited_for(
     os.kill(number, signal.SIGSTOP)
     assert chat.count("hello") == good and len(looks) >= 5
     assert number_of(chat) == number
+
+
+def test_a_reply_that_is_not_waited_for_is_not_taken_for_the_next(chat: ChatProcess) -> None:
+    os.kill(number_of(chat), signal.SIGSTOP)
+    with pytest.raises(TryAgainError, match="was stopped"):
+        chat.continued("hello and more", 100, stopped=lambda: True)
+    os.kill(number_of(chat), signal.SIGCONT)
+    assert chat.count("hello") == 5
 
 
 def test_where_the_kernel_cannot_limit_computing_time_it_is_looked_at(

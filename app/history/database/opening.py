@@ -42,8 +42,8 @@ def history_file() -> Path:
     return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "history" / "history.db"
 
 
-def open_history(file: Path) -> OpenedHistory:
-    """Open the history in `file`, or begin one there.
+def open_history(file: Path, patience: float | None = None) -> OpenedHistory:
+    """Open the history in `file`, or begin one there. `patience`: seconds to wait for a lock, None: `BUSY_SECONDS`.
 
     Once a day, and after any sign of damage, the whole file is checked. A damaged file is renamed, with the date in its
     name, and a new one is started with all that can still be read. Answers that no process is writing any more are
@@ -64,7 +64,7 @@ def open_history(file: Path) -> OpenedHistory:
         notices = _make_private(file)
         found = inode(file)
         try:
-            opened = _open(file)
+            opened = _open(file, patience)
             notices += (_emptied(file),) if emptied else ()
             return replace(opened, notices=(*notices, *opened.notices))
         except (*SQLITE_ERRORS, FloeError) as error:
@@ -73,7 +73,7 @@ def open_history(file: Path) -> OpenedHistory:
         # Two processes that start at the same time may both find the damage; the second finds the first one's new file.
         kept = _set_aside(file) if inode(file) == found else None
         _make_private(file)
-        opened = _open(file)
+        opened = _open(file, patience)
         return opened if kept is None else OpenedHistory(opened.store, (_carry_over(kept, opened.store),), 0)
     except (OSError, *SQLITE_ERRORS) as error:
         raise explain(error, file) from error
@@ -118,17 +118,17 @@ def open_unsaved() -> HistoryStore:
     return HistoryStore(connection)
 
 
-def connect(file: Path) -> sqlite3.Connection:
+def connect(file: Path, patience: float | None = None) -> sqlite3.Connection:
     """One more connection to a file that `open_history` has opened; the caller takes care of threads."""
     # As a URI, since a bare name would create a new file if this one was removed.
-    return _configured(f"{file.absolute().as_uri()}?mode=rw")
+    return _configured(f"{file.absolute().as_uri()}?mode=rw", patience=patience)
 
 
-def _open(file: Path) -> OpenedHistory:
-    _refuse_foreign(file)
-    connection = connect(file)
+def _open(file: Path, patience: float | None) -> OpenedHistory:
+    _refuse_foreign(file, patience)
+    connection = connect(file, patience)
     try:
-        _write_ahead(connection)
+        _write_ahead(connection, patience)
         try:
             migrate(connection)
         except sqlite3.Error as error:
@@ -141,9 +141,9 @@ def _open(file: Path) -> OpenedHistory:
         raise
 
 
-def _write_ahead(connection: sqlite3.Connection) -> None:
+def _write_ahead(connection: sqlite3.Connection, patience: float | None) -> None:
     """Switch to a write-ahead log. Where another program switches at the same time SQLite does not wait by itself."""
-    until = time.monotonic() + BUSY_SECONDS
+    until = time.monotonic() + (BUSY_SECONDS if patience is None else patience)
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -249,8 +249,9 @@ def _last_check(file: Path) -> float | None:
         return None
 
 
-def _configured(address: str, *first: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+def _configured(address: str, *first: str, patience: float | None = None) -> sqlite3.Connection:
+    wait = BUSY_SECONDS if patience is None else patience
+    connection = sqlite3.connect(address, uri=True, timeout=wait, isolation_level=None, check_same_thread=False)
     try:
         # With a write-ahead log, NORMAL can lose the last commits to a power cut, never to a killed process.
         for pragma in (*first, "foreign_keys = ON", "synchronous = NORMAL", "secure_delete = ON"):
@@ -279,14 +280,15 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
     return (_readable(file),) if os.name != "nt" and file.stat().st_mode & 0o077 else ()
 
 
-def _refuse_foreign(file: Path) -> None:
+def _refuse_foreign(file: Path, patience: float | None) -> None:
     """Check before anything is written.
 
     Raises:
         FloeError: another program made it, or a newer floe-chat; or its version is none. sqlite3.Error: it cannot be
             read.
     """
-    connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+    wait = BUSY_SECONDS if patience is None else patience
+    connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=wait)
     try:
         version = version_of(connection)
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}

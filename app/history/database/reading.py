@@ -212,7 +212,8 @@ class Reader(ABC):
         if len(usable) < len(kept):
             self.left_out.add(number)
         texts = as_text(system_prompt), as_text(persona)
-        setup = ChatSetup(as_text(model), preset and as_text(preset), Sampling(**usable), *texts, _quality(quality))
+        chosen = None if preset is None else as_text(preset)
+        setup = ChatSetup(as_text(model), chosen, Sampling(**usable), *texts, _quality(quality))
         return Conversation(id_, number, as_text(title), as_whole(created), as_whole(updated), setup, head)
 
 

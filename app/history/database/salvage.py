@@ -124,7 +124,10 @@ def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree
         return Tree(Conversation(0, 0, "Recovered", now(), now(), ChatSetup(), newest), messages)
     _number, _id, title, created, updated, model, preset, system_prompt, persona, head, _deleted = row
     setup = ChatSetup(
-        as_text(model), preset and as_text(preset), system_prompt=as_text(system_prompt), persona=as_text(persona)
+        as_text(model),
+        None if preset is None else as_text(preset),
+        system_prompt=as_text(system_prompt),
+        persona=as_text(persona),
     )
     shown = head if head in ids else newest
     return Tree(Conversation(0, 0, as_text(title), _time(created), _time(updated), setup, shown), messages)

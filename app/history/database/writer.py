@@ -8,14 +8,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....engine.mailbox import Mailbox
-from ....models.errors import FloeError
+from ....models.errors import FloeError, TryAgainError
 from ..answer import Answer
 from ..events import HistoryEvent, HistoryTrouble, Ready, Recovered
-from .opening import inode, open_history, open_unsaved
+from .opening import OpenedHistory, inode, open_history, open_unsaved
 from .store import HistoryStore
 from .trouble import SQLITE_ERRORS, DamagedError, explain, is_damage, is_passing
 
@@ -35,8 +35,11 @@ Write = Callable[[HistoryStore], None]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A change. readable: called once reads see it. saved: called once it is as safe as it can be here."""
+
     write: Write
-    done: threading.Event | None = None
+    readable: Callable[[], object] | None = None
+    saved: Callable[[], object] | None = None
 
 
 class Writer:
@@ -44,13 +47,15 @@ class Writer:
 
     A change that fails for a passing reason stays first in the queue and is retried every second. One that cannot be
     made (its conversation is gone) is reported and dropped. After damage, or when the file is gone, nothing more is
-    written.
+    written. While another program's lock keeps the file from being opened, changes are made in memory, and once more in
+    the file when the lock is free.
 
     Attributes:
         events: to report, oldest first. commits: how many there were.
         opened: set when the next three may be looked at.
-        memory: the history itself, where nothing is saved; to be used only while `lock` is held. Else None.
-        failure: why the file could not be opened; None if it was, or where none was asked for.
+        memory: the history itself, where nothing is saved, or not yet; to be used only while `lock` is held. Else None.
+        failure: why the file is not open, a TryAgainError while it is locked; None if it is, or where none was asked
+            for.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -64,6 +69,7 @@ class Writer:
         self._inode: int | None = None
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._waiting: list[_Entry] = []
+        self._in_memory: list[_Entry] = []  # made there, to be made in the file when its lock is free
         self._answers: dict[Answer, tuple[str, str]] = {}  # running ones, and what is written of each
         self._troubled = False
         self._damaged = False
@@ -87,10 +93,14 @@ class Writer:
         self._answers.pop(answer, None)
 
     def settle(self, timeout: float) -> bool:
-        """Wait until all changes so far are committed; False if they are not by then."""
+        """Wait until all changes so far are saved; False if they are not by then."""
         done = threading.Event()
-        self._queue.put(_Entry(lambda store: None, done))
+        self._queue.put(_Entry(lambda store: None, saved=done.set))
         return done.wait(timeout)
+
+    def when_readable(self, then: Callable[[], object]) -> None:
+        """Have `then` called, on this thread, once reads see all changes so far."""
+        self._queue.put(_Entry(lambda store: None, then))
 
     def close(self, timeout: float) -> bool:
         """Write what is left and let the file go; False if something was not saved.
@@ -106,10 +116,12 @@ class Writer:
         try:
             store = self._open()
             self.opened.set()
-            while not self._closing or (self._waiting and time.monotonic() < self._until):
+            while not self._closing or ((self._waiting or self._locked) and time.monotonic() < self._until):
                 self._take()
                 if self._waiting or any(answer.collect() != text for answer, text in self._answers.items()):
                     self._write(store)
+                if self._locked:
+                    store = self._try_again(store)
             with self.lock:
                 self._unsaved = self.failure is not None and bool(store.conversations(1))
                 store.close()
@@ -122,26 +134,65 @@ class Writer:
         finally:
             self.opened.set()
 
+    @property
+    def _locked(self) -> bool:
+        """Whether the file waits for another program's lock."""
+        return isinstance(self.failure, TryAgainError)
+
     def _open(self) -> HistoryStore:
         if self._file is not None:
             try:
-                opened = open_history(self._file)
+                return self._opened(open_history(self._file))
             except FloeError as error:
-                self.failure = error
-                self.events.put(HistoryTrouble(error.title, f"{error.cause} This chat is not saved.", error.hint))
-            else:
-                for notice in opened.notices:
-                    self.events.put(HistoryTrouble(notice.title, notice.cause, ""))
-                self.events.put(Ready(True, opened.interrupted))
-                self._inode = inode(self._file)
-                return opened.store
+                self._refuse(error)
         self.memory = open_unsaved()
-        self.events.put(Ready(False, 0))
+        if not self._locked:
+            self.events.put(Ready(False, 0))
         return self.memory
+
+    def _opened(self, opened: OpenedHistory) -> HistoryStore:
+        assert self._file is not None
+        for notice in opened.notices:
+            self.events.put(HistoryTrouble(notice.title, notice.cause, ""))
+        self.events.put(Ready(True, opened.interrupted))
+        self._inode = inode(self._file)
+        return opened.store
+
+    def _refuse(self, error: FloeError) -> None:
+        """Remember and report why the file cannot be opened."""
+        self.failure = error
+        remark = "This chat is kept in memory until it can be saved." if self._locked else "This chat is not saved."
+        self.events.put(HistoryTrouble(error.title, f"{error.cause} {remark}", error.hint))
+
+    def _try_again(self, memory: HistoryStore) -> HistoryStore:
+        """Open the file if its lock is free, and make there what was made in memory. Returns the store in use."""
+        assert self._file is not None
+        try:
+            opened = open_history(self._file, patience=0.0)
+        except TryAgainError:
+            return memory
+        except FloeError as error:
+            self._refuse(error)
+            self._in_memory.clear()
+            self.events.put(Ready(False, 0))
+            return memory
+        locked, self.failure = self.failure, None
+        self._inode = inode(self._file)
+        self._waiting, self._in_memory = self._in_memory, []
+        self._answers.clear()  # their beginnings are among those changes
+        self._troubled = True
+        self._write(opened.store)
+        if self._waiting:  # somebody has locked it again
+            self._troubled = False
+            self.failure, self._waiting, self._in_memory = locked, [], self._waiting
+            opened.store.close()
+            return memory
+        self.memory = None
+        return self._opened(opened)
 
     def _take(self) -> None:
         """Wait for changes, for the next retry, or until running answers have more text."""
-        timeout = _RETRY_SECONDS if self._waiting else FLUSH_SECONDS if self._answers else None
+        timeout = _RETRY_SECONDS if self._waiting or self._locked else FLUSH_SECONDS if self._answers else None
         try:
             entry = self._queue.get(timeout=timeout)
             while entry is not None:
@@ -189,7 +240,7 @@ class Writer:
 
     def _need_same_file(self) -> None:
         # SQLite would continue to write into a file that nobody can find any more.
-        if self._file is not None and self.memory is None and inode(self._file) != self._inode:
+        if self._file is not None and self.failure is None and inode(self._file) != self._inode:
             raise DamagedError(
                 "The history was moved or deleted",
                 f"{self._file} is not the file that was opened.",
@@ -216,5 +267,9 @@ class Writer:
     def _forget(self, entries: Sequence[_Entry]) -> None:
         for entry in tuple(entries):
             self._waiting.remove(entry)
-            if entry.done is not None:
-                entry.done.set()
+            if entry.readable is not None:
+                entry.readable()
+            if self._locked:
+                self._in_memory.append(replace(entry, readable=None))
+            elif entry.saved is not None:
+                entry.saved()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ....models import catalog
 from ....models.errors import FloeError
-from ...settings.file import change
+from ...settings.file import change_soon
 from ...setup.wish import Wish, of_ready, unfinished, wish
 from ...widgets.setup.choice import Chosen
 
@@ -64,7 +64,7 @@ class Intent:
     def save_folder(self) -> None:
         """Save the folder in the settings. Raises FloeError: they cannot be written."""
         if self._folder_before is not None and self._settings is not None:
-            change(self._settings, {"folders.models": str(catalog.models_folder())})
+            change_soon(self._settings, {"folders.models": str(catalog.models_folder())}, lambda _error: None)
         self._folder_before = None
 
     def put_folder_back(self) -> None:

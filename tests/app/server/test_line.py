@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +18,8 @@ from floe_chat.app.server.desk import End, News, Order
 from floe_chat.app.server.refusals import RefusedError
 from floe_chat.app.server.spoken import Text
 from floe_chat.engine.events import Rule, Sampling
+from floe_chat.models.catalog import asset
+from floe_chat.models.tokenizer.chat_process import ChatProcess
 from openai import RateLimitError
 
 from .serving import Served, serving, user
@@ -136,6 +140,52 @@ class TestTogether:
                 ticket.leave()
             served.until("floe_running", 0)
             assert served.desk.counts.answers == {"failed": 4}
+
+    @pytest.mark.parametrize("moment", ["in the line", "prompt", "first token", "held to a form", "ended"])
+    def test_leaving_is_final_at_every_moment(self, long_winded: Path, moment: str) -> None:
+        """Even where the tokenizer's process stands still; others go on, and the next is answered as ever."""
+        told, begun, done = list[News](), threading.Event(), threading.Event()
+
+        def tell(_number: int, news: News) -> None:
+            told.append(news)
+            begun.set()
+            if isinstance(news, End | RefusedError):
+                done.set()
+
+        held = moment == "held to a form"
+        with serving(asset("demo", "packed") if held else long_winded, together=2) as served:
+            alone = self.taken(served, [order("x", 9)])
+            long = [order(f"other {number}", 30_000) for number in range({"in the line": 2}.get(moment, not held))]
+            others = served.desk.take(long, lambda _, __: None)
+            served.until("floe_running", len(others))
+            chat = served.desk._client._format  # pyright: ignore[reportPrivateUsage]
+            assert isinstance(chat, ChatProcess) and chat._child is not None  # pyright: ignore[reportPrivateUsage]
+            number = chat._child.number  # pyright: ignore[reportPrivateUsage]
+            if moment == "prompt":
+                os.kill(number, signal.SIGSTOP)
+            schema = '{"type": "array", "items": {"type": "integer"}, "minItems": 999}' if held else ""
+            wanted = replace(order("one", 3 if moment == "ended" else 30_000), schema=schema)
+            (ticket,) = served.desk.take([wanted], tell)
+            served.until("floe_waiting", int(moment == "in the line"))
+            if moment == "ended":
+                assert done.wait(60)
+            elif held or moment == "first token":
+                assert begun.wait(60) and isinstance(told[0], Text), told
+            if held:
+                os.kill(number, signal.SIGSTOP)
+            ticket.leave()
+            if moment == "in the line":
+                served.until("floe_waiting", 0)
+            else:
+                assert done.wait(60)
+            os.kill(number, signal.SIGCONT)
+            assert served.metric("floe_running") == len(others)
+            for other in others:
+                other.leave()
+            before = len(told)
+            assert self.taken(served, [order("x", 9)]) == alone and len(told) == before
+            ends = [type(news) for news in told if isinstance(news, End | RefusedError)]
+            assert ends == ([] if moment == "in the line" else [End] if moment == "ended" else [RefusedError])
 
     def test_another_quality_is_not_kept_waiting_for_ever(self, demo: Served) -> None:
         ended: list[str] = []
