@@ -18,7 +18,7 @@ from floe_chat.models.packing.pack import EXACT, PackSpec
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..engine.rounded import use_stored_linears
+from ..engine.test_quantized import use_stored_linears
 from ..helpers import (
     calibration_tokens,
     edit_tensors,
