@@ -163,11 +163,6 @@ class RowTable:
         """The means were changed elsewhere: copy those of the rows in slots again."""
         self.kept[:] = self.means.raw.reshape(-1)[self.keys]
 
-    @property
-    def holds_all(self) -> bool:
-        """Whether there is a slot for every row, so that none gives way."""
-        return self.capacity >= self.slots.size
-
     def _have(self, cells: NDArray[np.void]) -> None:
         self.cells = cells
         self.states, self.keys, self.marks, self.kept = (cells[name] for name in CELL.names or ())

@@ -1,25 +1,33 @@
-"""A token through a graph per layer, with its experts computed in between, is the token through torch's operations."""
+"""A token through a graph per layer, with experts in a pool as graphs around the host's decisions: as one by one."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.decoder import graphs, kv_stores
-from floe_chat.engine.decoder.card import card_ends
+from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore
+from floe_chat.engine.experts.moe_layer import Cancelled
+from floe_chat.engine.experts.offloaded_layer import Neighbours
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.device_memory import DeviceMemory
-from floe_chat.engine.quality_presets import Preset
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.quality_presets import PRESETS, Preset
+from floe_chat.engine.sampling import Sampler
+from floe_chat.kernels.rule import LATE
 from torch import Tensor
 
 from ..helpers import relative_rms
-from .fake_card import FakeCard
-from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded
+from .driver import GREEDY, a_preset
+from .fake_card import Calls, FakeCard, FakeGraph
+from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
 from .step_models import EACH_HEAD, LIMIT, WINDOW, Guessing, Noting, feed, ids_of, make_model
 
 
@@ -57,38 +65,6 @@ def test_the_next_layers_input_is_foreseen(name: str, monkeypatch: pytest.Monkey
     for turn in range(12):
         assert relative_rms(guesses[2 * turn], blocks[1].calls[turn][0]) <= LIMIT
         assert relative_rms(guesses[2 * turn + 1], blocks[2].calls[turn][0]) <= LIMIT
-
-
-def fed(loaded: LoadedModel, ids: list[int]) -> tuple[Tensor, list[list[int]]]:
-    """Logits after each of `ids`, and how often each expert was called."""
-    loaded.telemetry.begin(0, 0, 0.0)
-    loaded.control.counting = True
-    logits = feed(loaded.decoder, KVCache(), ids, [1] * len(ids))
-    loaded.control.counting = False
-    loaded.telemetry.settle()
-    return logits, [layer.calls for layer in loaded.telemetry.layers]
-
-
-@pytest.mark.parametrize("predict", ["none", "gate", "partial"])
-@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
-@pytest.mark.parametrize("preset", [SKIPPING, PLAIN, EVERYTHING], ids=lambda preset: preset.name)
-def test_where_rows_are_changes_no_token(
-    loaded: LoadedModel, preset: Preset, share: float, predict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [1, 5, 9, 200, 17, 17, 3, 42]
-    loaded.control.preset = preset
-    expected, calls = fed(loaded, ids)
-    with monkeypatch.context() as patch:
-        card = FakeCard(patch)
-        with offloaded(loaded, preset, share, predict=False) as shared:
-            assert isinstance(loaded.decoder, FusedDecoder)
-            if predict != "none":
-                shared.predictor = predictor.make(predict, loaded.model, loaded.packed, loaded.decoder.ahead)
-            found, as_called = fed(loaded, ids)
-    layers = len(loaded.model.model.layers)
-    assert card.replays >= len(ids) * layers > 0
-    assert card.waits == len(ids) * (1 if predict == "partial" else layers + 1)  # the logits, and each layer's record
-    assert relative_rms(found, expected) <= 1e-4 and as_called == calls
 
 
 def test_keys_and_values_may_move_between_tokens(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +144,293 @@ def test_a_gpus_layers_are_torchs(name: str, dtype: torch.dtype, monkeypatch: py
     decoder._graphs = None  # pyright: ignore[reportPrivateUsage]
     expected = feed(decoder, KVCache(), ids, [3, *[1] * 21])
     assert relative_rms(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2)
+
+
+Counts = list[tuple[Any, ...]]
+IDS = [11, 70, 23, 140, 31, 31, 7, 210]  # no neuron is near its threshold
+# Keys and values are stored in 16 bits: a sum in another order may round one of them the other way.
+CLOSE = 5e-4
+PRESETS_HERE = [
+    PLAIN,
+    SKIPPING,
+    EVERYTHING,
+    a_preset("Dropping", 0.3, drop=0.9, lossless=True),
+    a_preset("By layer", 0.3, 0.2, lossless=True, drop=0.4, major=0.4, layers=(0.5, 1.5, 1.0)),
+    a_preset("Halves in one layer", 0.3, 0.2, lossless=True, drop=0.3, major=0.9, layers=(0.0, 1.0, 1.0)),
+    *(replace(preset, x_bits=22) for preset in PRESETS),
+]
+
+
+def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:
+    """Logits after each of `ids`, and what each layer counted, wherever rows were."""
+    loaded.telemetry.begin(0, 0, 0.0)
+    loaded.control.counting = True
+    logits = feed(loaded.decoder, KVCache(), ids, [1] * len(ids))
+    loaded.control.counting = False
+    loaded.telemetry.settle()
+    return logits, counted(loaded)
+
+
+def counted(loaded: LoadedModel) -> Counts:
+    """What each layer counted, wherever rows were."""
+    return [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers]
+
+
+def alike(counts: Counts, expected: Counts) -> bool:
+    """The same calls; and up to rounding, which may take a neuron over its threshold, what was computed."""
+    return all(
+        mine[:3] == its[:3] and mine[3:] == pytest.approx(its[3:], rel=0.005)
+        for mine, its in zip(counts, expected, strict=True)
+    )
+
+
+def whole(loaded: LoadedModel, preset: Preset) -> tuple[Tensor, Counts]:
+    """`fed` with all rows where they are computed."""
+    loaded.control.preset = preset
+    return fed(loaded)
+
+
+def located(loaded: LoadedModel) -> list[int]:
+    """By layer, the rows whose place was counted."""
+    return [one.ready + one.coming + one.copied + one.on_cpu for one in loaded.telemetry.layers]
+
+
+@pytest.mark.parametrize(("share", "cpu"), [(0.01, True), (0.01, False), (0.3, True), (0.3, False), (1.0, True)])
+@pytest.mark.parametrize("predict", ["none", "gate", "partial"])
+@pytest.mark.parametrize("preset", PRESETS_HERE, ids=lambda preset: preset.name)
+def test_tokens_and_counts_are_those_of_experts_one_by_one(
+    loaded: LoadedModel, preset: Preset, predict: str, share: float, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = replace(preset, rule=replace(preset.rule, layers=preset.rule.layers[: len(loaded.telemetry.layers)]))
+    expected, counts = whole(loaded, preset)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu), cpu=2e9) as shared:
+        assert isinstance(loaded.decoder, FusedDecoder)
+        if predict != "none":
+            shared.predictor = predictor.make(predict, loaded.model, loaded.packed, loaded.decoder.ahead)
+        found, as_counted = fed(loaded)
+        # Each layer's record, and the logits; a predictor that attends goes without graphs of layers.
+        assert card.waits == len(IDS) * (1 if predict == "partial" else len(as_counted) + 1)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
+    assert located(loaded) == [one.active for one in loaded.telemetry.layers]
+    if not cpu:
+        assert not any(one.on_cpu for one in loaded.telemetry.layers)
+
+
+def test_the_cpu_takes_its_share(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = whole(loaded, SKIPPING)
+    FakeCard(monkeypatch)
+    with offloaded(loaded, SKIPPING, 0.1, predict=False, cpu=1e12):
+        found, as_counted = fed(loaded)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
+    assert all(one.on_cpu > 0 for one in loaded.telemetry.layers)
+
+
+def test_absent_experts_are_replaced_as_without_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = a_preset("Replacing", 0.2, 0.1, alpha=0.9, lossless=True)
+    found: list[tuple[Tensor, int]] = []
+    for graphed in (False, True):
+        with monkeypatch.context() as patch:
+            if graphed:
+                FakeCard(patch)
+            with offloaded(loaded, preset, 0.4, predict=False, parts=Parts(cpu=False)):
+                for layer in loaded.model.model.layers:
+                    experts = layer.mlp.experts
+                    experts.neighbours = Neighbours(layer.mlp.gate, experts.neighbours.following)
+                logits, _ = fed(loaded)
+                found.append((logits, sum(one.substituted for one in loaded.telemetry.layers)))
+    assert relative_rms(found[1][0], found[0][0]) <= CLOSE and found[0][1] == found[1][1] > 0
+
+
+def test_a_lenient_preset_leaves_weak_rows_out(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = a_preset("Lenient", 0.2, late=LATE, lossless=True)
+    FakeCard(monkeypatch)
+    with offloaded(loaded, preset, 0.1, predict=False, parts=Parts(cpu=False)):
+        found, _ = fed(loaded)
+        assert found.isfinite().all() and sum(one.left_out for one in loaded.telemetry.layers) > 0
+
+
+def test_limits_change_without_another_capture(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = a_preset("Other limits", 0.2, 0.3, drop=0.5, major=0.9, lossless=True, weighed=True)
+    wanted = {preset.name: whole(loaded, preset) for preset in (SKIPPING, other, PLAIN)}
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        before = 0
+        for preset, again in ((SKIPPING, True), (other, False), (SKIPPING, False), (PLAIN, True)):
+            loaded.control.preset = preset
+            found, counts = fed(loaded)
+            assert relative_rms(found, wanted[preset.name][0]) <= CLOSE and alike(counts, wanted[preset.name][1])
+            assert (len(card.captures) > before) == again
+            before = len(card.captures)
+
+
+def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        captures, before = len(card.captures), shared.memory.rows
+        resize(shared, shared.pool.capacity // 2)
+        before.fill_(255)
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
+
+
+def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    card, seen = FakeCard(monkeypatch), list[int]()
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
+        fed(loaded)
+        waits, experts = card.waits, loaded.model.model.layers[1].mlp.experts
+
+        def see(_module: Any, _given: Any, _output: Any) -> None:
+            seen.append(1)
+
+        handle = experts.register_forward_hook(see)
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        assert len(seen) == len(IDS) and card.waits == waits + len(IDS)
+        handle.remove()
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE and card.waits > waits + 2 * len(IDS)
+
+
+def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) -> None:
+    """The card refuses so many captures, from number `first` on."""
+    numbers, capture = itertools.count(), card_layers.capture
+
+    def refuses(work: graphs.Work, device: torch.device) -> graphs.Captured:
+        if first <= next(numbers) < first + count:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(work, device)
+
+    for module in (card_layers, card_lists):
+        patch.setattr(module, "capture", refuses)
+
+
+@pytest.mark.parametrize("count", [1, 100], ids=["once", "from then on"])
+@pytest.mark.parametrize("after", ["a layer", "the layers", "a sum"])
+def test_what_cannot_be_captured_is_launched_one_by_one(
+    loaded: LoadedModel, after: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, counts = whole(loaded, SKIPPING)
+    card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
+    first = {"a layer": 1, "the layers": layers, "a sum": layers + 1}[after]
+    refusing(card, first, count, monkeypatch)
+    loaded.control.notices.clear()
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        decoder = loaded.decoder
+        assert isinstance(decoder, FusedDecoder)
+        decoder.prepare()
+        how = "experts one by one" if count == 1 else "but by torch's operations"
+        assert f", {how}, because " in decoder.reason and "CUDA out of memory" in decoder.reason
+        assert not loaded.control.notices  # a reason is enough
+        found, as_counted = fed(loaded)
+        waits = len(IDS) if count == 1 else 0  # for the logits, whose work is captured even so
+        assert card.waits == waits and (card.replays > 0) == (count == 1)
+        assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
+        loaded.control.preset = PLAIN  # with another preset it is tried again
+        fed(loaded)
+        assert (card.waits > 2 * waits) == (count == 1)
+
+
+def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = whole(loaded, PLAIN)[0]
+    card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
+    refusing(card, layers + 2 + 1, 1, monkeypatch)
+    loaded.control.notices.clear()
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        fed(loaded)
+        assert card.waits == len(IDS) * (layers + 1) and not loaded.control.notices
+        loaded.control.preset = PLAIN
+        assert relative_rms(fed(loaded)[0], wanted) <= CLOSE
+        assert card.waits == len(IDS) * (layers + 2) and "CUDA out of memory" in loaded.control.notices[0].cause
+        assert len(loaded.control.notices) == 1
+
+
+def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
+        fed(loaded)
+        waits, wait = card.waits, FakeGraph.wait
+
+        def stop(graph: FakeGraph) -> None:
+            loaded.control.cancelled.set()
+            wait(graph)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGraph, "wait", stop)
+            with pytest.raises(Cancelled):
+                loaded.decoder.forward([1], KVCache())
+        assert card.waits == waits + 1
+        loaded.control.cancelled.clear()
+        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
+def test_a_layer_takes_six_calls_and_one_wait(
+    loaded: LoadedModel, preset: Preset, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Python's own functions, torch's, the library's and the card's: the difference that layers make."""
+    card, kv = FakeCard(monkeypatch), KVCache()
+    with offloaded(loaded, preset, share, predict=False):
+        feed(loaded.decoder, kv, IDS, [1] * len(IDS))
+        loaded.control.counting, layers = True, len(loaded.telemetry.layers)
+        decoder = loaded.decoder
+        assert isinstance(decoder, FusedDecoder)
+        by_layers = decoder._graphs  # pyright: ignore[reportPrivateUsage]
+        assert by_layers is not None
+        calls = list[int]()
+        for count in (1, layers):
+            with torch.inference_mode():
+                by_layers.run(count)  # captures what follows so many layers
+                waits = card.waits
+                with Calls() as seen:
+                    by_layers.run(count)
+            assert card.waits - waits == count + 1
+            calls.append(len(own(seen)))
+        loaded.control.counting = False
+    assert 0 < (calls[1] - calls[0]) / (layers - 1) <= 6, calls
+
+
+def own(seen: Calls) -> list[str]:
+    """Without the fake card's."""
+    return [name for name in seen.names if name not in ("getprofile", "setprofile")]
+
+
+@pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
+def test_a_token_takes_so_many_calls_besides_its_layers(
+    loaded: LoadedModel, preset: Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a token to the next one's number. Lower the limit as the calls become fewer."""
+    card, kv, sampler = FakeCard(monkeypatch), KVCache(), Sampler(GREEDY, IDS)
+    with offloaded(loaded, preset, 1.0, predict=False):
+        feed(loaded.decoder, kv, IDS, [1] * len(IDS))
+        loaded.control.counting, waits, layers = True, card.waits, len(loaded.telemetry.layers)
+        for token in (7, 8):  # the first one makes what all others use
+            with Calls() as seen:
+                drawn = loaded.decoder.several(token, kv, sampler, 3, ())
+            assert drawn is not None and len(drawn[0]) == 1
+            kv.computed([token], preset)
+        loaded.control.counting = False
+    assert card.waits - waits == 2 * (layers + 1)
+    assert 0 < len(own(seen)) - 6 * layers <= 115, seen.names
+
+
+def test_a_prompt_between_two_tokens_changes_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded.control.preset = PLAIN
+    expected = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+    FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
+        found = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+    assert relative_rms(found, expected) <= CLOSE
+
+
+def test_experts_elsewhere_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, model = FakeCard(monkeypatch), make_model("mixtral")
+    decoder = choose(model, WINDOW)
+    assert isinstance(decoder, FusedDecoder)
+    reason = decoder.reason
+    decoder.prepare()
+    assert decoder.reason == reason
+    assert feed(decoder, KVCache(), ids_of(3), [1] * 3).isfinite().all() and card.waits == 3 < card.replays

@@ -150,7 +150,7 @@ def on(card: str, ram: int) -> Machine:
     return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4, host_behind=0.0))
 
 
-CARDS = ("none", "3050", "2060", "3070", "3080", "3060", "4070", "4060 ti 16gb", "4080", "4090", "3090")
+CARDS = ("none", "2060", "3080", "4070", "4080", "3090")
 
 
 class TestRecommendation:

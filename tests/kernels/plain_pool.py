@@ -49,6 +49,11 @@ class Located:
 class StepTable(RowTable):
     """The definition."""
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is a slot for every row, so that none gives way."""
+        return self.capacity >= self.slots.size
+
     def locate(
         self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
     ) -> Located:
