@@ -21,7 +21,10 @@ from floe_chat.kernels.codes import (
     zero_in_steps,
 )
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
+from floe_chat.models.pack.packed_model import PackedLayer
 from hqq.core.quantize import Quantizer
+
+from .oracle import FORMS, Form, make_layer
 
 LENGTHS = [1, 2, 3, 5, 37, 40, 64, 96, 127, 128, 130, 255, 256, 257, 320, 511, 512, 1025]
 CODE_WIDTHS = [bits for bits in WIDTHS if bits != 16]
@@ -195,3 +198,34 @@ def test_short_vectors_come_back(bits: int) -> None:
         for bad in ((scale * 1.01, zero), (scale, zero + 2**bits), (scale, -zero - 1)):
             with pytest.raises(ValueError, match="bytes cannot hold"):
                 layout.stored(*(part.half() for part in bad))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_parts_of_a_layer_keep_their_biases(form: Form) -> None:
+    layer = make_layer((3, 8, 40, 20), (4, 4, 4), form)
+    stored, table = layer.stored, torch.zeros(3, 5)
+    one, halves = stored.one(2), PackedLayer(stored, layer.rows, table, table).halved().signal
+    assert torch.equal(one.dense(0, torch.float32), stored.dense(2, torch.float32))
+    assert torch.equal(halves.dense(3, torch.float32), stored.dense(1, torch.float32)[4:])
+    if stored.bias is None:
+        assert one.bias is None and halves.bias is None
+    else:
+        assert one.bias is not None and halves.bias is not None
+        assert torch.equal(one.bias[0], stored.bias[2]) and torch.equal(halves.bias[3], stored.bias[1, 4:])
+        plain = make_layer((3, 8, 40, 20), (4, 4, 4), Form(short=form.short)).stored
+        assert stored.nbytes == plain.nbytes + stored.bias.nbytes
+
+
+def test_a_record_holds_its_bias() -> None:
+    vector = VectorLayout(2880, 4, 64)
+    plain, biased = (RowLayout(vector, vector, torch.bfloat16, "gate", "clamped", which) for which in (False, True))
+    assert plain.nbytes == biased.nbytes == 3264  # it fits where records are padded anyway
+    raw, biases = torch.randint(0, 256, (2, 5, vector.nbytes), dtype=torch.uint8), torch.randn(5)
+    records = biased.join(raw[0], raw[1], biases)
+    found = biased.read_bias(records, torch.float32)
+    assert found is not None and torch.equal(found, biases) and plain.read_bias(records, torch.float32) is None
+    assert torch.equal(records[:, : vector.nbytes], raw[0])
+    assert torch.equal(records[:, biased.down_at :][:, : vector.nbytes], raw[1])
+    for layout, given in ((plain, biases), (biased, None)):
+        with pytest.raises(ValueError, match="biases"):
+            layout.join(raw[0], raw[1], given)
