@@ -214,12 +214,6 @@ def test_a_malformed_mirror_is_a_usage_error(hub: FakeHub, monkeypatch: pytest.M
     assert "HF_ENDPOINT" in failure().hint
 
 
-def test_requests_go_through_the_proxy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", hub.url)
-    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    assert resolve(REPO).commit == hub.repositories[REPO].commit
-
-
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "socks5://127.0.0.1:9", "nonsense://x"])
 def test_a_proxy_that_does_not_work_is_not_gone_around(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, address: str
