@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..covering import covering
 from ..helpers import relative_rms
-from .oracle import Layer, as_active, each, make_calls, make_layer, make_x, swiglu
+from .oracle import Layer, Size, as_active, each, make_calls, make_layer, make_x, swiglu
 
 pytestmark = pytest.mark.usefixtures("two_threads", "poisoned")
 every_isa = pytest.mark.usefixtures("isa")
@@ -30,9 +30,11 @@ def linear_of(layer: Layer, expert: int = 0) -> LinearWeights:
 
 
 @every_isa
-@covering({"isa": native.ISAS, "bits": [2, 3, 4, 8, 16]}, {"x_bits": [22, 8]})
-def test_results_do_not_depend_on_the_thread_count(bits: int, x_bits: int) -> None:
-    layer, x = make_layer((2, 300, 1152, 64), (bits, bits, 4)), make_x(13, 1152, torch.float32)
+@covering(
+    {"isa": native.ISAS, "bits": [2, 3, 4, 8, 16], "size": [(2, 300, 1152, 64), (2, 37, 130, 26)]}, {"x_bits": [22, 8]}
+)
+def test_results_do_not_depend_on_the_thread_count(bits: int, size: Size, x_bits: int) -> None:
+    layer, x = make_layer(size, (bits, bits, 4)), make_x(13, size[2], torch.float32)
     calls = make_calls([0, 1, 1, 12], [0, 0, 1, 1])
     limits, thresholds = torch.full((4,), 0.2), each(x, 0.2)
     results: list[list[Tensor]] = []

@@ -46,7 +46,6 @@ KINDS: list[Kind] = [
 ]
 WHOLE = {"place": PLACES, "widths": WIDTHS}
 SENTINEL = 0xA5
-pytestmark = pytest.mark.usefixtures("two_threads")
 on_every_backend = pytest.mark.parametrize("on_backend", BACKENDS, indirect=True)
 
 
