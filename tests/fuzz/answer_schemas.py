@@ -16,7 +16,7 @@ from floe_chat.models.errors import FloeError, PackError
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, WrongSchema
 from tokenizers import Tokenizer
 
-from ..models.tool_families import write_tools
+from ..models.chat_families import write_tools
 from . import _hostile, _hostile_chat
 
 _FAMILIES = ("qwen3_moe", "qwen3_moe instruct", "mixtral", "glm4_moe", "gpt_oss")

@@ -17,8 +17,7 @@ from floe_chat.models.errors import FloeError
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted
 from floe_chat.models.visible import visible
 
-from ..models.chat_families import FAMILIES, write_family
-from ..models.tool_families import TEMPLATES, write_tools
+from ..models.chat_families import FAMILIES, TEMPLATES, write_family, write_tools
 from . import _hostile, _hostile_chat
 
 _TEXTS = (

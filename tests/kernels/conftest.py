@@ -1,26 +1,17 @@
-"""Every operation is tested on every backend that this machine has for the CPU."""
+"""Every operation is tested on every backend that this machine has."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from floe_chat.kernels import operations
 from floe_chat.kernels.cpu import build, native
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With FLOE_TEST_EVERY=n only every n-th case of each test runs, its first one in any case."""
-    every, seen = int(os.environ.get("FLOE_TEST_EVERY", "1")), Counter[str]()
-    kept: list[pytest.Item] = []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % every == 0:
-            kept.append(item)
-        seen[test] += 1
-    items[:] = kept
+from .oracle import INTERPRETED, Size, Subject
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,15 +47,47 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds what no result may contain: NaN, or a far too large index."""
+    plain = torch.empty
+
+    def empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        made = plain(*arguments, **options)
+        if made.is_meta or not made.numel():
+            return made
+        return made.fill_(float("nan") if made.is_floating_point() else 0x5A if made.itemsize == 1 else 1 << 20)
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
 @pytest.fixture(params=["reference", "native"])
-def on_backend(request: pytest.FixtureRequest) -> str:
-    """Makes `floe_chat.kernels` compute with one backend, whichever the machine would choose."""
-    name: str = request.param
-    if name == "native":
-        try:
-            native.isa()
-        except native.NativeUnavailableError as error:
-            pytest.skip(str(error))
-    else:
+def on_backend(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """The reference, one instruction set's code or the machine's own ("native"), or Triton's; on poisoned memory."""
+    yield from subject(request.param, request)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[tuple[Subject, Size]]:
+    """A backend, and the size that it computes."""
+    for one in subject(request.param[0], request):
+        yield one, request.param[1]
+
+
+def subject(name: str, request: pytest.FixtureRequest) -> Iterator[Subject]:
+    request.getfixturevalue("poisoned")
+    if name == "reference":
         request.getfixturevalue("no_library")
-    return name
+        yield Subject(name, operations)
+    elif name == "triton":
+        triton: Any = pytest.importorskip("floe_chat.kernels.triton")
+        # The smallest blocks there are.
+        request.getfixturevalue("monkeypatch").setattr(triton.dense, "SCRATCH", 1)
+        yield Subject(name, triton, torch.device("cpu" if INTERPRETED else "cuda"))
+    else:
+        try:
+            native.select_isa(None if name == "native" else name)
+        except native.NativeUnavailableError as error:
+            pytest.skip(str(error))  # this CPU lacks it, or nothing was compiled
+        yield Subject(name, native)
+        native.select_isa(None)

@@ -1,19 +1,42 @@
-"""What the operations must compute, written down once more: float64, neuron by neuron, from codes and scales."""
+"""What the operations must compute, written down once more: float64, neuron by neuron, from codes and scales.
+
+And the backends that have to compute it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from floe_chat.kernels.activation import Activation, Projection
 from floe_chat.kernels.codes import pack_codes, widened
+from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
+from floe_chat.kernels.reference import rounded
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, SignalWeights
 from torch import Tensor
 
-# (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.
-SIZES = [(1, 1, 1, 1), (3, 7, 40, 20), (6, 37, 96, 32), (2, 7, 130, 26), (4, 7, 320, 64), (5, 37, 40, 1)]
+# Triton decides at import whether it interprets: `triton/test_processes.py` starts the tests once more, for it alone.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["triton"] if INTERPRETED else ["reference", *native.ISAS, *["triton"] * torch.cuda.is_available()]
+CPU = torch.device("cpu")
+Size = tuple[int, int, int, int]
+Widths = tuple[int, int, int]
+# (E, F, H, group): odd sizes, a group as wide as the vector, groups of one, of part of a 64-value chunk, of one chunk
+# and of several, and parts of a 256-value block of codes.
+_ALWAYS: list[Size] = [(1, 1, 1, 1), (3, 7, 128, 32), (2, 7, 130, 26), (2, 7, 384, 128)]
+# Interpreted, a program is a loop of Python's: these only where they are compiled.
+_COMPILED: list[Size] = [
+    *((3, 7, 40, 20), (6, 19, 96, 32), (5, 7, 40, 1)),
+    *((2, 19, 64, 4), (2, 7, 320, 20), (1, 5, 576, 64)),
+]
+SIZES = _ALWAYS + _COMPILED * (not INTERPRETED)
+LARGE: list[Size] = [(2, 70, 320, 64), (2, 33, 512, 128), (1, 130, 1152, 64), (1, 9, 2880, 64), (1, 20, 4096, 64)]
+# Every size on every backend; the large ones on the CPU's instruction sets.
+PLACES = [(name, size) for name in BACKENDS for size in (SIZES + LARGE * (name in native.ISAS))]
 
 
 @dataclass(frozen=True)
@@ -41,9 +64,80 @@ FORMS = [
     Form(short=True),
 ]
 # (signal, other, down)
-WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
-# float32 differs from float64 by summation order alone; bfloat16 rounds every product's result to 8 bits.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+WIDTHS: list[Widths] = [
+    *((2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)),
+    *((3, 4, 4), (8, 3, 4)),
+]
+# Relative errors. float32 differs from float64 by summation order alone; the reference rounds weights and products to
+# bfloat16 too; Triton's interpreter cuts bfloat16 off where a GPU rounds.
+LIMITS = {
+    "reference": {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3},
+    "native": {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3},
+    "triton": {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3},
+}
+
+
+def moved(part: Any, device: torch.device) -> Any:
+    """A tensor, or all in a record, on a device; a list's offsets stay on the CPU."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, tuple):
+        return tuple(moved(one, device) for one in part)
+    if isinstance(part, Active):
+        return Active(part.offsets, part.neurons.to(device), part.values.to(device))
+    if isinstance(part, SignalWeights):
+        return part.mapped(lambda tensor: tensor.to(device))
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    given = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    return replace(part, **{name: moved(one, device) for name, one in given.items()})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend under test. kernels: its functions. kind: which of `LIMITS`."""
+
+    name: str
+    kernels: Any
+    device: torch.device = CPU
+
+    @property
+    def kind(self) -> str:
+        return self.name if self.name in LIMITS else "native"
+
+    def __call__(self, operation: str, *given: Any, **how: Any) -> Any:
+        """What an operation gives for arguments from the CPU, which it leaves alone; back on the CPU."""
+        sent = [self.there(part) for part in given]
+        before = [part.clone() for part in sent if isinstance(part, Tensor)]
+        found = self.back(getattr(self.kernels, operation)(*sent, **how))
+        for part, kept in zip((part for part in sent if isinstance(part, Tensor)), before, strict=True):
+            assert torch.equal(part.nan_to_num(9), kept.nan_to_num(9))
+        return found
+
+    def there(self, part: Any) -> Any:
+        """An argument on the backend's device."""
+        return moved(part, self.device)
+
+    def back(self, part: Any) -> Any:
+        """A result on the CPU."""
+        assert not isinstance(part, Active) or part.offsets.is_cpu
+        return moved(part, CPU)
+
+    def sees(self, x: Tensor, vector: VectorLayout, x_bits: int = 22, *, whole: bool = False) -> Tensor:
+        """x in a product with such a vector: float64, or x's own type if weights are rounded to that.
+
+        Args:
+            whole: whether the operation unpacks whole experts and multiplies them by the library.
+        """
+        if x.dtype == torch.bfloat16 and (self.kind == "reference" or (self.kind == "triton" and whole)):
+            return x
+        if self.kind == "native" and x_bits == 8 and vector.bits != 16 and vector.group % 64 == 0:
+            return rounded(x.float(), 8).double()
+        return x.double()
+
+    def limit(self, dtype: torch.dtype, x_bits: int = 22) -> float:
+        """How far from the formula, on x as it `sees` it, a result may be."""
+        return 5e-4 if self.kind == "native" and x_bits == 15 else LIMITS[self.kind][dtype]
 
 
 @dataclass(frozen=True)
@@ -136,8 +230,10 @@ def _random(count: int, layout: VectorLayout, generator: torch.Generator) -> _Pa
 
 
 def make_x(tokens: int, hidden: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    """Random activations (B, H)."""
-    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed + 100)).to(dtype)
+    """Random activations (B, H), a few of them large as in hidden states; products with them are near 1."""
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed + 100)) / hidden**0.5
+    x[:, :: max(2, hidden // 3)] *= 3
+    return x.to(dtype)
 
 
 def make_calls(tokens: list[int], experts: list[int]) -> Calls:

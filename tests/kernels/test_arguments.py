@@ -1,4 +1,4 @@
-"""Every tensor that an operation takes, of another type, shape, device or with other strides, is refused by name."""
+"""An operation refuses every argument of another type, shape, device or stride, and every index out of range."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.cpu import native, pool_table
+from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
-from floe_chat.kernels.offload.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from torch import Tensor
 
-from .oracle import make_layer
-from .plain_pool import CompiledTable, StepTable
-from .plain_pool import landing as plain_landing
+from .oracle import FORMS, Form, make_layer
 
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
 UP, ROWS = LAYER.stored, LAYER.rows
@@ -105,7 +101,20 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 CASES = [
     pytest.param(operation, name, id=f"{operation}-{name}") for operation in OPERATIONS for name in operation.takes
 ]
+# Indices that are none; of numbers that only mean something in order, those that do not fit together.
+BAD: dict[str, list[list[int]]] = {
+    "tokens": [[0, 2], [0, -1]],
+    "experts": [[0, 3], [-1, 0]],
+    "neurons": [[6, 0, 7], [6, 0, -1], [6, 6, 0]],
+    "offsets": [[0, 4, 3], [1, 2, 3], [0, 2, 2], [0, -1, 3]],
+    "slots": [[0, 5, 1], [0, -1, 1], [1, 3, 1]],
+}
 NARROW = "sparse_swiglu", "neurons", "another type"  # is taken: a list of neurons may be of 32 bits
+MODULES = [
+    pytest.param("reference", kernels, id="reference"),
+    pytest.param("native", kernels, id="public"),
+    pytest.param("native", native, id="binding"),
+]
 # Another tensor is to blame then.
 EXCUSED = ("expert_swiglu", "x", "fewer"), ("gather_rows", "neurons", "fewer"), NARROW
 
@@ -120,28 +129,21 @@ def refused(operation: Operation, module: Any, given: dict[str, Tensor]) -> str:
 
 
 @pytest.mark.usefixtures("on_backend")
+@pytest.mark.parametrize(("on_backend", "module"), MODULES, indirect=["on_backend"])
 @pytest.mark.parametrize(("operation", "name"), CASES)
-def test_every_operation_refuses_every_wrong_tensor(operation: Operation, name: str) -> None:
+def test_every_operation_refuses_every_wrong_tensor(operation: Operation, name: str, module: Any) -> None:
     given = operands()
-    operation.run(kernels, given)  # as it is, it is taken
+    operation.run(module, given)  # as it is, it is taken
     before = {other: tensor.clone() for other, tensor in given.items()}
-    for wrong in WRONG:
-        if (operation.name, name, wrong) not in EXCUSED:
-            words = refused(operation, kernels, given | {name: WRONG[wrong](given[name])})
+    for wrong, change in WRONG.items():
+        if (operation.name, name, wrong) not in (EXCUSED if module is kernels else (NARROW,)):
+            words = refused(operation, module, given | {name: change(given[name])})
             assert words and ("must be" in words or wrong == "another device"), f"{wrong}: {words}"
+    for numbers in BAD.get(name, []):
+        if operation.name != "gather_rows" or len({*numbers}) == len(numbers):  # a row may be read twice
+            assert refused(operation, module, given | {name: torch.tensor(numbers)}), f"{name}: {numbers}"
     for other, tensor in given.items():
         assert torch.equal(tensor, before[other])
-
-
-@pytest.mark.parametrize(("operation", "name"), CASES)
-def test_so_does_the_binding_that_the_engine_calls(operation: Operation, name: str) -> None:
-    given = operands()
-    operation.run(native, given)
-    for wrong in WRONG:
-        if (operation.name, name, wrong) == NARROW:
-            continue
-        words = refused(operation, native, given | {name: WRONG[wrong](given[name])})
-        assert "must be" in words or "take tensors on cpu" in words, f"{wrong}: {words}"
 
 
 @pytest.mark.parametrize("part", ["q", "scale", "zero"])
@@ -190,7 +192,7 @@ def elsewhere(weights: Any) -> Any:
 
 
 @pytest.mark.usefixtures("on_backend")
-@pytest.mark.parametrize("module", [kernels, native], ids=["public", "binding"])
+@pytest.mark.parametrize(("on_backend", "module"), MODULES, indirect=["on_backend"])
 def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> None:
     given = operands()
     x, which, found, limits = given["x"], calls(given), active(given), given["thresholds"]
@@ -220,15 +222,7 @@ def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> Non
 
 
 @pytest.mark.usefixtures("on_backend")
-@pytest.mark.parametrize(
-    ("on_backend", "module"),
-    [
-        pytest.param("reference", kernels, id="reference"),
-        pytest.param("native", kernels, id="public"),
-        pytest.param("native", native, id="binding"),
-    ],
-    indirect=["on_backend"],
-)
+@pytest.mark.parametrize(("on_backend", "module"), MODULES, indirect=["on_backend"])
 def test_what_is_copied_onto_itself_is_refused(module: Any) -> None:
     data = torch.arange(6 * NBYTES).byte().view(1, 6, NBYTES)
     before = data.clone()
@@ -242,8 +236,8 @@ def test_what_is_copied_onto_itself_is_refused(module: Any) -> None:
 
 
 @pytest.mark.usefixtures("on_backend")
+@pytest.mark.parametrize(("on_backend", "module"), MODULES, indirect=["on_backend"])
 @pytest.mark.parametrize("expert", [-1, 3, 1 << 64, (1 << 64) + 1, 1.0, "1"], ids=str)
-@pytest.mark.parametrize("module", [kernels, native], ids=["public", "binding"])
 def test_experts_that_are_no_index_are_refused(module: Any, expert: Any) -> None:
     given = operands()
     with pytest.raises(ValueError, match="expert index out of range"):
@@ -263,112 +257,26 @@ def test_a_refusal_names_what_it_expected_and_what_it_got() -> None:
     )
 
 
-RULE = EvictionRule(
-    by_score=True,
-    marks_use=False,
-    sample=3,
-    bar=0.3,
-    smallest_window=4,
-    prefetch_worth=0.4,
-    turn=0.5,
-    use_rate=0.02,
-    largest_growth=3.0,
-    score_rate=0.3,
-    habit_rate=0.01,
-)
+@pytest.mark.usefixtures("on_backend")
+def test_layers_that_do_not_go_together_are_refused() -> None:
+    given, other = operands(), make_layer((3, 5, 40, 20), (2, 4, 4)).stored
+    x, limits = given["x"], given["thresholds"]
+    with pytest.raises(ValueError):  # of other neurons
+        kernels.moe_step(x, other, ROWS, calls(given), limits)
+    with pytest.raises(ValueError):
+        kernels.expert_swiglu(x, other, ROWS, 0, limits)
+    with pytest.raises(ValueError, match="one of 22, 15, 8, not 16"):
+        kernels.linear(x, LINEAR, x_bits=16)
 
 
-def means(layers: int, experts: int, neurons: int) -> Means:
-    shape = layers, experts
-    return Means(np.ones(shape), np.ones(shape), np.ones((layers, experts * neurons), np.float32), np.ones(shape))
-
-
-TABLES = pytest.mark.parametrize("kind", [StepTable, CompiledTable], ids=["numpy", "compiled"])
-
-
-@TABLES
-def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[StepTable]) -> None:
-    for shape in ((0, 2, 3), (1, 0, 3), (1, 2, 0), (1, 2, -3), (1 << 20, 1 << 10, 1 << 10)):
-        with pytest.raises(ValueError, match="a pool"):
-            kind(*shape, RULE, means(1, 2, 3))
-    with pytest.raises(ValueError, match="raw must be"):
-        kind(1, 2, 3, RULE, means(1, 2, 4))
-    with pytest.raises(ValueError, match="growth must be"):
-        kind(1, 2, 3, RULE, replace(means(1, 2, 3), growth=np.ones((1, 2), np.float32)))
-    for changes in (
-        {"sample": 0},
-        {"sample": 1 << 31},
-        {"bar": 1.0},
-        {"prefetch_worth": float("nan")},
-        {"prefetch_worth": float("inf")},
-        {"turn": 1e300},
-        {"score_rate": float("nan")},
-        {"bar": float("nan")},
-        {"smallest_window": 0},
-        {"use_rate": 1.0},
-        {"largest_growth": float("nan")},
-    ):
-        with pytest.raises(ValueError, match="must"):
-            replace(RULE, **changes)
-
-
-@TABLES
-def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> None:
-    table = kind(2, 2, 4, RULE, means(2, 2, 4))
-    table.resize(5)
-    table.reserve(0, np.array([1, 2]), urgent=True)
-    before = [table.slots.copy(), table.states.copy(), table.counters.copy(), table.free.copy()]
-    one, none = np.array([0]), np.zeros(0, np.int64)
-    narrow: Any = np.array([0, 1], np.int32)
-    for refused in (
-        lambda: table.visit(-1),
-        lambda: table.visit(-(1 << 40)),
-        lambda: table.keep(2, none, narrow[:0], 8),
-        lambda: table.keep(0, none, narrow[:0], 0),
-        lambda: table.keep(0, one, narrow[:1], 8),
-        lambda: table.keep(0, one, narrow, 8),
-        lambda: table.keep(0, one, one, 8),
-        lambda: table.resize(-1),
-        lambda: table.resize(1 << 40),
-        lambda: table.reserve(2, one, urgent=True),
-        lambda: table.reserve(-1, one, urgent=True),
-        lambda: table.reserve(1 << 64, one, urgent=True),
-        lambda: table.reserve(0, narrow[:1], urgent=True),
-        lambda: table.reserve(0, one[None], urgent=True),
-        lambda: table.reserve(0, np.array([8]), urgent=True),
-        lambda: table.settle(one, arrived=True),
-        lambda: table.settle(np.array([[0]], np.int32), arrived=True),
-        lambda: table.settle(np.array([5], np.int32), arrived=True),
-        lambda: table.locate(-1, one, np.array([0, 1]), one, 4),
-        lambda: table.locate(2, one, np.array([0, 1]), one, 4),
-        lambda: table.locate(0, one, np.array([0, 1]), one, 0),
-        lambda: table.locate(0, one, np.array([0, 1]), one, 1 << 64),
-        lambda: table.locate(0, one, np.array([0]), one, 4),
-        lambda: table.locate(0, one, np.array([[0, 1]]), one, 4),
-        lambda: table.locate(0, one, narrow, one, 4),
-        lambda: table.locate(0, one, np.array([0, 2]), one, 4),
-        lambda: table.locate(0, none, np.array([0]), one, 4),
-    ):
-        with pytest.raises(ValueError):
-            refused()
-    for now, then in zip([table.slots, table.states, table.counters, table.free], before, strict=True):
-        np.testing.assert_array_equal(now, then)
-    assert table.visit(1 << 40).size == 3, "as many as there are"
-
-
-def test_transfers_that_do_not_fit_are_refused() -> None:
-    rows, slots = np.array([0, 1, 2]), np.array([0, 1, 2], np.int32)
-    for land in (plain_landing, pool_table.landing):
-        assert land(rows, slots, 3, 3).tolist() == [0, 1, 2]
-        for arguments in (
-            (rows, slots[:2], 3, 3),
-            (rows[:2], slots, 3, 3),
-            (rows, slots.astype(np.int64), 3, 3),
-            (rows, slots, 2, 3),
-            (rows, slots, 3, 2),
-            (rows, slots, 3, 1 << 64),
-            (rows, slots, -1, 3),
-            (rows, np.array([0, 1, 1], np.int32), 3, 3),
-        ):
-            with pytest.raises(ValueError):
-                land(*arguments)  # pyright: ignore[reportArgumentType]
+@pytest.mark.usefixtures("on_backend")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_made_for_another_signal_are_refused(form: Form) -> None:
+    layer, given = make_layer((3, 7, 40, 20), (2, 4, 4), form), operands()
+    for other in FORMS:
+        rows = make_layer((3, 7, 40, 20), (2, 4, 4), other).rows
+        if (other.signal, other.activation) != (form.signal, form.activation):
+            with pytest.raises(ValueError, match="the signal is"):
+                kernels.moe_step(given["x"], layer.stored, rows, calls(given), given["thresholds"])
+            with pytest.raises(ValueError, match="the signal is"):
+                kernels.expert_swiglu(given["x"], layer.stored, rows, 1, given["thresholds"])

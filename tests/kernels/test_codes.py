@@ -21,7 +21,10 @@ from floe_chat.kernels.codes import (
     zero_in_steps,
 )
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
+from floe_chat.models.pack.packed_model import PackedLayer
 from hqq.core.quantize import Quantizer
+
+from .oracle import FORMS, Form, make_layer
 
 LENGTHS = [1, 2, 3, 5, 37, 40, 64, 96, 127, 128, 130, 255, 256, 257, 320, 511, 512, 1025]
 CODE_WIDTHS = [bits for bits in WIDTHS if bits != 16]
@@ -53,40 +56,16 @@ def described_bytes(codes: list[int], bits: int) -> bytes:
 
 @pytest.mark.parametrize("bits", CODE_WIDTHS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_codes_come_back(length: int, bits: int) -> None:
+def test_bytes_are_those_that_the_format_describes_and_come_back(length: int, bits: int) -> None:
     codes = random_codes(3, length, bits)
-    packed = pack_codes(codes, bits)
-    assert packed.shape == (3, packed_bytes(length, bits))
-    assert torch.equal(unpack_codes(packed, length, bits), codes)
-
-
-@pytest.mark.parametrize("bits", CODE_WIDTHS)
-@pytest.mark.parametrize("length", [1, 5, 40, 130, 256, 320, 513])
-def test_bytes_are_those_that_the_format_describes(length: int, bits: int) -> None:
-    codes = random_codes(2, length, bits)
-    expected = [described_bytes(row, bits) for row in codes.tolist()]
-    assert [bytes(row.tolist()) for row in pack_codes(codes, bits)] == expected
-
-
-@pytest.mark.parametrize("bits", CODE_WIDTHS)
-def test_extreme_codes_do_not_leak_into_neighbours(bits: int) -> None:
-    codes = torch.zeros(2, 300, dtype=torch.uint8)
-    codes[0, ::2] = (1 << bits) - 1
-    assert torch.equal(unpack_codes(pack_codes(codes, bits), 300, bits), codes)
-
-
-@pytest.mark.parametrize("bits", CODE_WIDTHS)
-def test_no_rows_are_no_rows(bits: int) -> None:
-    packed = pack_codes(torch.empty(0, 40, dtype=torch.uint8), bits)
-    assert packed.shape == (0, packed_bytes(40, bits))
-    assert unpack_codes(packed, 40, bits).shape == (0, 40)
-
-
-def test_packing_leaves_its_argument_alone() -> None:
-    codes = random_codes(2, 40, 8)
+    codes[2, ::2], codes[2, 1::2] = (1 << bits) - 1, 0  # nothing leaks into neighbours
     before = codes.clone()
-    pack_codes(codes, 8).fill_(0)
+    packed = pack_codes(codes, bits)
+    assert [bytes(row.tolist()) for row in packed] == [described_bytes(row, bits) for row in codes.tolist()]
+    assert packed.shape == (3, packed_bytes(length, bits)) and torch.equal(unpack_codes(packed, length, bits), codes)
+    packed.fill_(0)
     assert torch.equal(codes, before)
+    assert unpack_codes(pack_codes(codes[:0], bits), length, bits).shape == (0, length)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +174,34 @@ def test_short_vectors_come_back(bits: int) -> None:
         for bad in ((scale * 1.01, zero), (scale, zero + 2**bits), (scale, -zero - 1)):
             with pytest.raises(ValueError, match="bytes cannot hold"):
                 layout.stored(*(part.half() for part in bad))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_parts_of_a_layer_keep_their_biases(form: Form) -> None:
+    layer = make_layer((3, 8, 40, 20), (4, 4, 4), form)
+    stored, table = layer.stored, torch.zeros(3, 5)
+    one, halves = stored.one(2), PackedLayer(stored, layer.rows, table, table).halved().signal
+    assert torch.equal(one.dense(0, torch.float32), stored.dense(2, torch.float32))
+    assert torch.equal(halves.dense(3, torch.float32), stored.dense(1, torch.float32)[4:])
+    if stored.bias is None:
+        assert one.bias is None and halves.bias is None
+    else:
+        assert one.bias is not None and halves.bias is not None
+        assert torch.equal(one.bias[0], stored.bias[2]) and torch.equal(halves.bias[3], stored.bias[1, 4:])
+        plain = make_layer((3, 8, 40, 20), (4, 4, 4), Form(short=form.short)).stored
+        assert stored.nbytes == plain.nbytes + stored.bias.nbytes
+
+
+def test_a_record_holds_its_bias() -> None:
+    vector = VectorLayout(2880, 4, 64)
+    plain, biased = (RowLayout(vector, vector, torch.bfloat16, "gate", "clamped", which) for which in (False, True))
+    assert plain.nbytes == biased.nbytes == 3264  # it fits where records are padded anyway
+    raw, biases = torch.randint(0, 256, (2, 5, vector.nbytes), dtype=torch.uint8), torch.randn(5)
+    records = biased.join(raw[0], raw[1], biases)
+    found = biased.read_bias(records, torch.float32)
+    assert found is not None and torch.equal(found, biases) and plain.read_bias(records, torch.float32) is None
+    assert torch.equal(records[:, : vector.nbytes], raw[0])
+    assert torch.equal(records[:, biased.down_at :][:, : vector.nbytes], raw[1])
+    for layout, given in ((plain, biases), (biased, None)):
+        with pytest.raises(ValueError, match="biases"):
+            layout.join(raw[0], raw[1], given)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu import binding, native
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 SCRIPT = """
 import os, torch
-from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu import binding, native
 data = torch.arange(1 << 22, dtype=torch.uint8)
 torch.set_num_threads(2)
 before = native.read(data)
-if {fork}:
+if hasattr(os, 'fork'):
     child = os.fork()
     if child == 0:
         os._exit(0 if native.read(data) == before else 1)
@@ -29,23 +29,24 @@ print(native.isa().name)
 """
 
 
-def run_script(fork: bool, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT.format(fork=fork)]
-    env = {**os.environ, "FLOE_CPU_LIBRARY": str(native.library_path()), **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd=Path.home())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_works_after_fork_and_does_not_hold_up_exit() -> None:
-    done = run_script(fork=True)
+def test_works_after_fork_by_the_instruction_set_that_was_asked_for() -> None:
+    asked = {"FLOE_CPU_LIBRARY": str(native.library_path()), "FLOE_CPU_ISA": "portable"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **asked}, cwd=Path.home()
+    )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["portable"]
 
 
-def test_environment_forces_the_instruction_set() -> None:
-    assert run_script(fork=False, FLOE_CPU_ISA="portable").stdout.split() == ["portable"]
-    refused = run_script(fork=False, FLOE_CPU_ISA="sse9")
-    assert refused.returncode != 0
-    assert "valid are avx512, avx2, portable" in refused.stderr
+def test_an_instruction_set_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOE_CPU_ISA", "sse9")
+    binding.library.cache_clear()
+    try:
+        with pytest.raises(binding.NativeUnavailableError, match="valid are avx512, avx2, portable"):
+            native.isa()
+    finally:
+        binding.library.cache_clear()
 
 
 def test_reason_is_on_record() -> None:

@@ -1,4 +1,4 @@
-"""The step of a token of each of some texts: each is what it is alone, to the last bit."""
+"""The step of a token of each of some texts, by two threads: each is what it is alone, by one, to the last bit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
     for positions, added in ((all_positions[:1], True), (all_positions[:3], False), (all_positions, True)):
         inputs = [make_input(sizes, position) for position in positions]
         given = list(zip(inputs, positions, strict=True))
+        torch.set_num_threads(1)
         alone = [step(x, more if added else None, rope, kv.clone(), at) for (x, more, rope, kv), at in given]
         scores = None if step.scores is None else step.scores[:1].clone()
         x, more = (torch.cat(part) for part in list(zip(*inputs, strict=True))[:2])
         # This layer is the last of two, of which the first has keys and values too.
         where = step.places([Place(rope, [torch.zeros_like(kv), kv], at) for (_, _, rope, kv), at in given])
+        torch.set_num_threads(2)
         together = step.together(1, x, more if added else None, where)
         for row, one in enumerate(alone):
             assert torch.equal(together.stream[row], one.stream[0]), "to the last bit"

@@ -98,14 +98,15 @@ def make_input(s: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.usefixtures("isa", "two_threads")
+@pytest.mark.usefixtures("isa")
 def test_it_is_the_definition(sizes: Sizes) -> None:
     layer, limit = make_layer(sizes), LIMITS[sizes.kept]
+    step, other = NativeStep(layer), widened(layer)
     for position in (0, 1, 63, 64, 200, CAPACITY - 1):
         x, rope, kv = make_input(sizes, position)
         before, wide = kv.clone(), kv.double() if sizes.kept == torch.float32 else kv.clone()
-        ours = NativeStep(layer)(x, None, rope, kv, position)
-        truth = dense_step(widened(layer), x.double(), None, rope.double(), wide, position)
+        ours = step(x, None, rope, kv, position)
+        truth = dense_step(other, x.double(), None, rope.double(), wide, position)
         assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
         assert relative_rms(kv[position].double(), wide[position].double()) <= limit
         before[position] = kv[position]

@@ -6,7 +6,6 @@ so the pools here are asked with worths that differ, or compared by how many wen
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -91,67 +90,6 @@ def assert_same_part(one: Part, two: Part) -> None:
     for name in ("offsets", "at", "places"):
         assert getattr(one, name).dtype == getattr(two, name).dtype
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
-
-
-def calls(rng: np.random.Generator, width: int, count: int) -> tuple[Keys, Keys, Keys]:
-    """Experts of `width` neurons, maybe the same one twice, offsets, and ascending neurons."""
-    experts = rng.integers(0, SHAPE[1] * SHAPE[2] // width, count)
-    found = [np.flatnonzero(rng.random(width) < rng.random()) for _ in range(count)]
-    return experts, np.cumsum([0, *(part.size for part in found)]), np.concatenate([*found, np.zeros(0, np.int64)])
-
-
-@pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_compiled_tables_are_those_of_the_definition(rule: EvictionRule, seed: int) -> None:
-    dice, rng = random.Random(seed), np.random.default_rng(seed)
-    # By mark, rows that came together are worth the same: with one window of the whole pool that is no matter.
-    capacity = dice.choice([1, 20, 100, 360]) if rule.by_score else 360
-    one, two = both(rule, capacity, seed)
-    moving: list[Slots] = []
-    for _ in range(80):
-        layer = dice.randrange(SHAPE[0])
-        action = dice.random()
-        if action < 0.3:
-            width = dice.choice([30, 15, 10])
-            given = calls(rng, width, dice.randint(0, 5))
-            for table in (one, two):
-                table.locate(layer, *given, width)
-                table.count(layer, *given, width)
-        elif action < 0.7:
-            absent = np.flatnonzero(one.slots[layer * one.width : (layer + 1) * one.width] < 0)
-            keys = rng.permutation(absent)[: dice.randint(0, 60)]
-            urgent = dice.random() < 0.5
-            reserved = [table.reserve(layer, keys, urgent=urgent) for table in (one, two)]
-            assert sorted(reserved[0].tolist()) == sorted(reserved[1].tolist())
-            if reserved[0].tolist() != reserved[1].tolist():  # in another order: go on from there
-                _agree(two, one)
-            moving.append(reserved[0])
-        elif action < 0.8 and rule.by_score:
-            moving.append(_visited(one, two, layer, dice, rng))
-        elif action < 0.9 and moving:
-            slots, arrived = moving.pop(dice.randrange(len(moving))), dice.random() < 0.8
-            for table in (one, two):
-                table.settle(slots, arrived=arrived)
-        else:
-            for table in (one, two):
-                table.release()
-        assert_equal(one, two)
-
-
-def _visited(one: StepTable, two: StepTable, layer: int, dice: random.Random, rng: np.random.Generator) -> Slots:
-    """Visitors of both, and the slots of those that stay."""
-    absent = np.flatnonzero(one.slots[layer * one.width : (layer + 1) * one.width] < 0)
-    keys, spared = rng.permutation(absent)[: dice.randint(0, 60)], dice.choice([1, 2, 8])
-    slots = [table.visit(keys.size) for table in (one, two)]
-    assert sorted(slots[0].tolist()) == sorted(slots[1].tolist())
-    _agree(two, one)
-    two.visitors[:] = one.visitors
-    kept, others = (table.keep(layer, keys[: slots[0].size], slots[0], spared) for table in (one, two))
-    np.testing.assert_array_equal(kept, others)
-    free = int(one.counters[FREE_COUNT])
-    assert sorted(one.free[:free]) == sorted(two.free[:free])
-    two.free[:free] = one.free[:free]
-    return kept
 
 
 def _agree(table: StepTable, wanted: StepTable) -> None:
@@ -273,6 +211,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[StepTable])
         "not filling": lambda: table.settle(np.array([*moving, 9], np.int32), arrived=True),
         "last visitors": lambda: table.keep(1, np.array([9]), moving[:1], 8),
         "named twice": lambda: table.settle(np.array([*moving, moving[0]], np.int32), arrived=False),
+        "slots must be": lambda: table.settle(np.array([[0]], np.int32), arrived=True),
+        "cannot visit": lambda: table.visit(-1),
+        "keep 1 / 0": lambda: table.keep(0, keys_of(), moving[:0], 0),
+        "keys must be": lambda: table.reserve(0, np.array([[1]]), urgent=True),
+        "layer": lambda: table.reserve(1 << 64, one, urgent=True),
+        "layer index": lambda: table.locate(3, one, ends, np.array([0, 1]), 30),
+        "resize|slots|rows": lambda: table.resize(-1),
+        "resize|slots|rows|hold": lambda: table.resize(1 << 40),
     }
     for words, call in wrong.items():
         with pytest.raises(ValueError, match=words if kind is StepTable else "."):
@@ -318,9 +264,23 @@ def test_the_expert_of_any_key_is_found() -> None:
         assert table.residents.tolist() == [min(neurons, 2)] * (layers * experts)
 
 
-def test_more_neurons_than_a_key_can_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="more than a pool can name"):
-        CompiledTable(1 << 10, 1 << 10, 1 << 11, RULE, means(0))
+@pytest.mark.parametrize("kind", [StepTable, CompiledTable])
+def test_tables_that_cannot_be_are_refused(kind: type[StepTable]) -> None:
+    for shape in ((0, 2, 3), (1, 0, 3), (1, 2, 0), (1, 2, -3), (1 << 10, 1 << 10, 1 << 11)):
+        with pytest.raises(ValueError, match="a pool"):
+            kind(*shape, RULE, means(0))
+    with pytest.raises(ValueError, match="raw must be"):
+        kind(3, 4, 31, RULE, means(0))
+    with pytest.raises(ValueError, match="growth must be"):
+        kind(*SHAPE, RULE, replace(means(0), growth=np.ones((3, 4), np.float32)))
+    nan = float("nan")
+    for name, wrong in (
+        *(("sample", 0), ("sample", 1 << 31), ("bar", 1.0), ("bar", nan), ("smallest_window", 0), ("use_rate", 1.0)),
+        *(("prefetch_worth", nan), ("prefetch_worth", float("inf")), ("turn", 1e300), ("score_rate", nan)),
+        ("largest_growth", nan),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            replace(RULE, **{name: wrong})
 
 
 def test_a_part_is_cut_call_by_call() -> None:

@@ -13,6 +13,9 @@ from floe_chat.kernels.rule import MOST_EASE, NEVER, Rule
 from floe_chat.kernels.types import Limits, Work
 from torch import Tensor
 
+from ..covering import covering
+from .oracle import BACKENDS, Subject
+
 EXPERTS = 5
 RULES = {
     "nothing": Rule(),
@@ -22,7 +25,7 @@ RULES = {
     "weighed": Rule(weighed=True),
     "all": Rule(drop=0.4, major=0.9, weighed=True),
 }
-every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+WHERE = ["native"] * (BACKENDS != ["triton"]) + ["triton"] * ("triton" in BACKENDS)
 
 
 def limits_of(rule: Rule, *, product: bool = True, late: bool = True) -> Limits:
@@ -88,16 +91,17 @@ def test_an_expert_that_no_rule_leaves_out_is_computed_whole(weighed: bool) -> N
     assert work.thresholds.isinf().tolist() == [False, False, True, True]
 
 
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tokens", "among"), [(0, 2), (1, 1), (1, 2), (3, 5), (70, 3)])
-@pytest.mark.parametrize("others", [True, False])
-def test_the_compiled_one_is_the_definition(
-    rule: Rule, dtype: torch.dtype, tokens: int, among: int, others: bool
+@covering(
+    {"on_backend": WHERE, "name": list(RULES), "counts": [(0, 2), (1, 1), (1, 2), (3, 5), (70, 3)]},
+    {"dtype": [torch.float32, torch.bfloat16], "others": [True, False]},
+)
+def test_fast_ones_are_the_definition(
+    on_backend: Subject, name: str, dtype: torch.dtype, counts: tuple[int, int], others: bool
 ) -> None:
+    rule, (tokens, among) = RULES[name], counts
     index, weights = routed(tokens, among, dtype) if tokens else (torch.empty(0, among).long(), torch.empty(0, among))
     limits = limits_of(rule, product=others, late=others)
-    found, wanted = kernels.select(index, weights, limits, rule), reference.select(index, weights, limits, rule)
+    found, wanted = on_backend("select", index, weights, limits, rule), reference.select(index, weights, limits, rule)
     assert torch.equal(found.calls.tokens, wanted.calls.tokens)
     assert torch.equal(found.calls.experts, wanted.calls.experts)
     assert found.thresholds.shape == (tokens * among * rule.parts,)
@@ -135,17 +139,17 @@ def test_limits_of_half_an_expert_are_refused() -> None:
         kernels.select(torch.zeros(1, 1).long(), torch.ones(1, 1), Limits(torch.ones(5)), Rule(major=0.5))
 
 
-@pytest.mark.parametrize("name", ["1T-drop", "2T-drop", "all"])
-def test_what_is_left_out_may_be_in_memory(name: str) -> None:
+@covering({"on_backend": WHERE, "name": ["1T-drop", "2T-drop", "all"]})
+def test_what_is_left_out_may_be_in_memory(on_backend: Subject, name: str) -> None:
     """As for a captured call, which was made with another rule's numbers."""
     rule, (index, weights) = RULES[name], routed(5, 3)
     limits = limits_of(rule)
     least = torch.tensor(rule.least(), dtype=torch.float64)
     other = replace(rule, drop=0.1, major=0.1 if rule.parts == 1 else 0.2)
-    found = kernels.select(index, weights, replace(limits, least=least), other)
-    wanted = kernels.select(index, weights, limits, rule)
+    found = on_backend("select", index, weights, replace(limits, least=least), other)
+    wanted = reference.select(index, weights, limits, rule)
     for mine, theirs in zip(values(found), values(wanted), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0, equal_nan=True)
-    assert not torch.equal(found.thresholds, kernels.select(index, weights, limits, other).thresholds)
+    assert not torch.equal(found.thresholds, reference.select(index, weights, limits, other).thresholds)
     with pytest.raises(ValueError, match="least"):
         kernels.select(index, weights, replace(limits, least=least.float()), rule)

@@ -48,6 +48,7 @@ def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None
     assert min(first, second) > 1
 
 
+@pytest.mark.thorough  # its every call is tested from Python, in tests/engine
 @each_build
 def test_a_link_keeps_its_promises_to_several_threads(flags: list[str], tmp_path: Path) -> None:
     finished, dropped, broken = ran("links", [POOL, *sorted(LINKS.glob("*.cpp"))], flags, tmp_path)

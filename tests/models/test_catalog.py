@@ -14,7 +14,7 @@ from floe_chat.models.catalog import asset, described, find, installed, models_f
 from floe_chat.models.catalog_entry import Sizes
 from floe_chat.models.checking.verify import damages, unrecorded
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
+from floe_chat.models.errors import CheckpointError, PackError, UsageError
 from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.manifest import Manifest
@@ -65,14 +65,6 @@ def test_what_is_not_there_is_explained(name: str) -> None:
     assert "demo" in caught.value.cause and caught.value.hint and caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["", ".", "/"])
-def test_a_folder_without_a_pack_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FloeError) as caught:
-        find(name)
-    assert caught.value.cause and caught.value.hint
-
-
 def test_a_checkpoint_is_told_from_a_pack(tiny_checkpoint: Path) -> None:
     with pytest.raises(PackError, match="not packed"):
         find(str(tiny_checkpoint))
@@ -92,10 +84,6 @@ def test_the_demo_is_whole() -> None:
     pack = find("demo")
     assert damages(pack, Manifest.read(pack), lambda _step, _share: None) == []
     assert unrecorded(pack, Manifest.read(pack)) == []
-
-
-def test_assets_are_there() -> None:
-    assert len(asset("calibration.txt").read_text(encoding="utf-8")) > 10_000
 
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(

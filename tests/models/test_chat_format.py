@@ -13,19 +13,10 @@ from floe_chat.models.errors import FloeError, PackError, UsageError
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.tokens import Detokenizer
 from floe_chat.models.visible import visible
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from ..helpers import edit_json
 
-TEXTS = [
-    "plain",
-    "Grüße, naïve café",
-    "日本語とкириллица",
-    "🎉",
-    "a🎉b👩‍👩‍👧‍👦c🇪🇺",
-    "tab\tnewline\nend",
-    " leading and trailing ",
-]
 SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
@@ -58,32 +49,12 @@ def ask(chat: ChatFormat, *texts: str) -> list[int]:
     return chat.encode([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)])
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back_token_by_token(chat: ChatFormat, text: str) -> None:
-    decoder = chat.decoder()
-    pieces = [decoder.push([token]) for token in chat.encode_text(text)]
-    assert "".join(pieces) == text
-    assert "�" not in "".join(pieces)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back_in_a_tokenizer_with_byte_tokens(text: str) -> None:
-    tokenizer = sentencepiece_like()
-    decoder = Detokenizer(tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert "".join(decoder.push([token]) for token in ids) == text
-
-
 def test_a_character_appears_when_its_last_byte_does(chat: ChatFormat) -> None:
     decoder = chat.decoder()
     ids = chat.encode_text("🎉")
     assert len(ids) == 4
     assert [decoder.push([token]) for token in ids] == ["", "", "", "🎉"]
-
-
-def test_several_tokens_at_once_are_the_same_as_one_by_one(chat: ChatFormat) -> None:
-    ids = chat.encode_text("a🎉b")
-    assert chat.decoder().push(ids) == "a🎉b"
+    assert chat.decoder().push(chat.encode_text("a🎉b")) == "a🎉b"
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
@@ -125,10 +96,6 @@ def test_no_control_character_stays_itself(chat: ChatFormat, code: int) -> None:
     assert shown == ("ab" if code == 13 else f"a{visible(chr(code))}b") and len(shown) == (2 if code == 13 else 3)
 
 
-def test_an_escape_sequence_is_shown_not_obeyed(chat: ChatFormat) -> None:
-    assert chat.decoder().push(chat.encode_text("\x1b[31mred\x1b]8;;x\x07")) == "␛[31mred␛]8;;x␇"
-
-
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
 @pytest.mark.parametrize(
     "text", [*SPECIAL, "a</s><s>b", "<<s>s>", "</</s>s>", "<s" + ">", "</s></s>", "[INST]</s>[/INST]", "<\u200bs>"]
@@ -147,39 +114,19 @@ def test_spelled_special_tokens_stay_text(chat: ChatFormat, role: str, text: str
         assert spelled.count(special) == harmless.count(special)
 
 
-def test_tokens_that_are_added_but_not_special_stay_text(copy: Path) -> None:
+@pytest.mark.parametrize(("content", "special"), [("<tool>", False), ("☃", True)])
+def test_added_tokens_stay_text(copy: Path, content: str, special: bool) -> None:
     def add(fields: Any) -> None:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-        fields["added_tokens"].append({"id": 259, "content": "<tool>", **flags})
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        fields["added_tokens"].append({"id": 259, "content": content, **flags})
 
     edit_json(copy / "tokenizer.json", add)
-    assert 259 not in ask(ChatFormat(copy), "a <tool> b")
-
-
-def test_special_tokens_of_one_character_stay_text(copy: Path) -> None:
-    def add(fields: Any) -> None:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        fields["added_tokens"].append({"id": 259, "content": "☃", **flags})
-
-    edit_json(copy / "tokenizer.json", add)
-    assert 259 not in ask(ChatFormat(copy), "see ☃ 7")
+    assert 259 not in ask(ChatFormat(copy), f"a {content} b")
 
 
 def test_the_template_writes_the_begin_token_once(chat: ChatFormat) -> None:
     ids = ask(chat, "hi", "hello", "again")
     assert ids[0] == 1 and ids.count(1) == 1 and ids.count(2) == 1
-
-
-def test_a_tokenizer_that_adds_the_begin_token_itself_does_not_double_it(copy: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.save(str(copy / "tokenizer.json"))
-    chat = ChatFormat(copy)
-    ids = ask(chat, "hi")
-    assert (ids.count(1), ids.count(2)) == (1, 0)
-    assert chat.encode_text("hi") == ids[8:10]
 
 
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800b"], ids=ascii)
@@ -217,11 +164,6 @@ def test_a_template_that_cannot_be_parsed_is_explained(copy: Path) -> None:
     with pytest.raises(PackError, match="cannot be read") as caught:
         ChatFormat(copy)
     assert "chat template" in caught.value.cause and caught.value.hint
-
-
-def test_roles_that_the_template_does_not_know_are_explained(chat: ChatFormat) -> None:
-    with pytest.raises(UsageError, match="template"):
-        chat.encode([{"role": "narrator", "content": "x"}])
 
 
 @pytest.mark.parametrize("template", [None, ""])

@@ -12,87 +12,10 @@ import pytest
 from floe_chat.models.tokenizer.chat_template import ChatTemplate
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .chat_families import FAMILIES, TEMPLATES
+
 Messages = list[dict[str, str]]
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-QWEN_LIKE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{%- else %}
-    {%- if messages[0]['role'] == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {{- '<|im_start|>' + message.role + '\\n' }}
-        {%- if loop.index0 > ns.last_query_index and message.reasoning_content is defined %}
-            {{- message.reasoning_content }}
-        {%- endif %}
-        {{- content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-MIXTRAL_LIKE = """\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- if not tools is defined %}
-    {%- set tools = none %}
-{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.first and system_message is defined %}
-            {{- " [INST] " + system_message + "\\n\\n" + message["content"] + " [/INST]" }}
-        {%- else %}
-            {{- " [INST] " + message["content"] + (" last" if message == user_messages[-1]) + " [/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"] + eos_token }}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported!") }}
-    {%- endif %}
-{%- endfor %}
-"""
-LLAMA_LIKE = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim +"
-    " '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 DATED = "{{ 'Today is ' + strftime_now('%Y') }} {{ messages | length }}{{ ' ' ~ (bos_token is defined) }}"
 BLOCKS = """\
     {% for message in messages %}
@@ -120,10 +43,8 @@ MADE = (
     "{{ range(3) | list }}{{ messages[0].items() | list }}{{ messages | map(attribute='role') | join(',') }}"
 )
 GOOD = {
-    "chatml": CHATML,
-    "qwen": QWEN_LIKE,
-    "mixtral": MIXTRAL_LIKE,
-    "llama": LLAMA_LIKE,
+    **{name: family.template for name, family in FAMILIES.items()},
+    **{f"{name}, tools": TEMPLATES[name] for name in ("qwen3_moe instruct", "mixtral")},
     "dated": DATED,
     "blocks": BLOCKS,
     "json": JSON,
@@ -233,8 +154,8 @@ def test_special_tokens_do_not_hide_the_conversation() -> None:
 
 
 def test_it_tells_what_it_reads() -> None:
-    assert {"bos_token", "eos_token", "messages"} <= ChatTemplate(MIXTRAL_LIKE).names
-    assert not {name for name in ChatTemplate(CHATML).names if name.endswith("_token")}
+    assert {"bos_token", "eos_token", "messages"} <= ChatTemplate(FAMILIES["mixtral"].template).names
+    assert not {name for name in ChatTemplate(FAMILIES["qwen2_moe"].template).names if name.endswith("_token")}
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{", "{% generation %}", "{% nothing %}"])

@@ -181,17 +181,6 @@ def test_it_gives_up_when_nothing_arrives_for_a_while_and_keeps_what_is_here(
     assert hub.sent(SHARDS[0]) == (published / SHARDS[0]).stat().st_size
 
 
-def test_a_download_that_failed_can_be_resumed(hub: FakeHub, published: Path, tmp_path: Path) -> None:
-    hub.faults.append(Fault("GET /floe/.*-00002-", status=503, times=ALWAYS))
-    with Download(resolve(REPO), SHARDS, tmp_path, tuning=HASTY).start() as download:
-        with pytest.raises(TryAgainError):
-            wait_all(download)
-        hub.faults.clear()
-        download.resume()
-        wait_all(download)
-    assert whole(tmp_path, published)
-
-
 def test_a_hub_that_goes_away_is_told(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeHub({REPO: published}) as hub:
         hub.used_by(monkeypatch, tmp_path / "home")

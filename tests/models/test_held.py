@@ -13,9 +13,8 @@ from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, WrongSchema
 from tokenizers import Tokenizer
 
-from .chat_families import write_family
+from .chat_families import TEMPLATES, write_family, write_tools
 from .test_tool_talk import ARGUMENTS, PLAIN, TALK
-from .tool_families import TEMPLATES, write_tools
 
 WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
 FREE = ("qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen3_moe instruct")  # whose calls need no thinking

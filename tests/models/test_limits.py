@@ -12,7 +12,6 @@ from floe_chat.models import config_limits, configuration
 from floe_chat.models.catalog import described
 from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError, PackError
-from floe_chat.models.published import PUBLISHED
 
 SOUND: dict[str, Any] = {
     "model_type": "mixtral",
@@ -97,24 +96,6 @@ def test_sizes_that_are_too_large_together_are_refused(tmp_path: Path) -> None:
     assert "layers of" in caught.value.cause
     with pytest.raises(CheckpointError):
         described(str(tmp_path))
-
-
-@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name)
-def test_published_models_are_within_the_limits(entry: Any) -> None:
-    sizes = entry.sizes
-    values = {
-        "vocab_size": sizes.vocab,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.intermediate,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "num_local_experts": sizes.experts,
-        "num_experts_per_tok": sizes.top_k,
-        "max_position_embeddings": sizes.window,
-        "head_dim": sizes.head_dim,
-    }
-    assert config_limits.problem(values) is None
 
 
 @pytest.mark.parametrize("value", [10**400, "x" * 10_000, math.nan, [1], None, True])

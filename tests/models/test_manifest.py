@@ -235,15 +235,3 @@ def test_packs_of_before_keep_their_version(tiny_pack: Path, tmp_path: Path) -> 
     edit_json(tmp_path / FILE_NAME, lambda fields: fields["calibration"].update(weighed=True))
     with pytest.raises(PackError, match="damaged"):
         Manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("widths", "words"),
-    [
-        ((2, 4, 4, 8), "up 2, gate and down 4, attention 8 bits"),
-        ((4, 8, 3, 16), "up 4, gate 8, down 3, attention 16 bits"),
-    ],
-)
-def test_widths_in_words(tiny_pack: Path, widths: tuple[int, int, int, int], words: str) -> None:
-    fields = manifest_of(tiny_pack)["widths"] | dict(zip(("up", "gate", "down", "dense"), widths, strict=True))
-    assert type(Manifest.read(tiny_pack).widths)(**fields).describe() == words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.errors import FloeError, PackError, TryAgainError, UsageError
+from floe_chat.models.errors import FloeError, PackError, UsageError
 from floe_chat.models.families.storage import ExpertTensors
 from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.dense_part import DensePart
 from floe_chat.models.packing.pack import EXACT, PackSpec, pack, working_bytes
-from floe_chat.models.packing.workplace import locked
 
 from ..helpers import calibration_tokens, make_checkpoint, make_pack, write_tokenizer
 
@@ -103,31 +101,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=CUT_IDS)
-def test_an_interrupted_pack_is_called_incomplete(tmp_path: Path, tiny_checkpoint: Path, cut: Any) -> None:
+def test_an_interrupted_pack_is_called_incomplete_and_packing_again_is_as_if_nothing_happened(
+    tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path, cut: Any
+) -> None:
     interrupted(tiny_checkpoint, tmp_path / "p", cut)
     with pytest.raises(PackError, match="incomplete") as caught:
         PackedModel.open(tmp_path / "p")
     assert "again" in caught.value.hint
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=CUT_IDS)
-def test_packing_again_after_an_interruption_is_as_if_nothing_happened(
-    tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path, cut: Any
-) -> None:
-    interrupted(tiny_checkpoint, tmp_path / "p", cut)
     make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
     assert PackedModel.open(tmp_path / "p", recheck=True).manifest == Manifest.read(exact_pack)
     assert contents(tmp_path / "p") == contents(exact_pack)
-
-
-def test_a_folder_that_another_process_packs_into_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    interrupted(tiny_checkpoint, tmp_path / "p", in_the_second_layer)
-    with locked(tmp_path / "p" / UNFINISHED, ""):
-        before = contents(tmp_path / "p")
-        with pytest.raises(TryAgainError, match="Another") as caught:
-            make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
-        assert str(os.getpid()) in caught.value.cause and contents(tmp_path / "p") == before
-    make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
 
 
 @pytest.mark.parametrize("mark", ['{"pid": 4194305, "started": 1.0}', "", "[]", "{}", '{"pid": "x"}', "\0"], ids=repr)

@@ -160,16 +160,11 @@ def test_a_file_where_others_can_write_is_not_ours(tmp_path: Path) -> None:
     assert private_file.is_ours(file) and mode(folder) == 0o700
 
 
-def test_reads_json(tmp_path: Path) -> None:
-    (tmp_path / "note").write_text('{"a": [1, 2.5, null]}')
-    (tmp_path / "link").symlink_to(tmp_path / "note")
-    assert (
-        private_file.read_json(tmp_path / "note") == private_file.read_json(tmp_path / "link") == {"a": [1, 2.5, None]}
-    )
-
-
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b" " * (2 << 20)])
 def test_refuses_what_is_no_small_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "good").write_text('{"a": [1, 2.5, null]}')
+    (tmp_path / "link").symlink_to(tmp_path / "good")
+    assert private_file.read_json(tmp_path / "link") == {"a": [1, 2.5, None]}
     (tmp_path / "note").write_bytes(content)
     with pytest.raises((OSError, ValueError)):
         private_file.read_json(tmp_path / "note")

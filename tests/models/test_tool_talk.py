@@ -10,9 +10,8 @@ import pytest
 from floe_chat.models.errors import UsageError
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
-from .chat_families import write_family
+from .chat_families import GENERAL, TEMPLATES, write_family, write_tools
 from .test_chat_families import spelled, theirs
-from .tool_families import GENERAL, TEMPLATES, write_tools
 
 NUMBER = "abc123def"
 ARGUMENTS = {"at": "sea é", "n": 3}

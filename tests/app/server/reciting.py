@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from ...helpers import edit_tensors, make_pack
-from ...models.tool_families import write_tools
+from ...models.chat_families import write_tools
 
 _HIDDEN = 192
 

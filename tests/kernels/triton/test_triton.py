@@ -1,0 +1,178 @@
+"""What Triton's kernels alone have: lists that nobody waits for, lanes of a link, memory that is pinned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.triton import dense, launch, operations
+from floe_chat.kernels.triton.gemv import compact_kernel
+from floe_chat.kernels.types import Calls
+
+from ...helpers import relative_rms
+from ..oracle import Layer, Widths, make_calls, make_layer, make_x, moved, signal_values, swiglu, threshold_between
+
+SENTINEL = 0xA5
+
+
+def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widths) -> Layer:
+    """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
+    layer = make_layer(size, widths)
+    return replace(layer, stored=moved(layer.stored, device), rows=moved(layer.rows, device))
+
+
+def calls_on(device: torch.device, calls: Calls) -> Calls:
+    return moved(calls, device)
+
+
+@pytest.mark.parametrize("bits", [3, pytest.param(16, marks=pytest.mark.thorough)])
+def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, device: torch.device) -> None:
+    size = (3, 17, 128, 64)
+    layer, x, calls = (
+        layer_on(device, size, (bits, 2, 2)),
+        make_x(3, size[2], torch.float32),
+        make_calls([2, 0, 0, 0], [2, 0, 1, 0]),
+    )
+    truth = signal_values(layer, x.double(), calls)
+    limits = torch.tensor([threshold_between(v, 0.5) for v in truth])
+    limits[1] = torch.inf
+    given = (x.to(device), layer.stored, calls_on(device, calls), limits)
+    want = kernels.signal_gemv(*given)
+    ends, neurons, values = kernels.up_list(*given)
+    assert ends.device == neurons.device == values.device == given[0].device
+    assert ends.tolist() == want.offsets[1:].tolist() and want.offsets.diff()[1] == 0 < want.offsets.diff()[0]
+    total = int(ends[-1])
+    assert neurons[:total].tolist() == want.neurons.tolist() and torch.equal(values[:total], want.values)
+    assert neurons.numel() == values.numel() == calls.experts.numel() * truth[0].numel()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_compaction_of_whole_experts(packed: bool, device: torch.device) -> None:
+    calls, neurons = 3, 14336
+    v = torch.randn(calls, neurons, generator=torch.Generator().manual_seed(0))
+    v[1] = 0
+    limits = torch.tensor([0.7, 0.1, 0.0])
+    keep = v.abs() >= limits[:, None]
+    blocks = neurons // launch.GEMV_ROWS
+    kept = keep.view(calls, blocks, -1).sum(-1).int()
+    found, values = torch.empty(calls * neurons, dtype=torch.int64), torch.empty(calls * neurons)
+    spans, copies = torch.empty(2, calls, dtype=torch.int64), torch.empty(calls * neurons)
+    mine = [part.to(device) for part in (v, limits, kept, *spans, found, values, copies)]
+    compact_kernel[(calls, neurons // launch.COMPACT)](
+        *mine, neurons, blocks, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
+    )
+    counts, begin, end = keep.sum(1).tolist(), mine[3].tolist(), mine[4].tolist()
+    assert begin == ([0, counts[0], counts[0]] if packed else [0, neurons, 2 * neurons])
+    for call in range(calls):
+        assert end[call] - begin[call] == counts[call]
+        expected = keep[call].nonzero().squeeze(1)
+        assert torch.equal(mine[5][begin[call] : end[call]].cpu(), expected)
+        for found in mine[6:]:
+            assert torch.equal(found[begin[call] : end[call]].cpu(), v[call][expected])
+
+
+@pytest.mark.parametrize("size", [(2, 5, 4096, 64), (2, 5, 64, 32)], ids=["Mixtral's width", "odd addresses"])
+def test_a_step_is_the_formula(size: tuple[int, int, int, int], device: torch.device) -> None:
+    layer, x, calls = layer_on(device, size, (3, 4, 4)), make_x(1, size[2], torch.float32), make_calls([0, 0], [1, 0])
+    rows = layer.rows.data
+    shifted = torch.zeros(rows.numel() + 1, dtype=torch.uint8, device=device)[size[2] == 64 :][: rows.numel()]
+    shifted = shifted.view(rows.shape).copy_(rows)
+    given = x.to(device), layer.stored, replace(layer.rows, data=shifted), calls_on(device, calls)
+    y, _ = kernels.moe_step(*given, torch.zeros(2, device=device))
+    truth = swiglu(layer, x.double(), calls, [torch.arange(5)] * 2, signal_values(layer, x.double(), calls))
+    assert relative_rms(y.cpu(), truth) <= 1e-5
+
+
+def test_blocks_stay_within_their_memory() -> None:
+    block = dense.block_rows(torch.empty(512, 4096, dtype=torch.bfloat16), 14336, 4096 + 8 * 512)
+    assert block % 64 == 0 and 0 < block * 2 * (4096 + 8 * 512) <= dense.SCRATCH
+
+
+def test_refusals_say_what_to_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, calls = layer_on(device, (2, 5, 64, 32), (2, 4, 4)), torch.zeros(1, 64), make_calls([0], [1])
+    with pytest.raises(ValueError, match="pageable host memory"):
+        launch.check_weights(torch.device("cuda", 0), "rows", torch.zeros(4, dtype=torch.uint8))
+    strided = replace(layer.rows, data=layer.rows.data.transpose(0, 1))
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        kernels.moe_step(x.to(device), layer.stored, strided, calls, torch.zeros(1))
+    monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="run on CUDA devices only"):
+        kernels.signal_gemv(x, layer.stored, calls, torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_pinned_rows_are_read_in_place(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("pinned memory needs a CUDA device")
+    layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
+    calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
+    pinned = replace(layer.rows, data=layer.rows.data.cpu().pin_memory())
+    y, _ = kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    zero_copy, _ = kernels.moe_step(x, layer.stored, pinned, calls, limits)
+    assert torch.equal(y, zero_copy)
+
+
+@pytest.mark.gpu
+def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cuda":
+        pytest.skip("only a CUDA device can be waited for")
+    layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
+    calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
+    kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            operations.signal_gemv(x, layer.stored, calls, limits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
+@pytest.mark.parametrize(("count", "chunk"), [(0, 5), (1, 1), (3, 5), (50, 50), (13, 64)], ids=str)
+@pytest.mark.parametrize("nbytes", [64, 192])
+def test_a_lane_lands_as_its_head_says(
+    count: int, chunk: int, nbytes: int, in_place: bool, device: torch.device
+) -> None:
+    pool = torch.full((200, nbytes), SENTINEL, dtype=torch.uint8, device=device)
+    source = torch.randint(0, 256, (300, nbytes), dtype=torch.uint8, device=device)
+    head = -(-(32 + 8 * chunk) // 64) * 64
+    lane = torch.full((head + chunk * nbytes,), 0x5A, dtype=torch.uint8, device=device)
+    index, slots = torch.randint(0, 300, (count,)), torch.randperm(200)[:count]
+    lane[:24].view(torch.int64)[:] = torch.tensor([count, pool.data_ptr(), source.data_ptr()])
+    numbers = lane[32:head].view(torch.int32)
+    numbers[:count], numbers[chunk : chunk + count] = slots.to(device), index.to(device)
+    if not in_place:
+        lane[head : head + count * nbytes] = source[index.to(device)].flatten()
+    kernels.land(lane, chunk, head, nbytes, in_place=in_place)
+    expected = torch.full_like(pool, SENTINEL)
+    expected[slots.to(device)] = source[index.to(device)]
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("change", [{"head": 32}, {"head": 96}, {"chunk": 9}, {"nbytes": 65}], ids=str)
+def test_a_lane_that_does_not_fit_is_refused(change: dict[str, int], device: torch.device) -> None:
+    lane = torch.zeros(64 + 4 * 64, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="does not hold"):
+        kernels.land(lane, **{"chunk": 4, "head": 64, "nbytes": 64, **change}, in_place=False)
+
+
+def test_what_is_no_record_is_refused(device: torch.device) -> None:
+    pool, records = torch.zeros(4, 63, dtype=torch.uint8), torch.zeros(1, 63, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="32-bit words"):
+        kernels.pool_scatter(pool.to(device), torch.tensor([1]), records.to(device))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.pool_scatter(torch.zeros(64, 4, dtype=torch.uint8, device=device).T, torch.tensor([1]), records)
+
+
+@pytest.mark.gpu
+def test_gather_from_pinned_memory(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("pinned memory needs a CUDA device")
+    rows = layer_on(torch.device("cpu"), (2, 37, 128, 64), (2, 4, 4)).rows
+    pinned = type(rows)(rows.layout, rows.data.pin_memory())
+    out = torch.zeros(3, rows.layout.nbytes, dtype=torch.uint8, device=device)
+    kernels.gather_rows(pinned, 1, torch.tensor([5, 0, 36]), out)
+    assert torch.equal(out.cpu(), rows.data[1][[5, 0, 36]])
