@@ -20,7 +20,7 @@ from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Link, Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
 from floe_chat.kernels.cpu.binding import codes, library, records
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import FloeError
 
 from .driver import silent
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS
@@ -293,14 +293,14 @@ def test_a_link_that_nobody_holds_is_freed() -> None:
 
 @pytest.mark.usefixtures("no_library")
 def test_without_the_library_a_throttled_device_says_why_it_cannot_be(tiny_pack: Path) -> None:
-    with pytest.raises(UsageError, match="throttled:1gb") as refused:
+    with pytest.raises(FloeError, match="throttled:1gb") as refused:
         load(tiny_pack, None, "throttled:1gb", silent, vram=1 << 30)
-    assert "it was not compiled" in refused.value.cause
+    assert refused.value.exit_code == 1 and "it was not compiled" in refused.value.cause
 
 
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("cards", ["sim:rtx3060-12gb", "sim:rtx3060-12gb,sim:rtx3060-12gb"], ids=["one", "two"])
 def test_without_the_library_virtual_cards_name_the_command_that_builds_it(cards: str, tiny_pack: Path) -> None:
-    with pytest.raises(UsageError, match="sim:rtx3060-12gb") as refused:
+    with pytest.raises(FloeError, match="sim:rtx3060-12gb") as refused:
         load(tiny_pack, None, cards, silent)
     assert "it was not compiled" in refused.value.cause and "build.py" in refused.value.hint
