@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...models.errors import UsageError
+from ...models.errors import FloeError, UsageError
 from .. import progress
 from ..arguments import memory_size
 from ..text.plain_text import printable
@@ -159,7 +159,7 @@ def here() -> Machine:
             measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
     here = machine.here(hardware.probe(folder), measured)
     device = read(settings_file()).settings.device
-    with suppress(UsageError):  # cards that are no longer there
+    with suppress(FloeError):  # cards that are no longer there, or cannot compute
         return _with_cards(here, device.split(",")) if device.startswith("cuda") and "," in device else here
     return here
 

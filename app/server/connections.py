@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,25 +29,67 @@ _NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _log = logging.getLogger("floe_chat")
 
 
+class _Orderly:
+    """A transport whose `close` ends what is sent, and leaves what still comes to `drain`, if that is true."""
+
+    def __init__(self, transport: asyncio.Transport, drain: Callable[[], bool]) -> None:
+        self._transport, self._drain = transport, drain
+        self.draining = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """As a transport's."""
+        return self.draining or self._transport.is_closing()
+
+    def close(self) -> None:
+        """As a transport's; a second call closes it at once."""
+        if self.draining or self._transport.is_closing() or not self._drain():
+            self._transport.close()
+        else:
+            self.draining = True
+            self._transport.write_eof()
+
+
 class Connection(H11Protocol):
     """Limits what uvicorn does not: how long a request's head may take, and how long a closed connection waits for a
-    client to take what was sent.
+    client to take what was sent. A refusal before the whole request came would be lost with the reset of the
+    connection: the rest is read first, up to a limit, and thrown away.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _left = MOST_BYTES  # that are read after a refusal
+    _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        self._orderly = _Orderly(transport, self._drain)
+        super().connection_made(self._orderly)  # pyright: ignore[reportArgumentType]
         self.app_state = {**self.app_state, _CUT: transport.abort}
         self._expect()
 
     def data_received(self, data: bytes) -> None:
+        if self._orderly.draining:
+            self._left -= len(data)
+            if self._left < 0:
+                self.transport.close()
+            return
         super().data_received(data)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._expect(nothing=True)
+        if self._ending is not None:
+            self._ending.cancel()
+
+    def _drain(self) -> bool:
+        """Whether the client may still be sending; it gets one pause for that."""
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        self.flow.resume_reading()
+        self._ending = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        return True
 
     def _expect(self, *, nothing: bool = False) -> None:
         """The rest of a head may take one pause, however often a piece of it comes."""

@@ -9,7 +9,9 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import psutil
 import torch
 
 from ...kernels import operations as kernels
-from ...kernels.cpu import native
+from ...kernels.cpu import binding, native
 from . import containers, gpus, torch_build
 from .containers import ROOT
 from .gpus import Gpu
@@ -70,8 +72,36 @@ def compute_paths() -> tuple[ComputePath, ...]:
     """The path that the CPU and each GPU of this machine would take."""
     gpus, reason = _gpus()
     chosen = [kernels.choose(device) for device in ("cpu", *(f"cuda:{index}" for index in range(len(gpus))))]
-    paths = tuple(ComputePath(backend.device, backend.name, backend.reason) for backend in chosen)
+    part = f"; a part of a model needs compiled code, and {why}" if (why := uncompiled()) else ""
+    paths = tuple(
+        ComputePath(one.device, one.name, one.reason + ("" if one.device == "cpu" else part)) for one in chosen
+    )
     return paths if gpus else (*paths, ComputePath("cuda", None, reason))
+
+
+def all_idle() -> bool:
+    """Whether there are GPUs, and torch computes on none."""
+    return not _gpus()[0] and bool(gpus.of_driver()[0])
+
+
+def uncompiled() -> str:
+    """Why the compiled kernels are missing; "" where they are not."""
+    try:
+        binding.library()
+    except native.NativeUnavailableError as error:
+        return str(error)
+    return ""
+
+
+def compiled_by() -> str:
+    """The one command that brings the compiled kernels."""
+    if isa := os.environ.get("FLOE_CPU_ISA"):
+        return f"Unset FLOE_CPU_ISA, which asks for {isa!r}; or use --device cpu."
+    script = Path(binding.__file__).with_name("build.py")
+    words = [sys.executable, str(script), str(script.with_name("_floe.so"))]
+    if not script.with_name("offload").is_dir():  # a wheel has no sources: it brought the library
+        words = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", "floe-chat"]
+    return f"Run: {shlex.join(words)}; or use --device cpu."
 
 
 def probe(folder: Path, root: Path = ROOT) -> Hardware:

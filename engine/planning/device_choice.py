@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +18,7 @@ from typing import Any
 import torch
 
 from ...kernels import operations as kernels
-from ...kernels.cpu import binding as native
-from ...kernels.cpu.binding import NativeUnavailableError, library
-from ...models.errors import UsageError
+from ...models.errors import FloeError, UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
@@ -110,7 +105,8 @@ def choose(
             reads what RAM does not hold.
 
     Raises:
-        UsageError: a device that does not exist here, or has too little memory.
+        UsageError: a device that does not exist here, or has too little memory. FloeError: one that cannot compute, or
+            has no link.
     """
     asked = asked or Asked()
     virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
@@ -132,12 +128,11 @@ def choose(
     gpus = [UsableGpu.of(f"cuda:{gpu.index}", found) for gpu in found.gpus if gpu.index is not None]
     if len(gpus) > 1:
         gpus = [gpu for gpu in gpus if kernels.choose(gpu.place).name != "reference"] or gpus
-    try:
-        library()
-    except NativeUnavailableError as error:
+    if lacking := hardware.uncompiled():
         whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
         if not whole:
-            return _in_ram(f"a part of it on a GPU needs compiled code, and {error}. {_cure()}", pack, packed)
+            words = f"a part of it on a GPU needs compiled code, and {lacking}. {hardware.compiled_by()}"
+            return _in_ram(words, pack, packed)
         gpus = whole
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
@@ -158,7 +153,7 @@ def real_place(wanted: str) -> tuple[str, str]:
     """torch's name of a device of this machine, and why it is that.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none. FloeError: there is, and it cannot compute.
     """
     try:
         return hardware.choose_device(wanted)
@@ -166,7 +161,8 @@ def real_place(wanted: str) -> tuple[str, str]:
         why = str(error)
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         hint = torch_build.remedy() or "Use --device cpu."
-        raise UsageError(f"The device {wanted!r} cannot be used", cause, hint) from error
+        kind = FloeError if wanted.lower().startswith("cuda") and hardware.all_idle() else UsageError
+        raise kind(f"The device {wanted!r} cannot be used", cause, hint) from error
 
 
 def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
@@ -293,23 +289,10 @@ def throttled_rate(wanted: str, vram: int | None) -> float:
 
 
 def need_compiled(wanted: str) -> None:
-    """Refuse a device whose rows cross a link where the compiled kernels are missing; raises UsageError."""
-    try:
-        library()
-    except NativeUnavailableError as error:
-        cause = f"Rows of experts are moved by compiled code, and {error}."
-        raise UsageError(f"The device {wanted!r} cannot be used for a part of a model", cause, _cure()) from error
-
-
-def _cure() -> str:
-    """The one command that brings the compiled kernels."""
-    if isa := os.environ.get("FLOE_CPU_ISA"):
-        return f"Unset FLOE_CPU_ISA, which asks for {isa!r}; or use --device cpu."
-    script = Path(native.__file__).with_name("build.py")
-    words = [sys.executable, str(script), str(script.with_name("_floe.so"))]
-    if not script.with_name("offload").is_dir():  # a wheel has no sources: it brought the library
-        words = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", "floe-chat"]
-    return f"Run: {shlex.join(words)}; or use --device cpu."
+    """Refuse a device whose rows cross a link where the compiled kernels are missing; raises FloeError."""
+    if why := hardware.uncompiled():
+        cause, cure = f"Rows of experts are moved by compiled code, and {why}.", hardware.compiled_by()
+        raise FloeError(f"The device {wanted!r} cannot be used for a part of a model", cause, cure)
 
 
 def throttled_with(

@@ -8,6 +8,7 @@ from ...models.catalog import CatalogEntry
 from ...models.families import FAMILIES
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
+from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, by_library
 from .machine import Machine
@@ -93,6 +94,7 @@ def why(
             *_why_bits(entry, chosen, options),
             _why_place(machine, entry, chosen, context),
             _why_cards(machine, entry, chosen, context),
+            _why_compiled(chosen),
             _why_ram(machine, chosen),
             _why_speed(chosen),
             _why_library(entry, chosen),
@@ -183,6 +185,13 @@ def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if times < 1:
         return f"{against} One card alone is faster."
     return against
+
+
+def _why_compiled(chosen: Option) -> str:
+    """That this computer cannot do it yet."""
+    if chosen.place != "pool" or not (why := hardware.uncompiled()):
+        return ""
+    return f"Cards that hold a part of a model need compiled code, and {why}. {hardware.compiled_by()}"
 
 
 def _experts(mix: Mix, chosen: Option) -> str:

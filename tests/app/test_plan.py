@@ -86,6 +86,12 @@ def test_a_card_needs_no_measuring(measured: list[Path]) -> None:
     assert not measured and fields["machine"]["name"] == "RTX 3060" and fields["chosen"]["place"] == "pool"
 
 
+@pytest.mark.usefixtures("no_library")
+def test_a_card_that_shares_a_model_needs_compiled_code() -> None:
+    fields = planned("mixtral-8x7b-instruct", "--card", "sim:rtx3060-12gb", *BIG)
+    assert any("it was not compiled" in why and "build.py" in why for why in fields["why"])
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

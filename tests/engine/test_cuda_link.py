@@ -22,7 +22,7 @@ from floe_chat.engine.offload.links.transfer import Kind, Transfer
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.kernels.cpu import binding
 from floe_chat.kernels.cpu.binding import array_of, codes, records
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import FloeError
 from torch import Tensor
 
 from .driver import answer, silent
@@ -309,9 +309,23 @@ def test_a_compiled_call_meets_a_new_target_too(card: Card, source: Tensor, targ
 
 
 def test_without_a_driver_no_link_is_made_and_it_says_why() -> None:
-    with pytest.raises(UsageError, match="No rows can be sent to cpu") as refused:
+    with pytest.raises(FloeError, match="No rows can be sent to cpu") as refused:
         open_cuda_link(CPU, NBYTES, chunk=10)
-    assert refused.value.cause == "cpu has no driver."
+    assert refused.value.cause == "cpu has no driver." and refused.value.hint and refused.value.exit_code == 1
+
+
+def test_a_graph_that_cannot_be_captured_is_a_fault_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([RuntimeError("CUDA error: operation not permitted.\nCompile with"), torch.OutOfMemoryError("full")])
+
+    def parts(*_given: object, **_how: object) -> CardParts:
+        raise next(errors)
+
+    monkeypatch.setattr(cuda_link, "parts_on", parts)
+    with pytest.raises(FloeError) as refused:
+        open_cuda_link(CPU, NBYTES, chunk=10)
+    assert refused.value.cause == "CUDA error: operation not permitted." and refused.value.hint
+    with pytest.raises(torch.OutOfMemoryError):  # which the session explains
+        open_cuda_link(CPU, NBYTES, chunk=10)
 
 
 def test_the_drivers_functions_are_found_by_name() -> None:

@@ -27,7 +27,7 @@ from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
@@ -257,6 +257,20 @@ def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: 
     with pytest.raises(UsageError) as refused:
         choose(wanted, vram)
     assert refused.value.title and refused.value.hint
+
+
+@pytest.mark.parametrize(("idle", "code"), [(True, 1), (False, 2)], ids=["not usable", "not there"])
+def test_a_card_that_cannot_compute_is_a_fault_of_the_machine(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch, idle: bool, code: int
+) -> None:
+    def known(_library: object = None) -> tuple[tuple[Gpu, ...], str]:
+        return (Gpu("Test card", "8.6", 12 << 30, 1 << 30, None),) if idle else (), ""
+
+    monkeypatch.setattr(hardware, "_gpus", lambda: ((), "the driver is too old"))
+    monkeypatch.setattr(hardware.gpus, "of_driver", known)
+    with pytest.raises(FloeError) as refused:
+        choose("cuda")
+    assert refused.value.exit_code == code and "driver is too old" in refused.value.cause and refused.value.hint
 
 
 def test_the_next_start_knows_the_rates(tiny_pack: Path, needs: Needs) -> None:

@@ -70,6 +70,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch,
         hardware.choose_device(wanted)
 
 
+@pytest.mark.usefixtures("no_library")
 def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("floe_chat.kernels.triton")
     old = replace(CARD, name="Old", capability="7.0", index=1)
@@ -80,6 +81,7 @@ def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels, "choose", kernels.choose.__wrapped__)
     paths = hardware.compute_paths()
     assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
+    assert all("needs compiled code, and it was not compiled" in path.reason for path in paths[1:])
 
 
 def test_small_experts_get_one_thread_and_large_ones_the_cores() -> None:

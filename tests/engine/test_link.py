@@ -22,7 +22,7 @@ from floe_chat.engine.offload.links.link import Link, throttled_link
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
 from floe_chat.kernels.cpu.binding import codes, library, records
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import FloeError
 from torch import Tensor
 
 from .driver import silent
@@ -502,7 +502,7 @@ def test_a_link_that_nobody_holds_is_freed() -> None:
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb", "sim:rtx3060-12gb,sim:rtx3060-12gb"])
 def test_without_the_library_a_device_names_the_command_that_builds_it(device: str, tiny_pack: Path) -> None:
-    with pytest.raises(UsageError, match=device.partition(",")[0]) as refused:
+    with pytest.raises(FloeError, match=device.partition(",")[0]) as refused:
         load(tiny_pack, None, device, silent, vram=1 << 30 if device == "throttled:1gb" else None)
-    assert "it was not compiled" in refused.value.cause
+    assert refused.value.exit_code == 1 and "it was not compiled" in refused.value.cause
     assert "build.py" in refused.value.hint or device == "throttled:1gb"

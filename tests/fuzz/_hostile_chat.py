@@ -277,7 +277,7 @@ class _Running:
         process, given, asked = self._process, _Lent(), list[bool]()
         given.number, self._lent = process.number, given
 
-        def ask(seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+        def ask(seconds: float, request: dict[str, Any], stopped: object = None) -> dict[str, Any]:
             asked.append(True)
             try:
                 reply = process.ask(seconds, request)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....kernels import operations as kernels
 from ....kernels.codes import align
 from ....kernels.cpu.binding import array_of, codes, records
-from ....models.errors import UsageError
+from ....models.errors import FloeError
 from .link import CardFields, Link
 from .pinning import Pinned
 from .transfer import CHUNK, Transfer
@@ -140,15 +140,18 @@ def open_cuda_link(
         pinned: what holds the rows that are read in place; it is released when the link ends.
 
     Raises:
-        NativeUnavailableError: there is no compiled library. UsageError: no link to this GPU can be. ValueError: no
-            such size. RuntimeError: no memory.
+        NativeUnavailableError: there is no compiled library. FloeError: no link to this GPU can be. ValueError: no
+            such size. torch.OutOfMemoryError.
     """
     device = torch.empty(0, device=device).device  # with its number
     try:
         parts = parts_on(device, nbytes, chunk, zero_copy=zero_copy)
-    except (OSError, AttributeError, ImportError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, AttributeError, ImportError, RuntimeError) as error:
+        cause = f"{str(error).strip().partition(chr(10))[0].rstrip('.')}."
         hint = "Use --device cpu, or a GPU that holds the whole model."
-        raise UsageError(f"No rows can be sent to {device}", f"{error}.", hint) from error
+        raise FloeError(f"No rows can be sent to {device}", cause, hint) from error
     return CudaLink(device, nbytes, parts, chunk=chunk, zero_copy=zero_copy, pinned=pinned)
 
 

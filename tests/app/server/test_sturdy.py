@@ -163,6 +163,25 @@ def test_what_is_no_http_is_refused(hasty: Served, sent: bytes) -> None:
     assert is_served(hasty)
 
 
+@pytest.mark.parametrize(
+    ("begun", "size", "status"),
+    [
+        pytest.param(head(20 << 20, "/v1/models", more="Connection: close\r\n"), 20 << 20, b"405", id="of-no-use"),
+        pytest.param(head(40 << 20), 40 << 20, b"413", id="too-long"),
+        pytest.param(b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 20 << 20, b"400", id="no-http"),
+    ],
+)
+def test_a_refusal_is_not_lost_with_a_body_that_still_comes(
+    demo: Served, begun: bytes, size: int, status: bytes
+) -> None:
+    with closing(connected(demo, begun)) as made:
+        made.sendall(bytes(size))
+        made.shutdown(socket.SHUT_WR)
+        assert made.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+        while made.recv(1 << 16):
+            pass
+
+
 def test_hundreds_of_idle_connections_keep_nobody_out(hasty: Served) -> None:
     with ExitStack() as opened:
         crowd = [opened.enter_context(closing(connected(hasty))) for _ in range(400)]
