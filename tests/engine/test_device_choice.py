@@ -276,7 +276,11 @@ def test_a_card_that_cannot_compute_is_a_fault_of_the_machine(
 ) -> None:
     known = (Gpu("Test card", "8.6", 12 << 30, 1 << 30, None),) if idle else ()
     monkeypatch.setattr(hardware, "_gpus", lambda: ((), "the driver is too old"))
-    monkeypatch.setattr(hardware.gpus, "of_driver", lambda _library=None: (known, ""))
+
+    def of_driver(_library: object = None) -> tuple[tuple[Gpu, ...], str]:
+        return known, ""
+
+    monkeypatch.setattr(hardware.gpus, "of_driver", of_driver)
     with pytest.raises(FloeError) as refused:
         choose("cuda")
     assert refused.value.exit_code == code and "driver is too old" in refused.value.cause and refused.value.hint

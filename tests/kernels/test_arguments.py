@@ -360,6 +360,8 @@ def test_transfers_that_do_not_fit_are_refused() -> None:
     rows, slots = np.array([0, 1, 2]), np.array([0, 1, 2], np.int32)
     for land in (plain_landing, native_pool.landing):
         assert land(rows, slots, 3, 3).tolist() == [0, 1, 2]
+        far = np.array([(1 << 31) - 1, 0, 5], np.int32)
+        assert land(rows, far, 3, (1 << 63) - 1).tolist() == far.tolist()
         for arguments in (
             (rows, slots[:2], 3, 3),
             (rows[:2], slots, 3, 3),
@@ -369,6 +371,7 @@ def test_transfers_that_do_not_fit_are_refused() -> None:
             (rows, slots, 3, 1 << 64),
             (rows, slots, -1, 3),
             (rows, np.array([0, 1, 1], np.int32), 3, 3),
+            (rows, far[[0, 1, 0]], 3, (1 << 63) - 1),
         ):
             with pytest.raises(ValueError):
                 land(*arguments)  # pyright: ignore[reportArgumentType]
