@@ -325,6 +325,7 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> 
         lambda: table.visit(-(1 << 40)),
         lambda: table.keep(2, none, narrow[:0], 8),
         lambda: table.keep(0, none, narrow[:0], 0),
+        lambda: table.keep(0, none, narrow[:0], 1 - (1 << 64)),
         lambda: table.keep(0, one, narrow[:1], 8),
         lambda: table.keep(0, one, narrow, 8),
         lambda: table.keep(0, one, one, 8),
@@ -354,6 +355,8 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> 
     for now, then in zip([table.slots, table.states, table.counters, table.free], before, strict=True):
         np.testing.assert_array_equal(now, then)
     assert table.visit(1 << 40).size == 3, "as many as there are"
+    table.release()
+    assert table.visit(0).size == table.keep(0, none, narrow[:0], 1 << 64).size == 0, "no part of it is that small"
 
 
 def test_transfers_that_do_not_fit_are_refused() -> None:
