@@ -19,7 +19,8 @@ from .place import Place
 
 _JOIN = timedelta(seconds=300)  # a process on another machine is started by hand
 _NOTE = timedelta(seconds=2)  # what a store takes that answers
-_GRACE_S = 3.0  # others notice a loss about as soon as this process does
+_GRACE_S = 15.0  # for the others to notice a loss too: a busy machine takes its time
+_STUCK_S = 5.0  # after process 0 has noticed a loss
 _LOOK_S = 1.0  # between two looks at process 0
 _ALIVE = "I noticed a loss"
 
@@ -80,7 +81,9 @@ class Members:
             others = [rank for rank in others if self._noted(rank) != _ALIVE]
             time.sleep(0.02)
         if blamed is None and others:
-            blamed = self._sentence(others[0], "does not answer", "Its machine or the network may be too busy.")
+            several = f"; nor {'does' if len(others) == 2 else 'do'} {', '.join(map(str, others[1:]))}"
+            why = "Its machine or the network may be too busy."
+            blamed = self._sentence(others[0], f"does not answer{several if others[1:] else ''}", why)
         if blamed is None:
             first = str(error).split(". This is typically")[0]
             blamed = GroupLost("The processes lost each other", f"{first}.", _AGAIN)
@@ -93,7 +96,7 @@ class Members:
         """
         while self._noted(0) != _ALIVE and self._blamed(0) is None:
             time.sleep(_LOOK_S)
-        time.sleep(_GRACE_S + _NOTE.total_seconds())
+        time.sleep(_STUCK_S)
         stuck(self.lost(None))
 
     def _blamed(self, rank: int) -> GroupLost | None:

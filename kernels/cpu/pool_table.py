@@ -204,6 +204,7 @@ class PoolTable(RowTable):
         require("keys", keys, _INT64, (keys.size,))
         require("slots", slots, _INT32, (keys.size,))
         kept = np.empty(keys.size, np.int32)
+        spared = min(max(spared, -1), self.capacity + 1)  # more mean the same, and need not fit 64 bits
         total = self._functions.pool_keep(self.native, layer, keys.size, keys, slots, spared, kept)
         check(total)
         return kept[:total]

@@ -17,7 +17,7 @@ from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file
 from floe_chat.app.settings.settings import Persona
 from floe_chat.engine.events import Failed, Finished, Loading, Sampling
-from floe_chat.models.errors import FloeError
+from floe_chat.models.errors import FloeError, UsageError
 
 from ..helpers import explained, run_cli
 from .scripted import LOADED, ScriptedClient, stats
@@ -152,6 +152,19 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.
     assert capsys.readouterr().out.startswith("scripted: and so on LONG!\n")
     tree = kept.tree((kept.newest() or pytest.fail("nothing is kept")).id)
     assert [message.state for message in tree.messages if message.role == "assistant"] == ["stopped", "stopped"]
+
+
+def test_an_edit_that_is_refused_shows_the_earlier_version(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client, lines = Echo(), iter(["one", "two", "/edit three", "four", "/quit"])
+
+    def read(_prompt: str) -> str:
+        line = next(lines)
+        client.refuse = UsageError("Too long") if line == "/edit three" else None
+        return line
+
+    PlainChat(client, kept, ChatSetup(), 100, read).run()
+    assert "Too long" in capsys.readouterr().err
+    assert [turn.text for turn in client.asked[-1]] == ["one", "ONE!", "two", "TWO!", "four"]
 
 
 def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.CaptureFixture[str]) -> None:

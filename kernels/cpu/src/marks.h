@@ -3,6 +3,7 @@
 
 #include "floe.h"
 
+#include <algorithm>
 #include <new>
 #include <stdexcept>
 #include <vector>
@@ -10,10 +11,18 @@
 namespace floe {
 
 class Marks {
+    static constexpr int64_t MOST = 1 << 26; // marks kept, a byte each; slots beyond are sorted instead
+
   public:
     // FLOE_OK if these slots, all from 0 to capacity - 1, are named once each.
     template <class Slot> int once(const Slot *slots, int64_t count, int64_t capacity) {
         try {
+            if (capacity > MOST) {
+                std::vector<Slot> sorted(slots, slots + count);
+                std::sort(sorted.begin(), sorted.end());
+                const bool once = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+                return once ? FLOE_OK : FLOE_REPEATED;
+            }
             if ((int64_t)of_.size() < capacity) of_.resize((size_t)capacity);
         } catch (const std::bad_alloc &) {
             return FLOE_NO_MEMORY;
