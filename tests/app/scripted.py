@@ -248,10 +248,11 @@ def app_for(
 
 async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 30) -> None:
     """Let the application run until `condition` holds; fails with what the screen shows if it never does."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline, pause = asyncio.get_running_loop().time() + seconds, 0.02
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"never came:\n{screen_text(pilot)}"
-        await pilot.pause(0.02)
+        await pilot.pause(pause)
+        pause = min(1.3 * pause, 0.1)  # most conditions draw the whole screen
 
 
 async def write(pilot: Pilot[int], text: str) -> None:

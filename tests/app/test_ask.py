@@ -47,12 +47,6 @@ def test_the_answer_alone_is_on_stdout(tiny_pack: Path) -> None:
     assert ran.out.endswith("\n") and ran.out.strip()
 
 
-def test_the_demo_answers_without_any_option() -> None:
-    ran = run_cli("ask", "What is an expert?", "--max-tokens", "24", "--temperature", "0")
-    assert (ran.code, ran.err) == (0, "")
-    assert len(ran.out.split()) >= 4
-
-
 def test_json_is_one_object_with_every_figure(tiny_pack: Path) -> None:
     ran = ask(tiny_pack, "hi", *SHORT, "--json")
     assert (ran.code, ran.err) == (0, "") and ran.out.count("\n") == 1
@@ -62,17 +56,6 @@ def test_json_is_one_object_with_every_figure(tiny_pack: Path) -> None:
     assert fields["model"] == "tiny" and fields["preset"] == "Balanced" and 0 < fields["active_neurons"] < 1
 
 
-def test_json_holds_the_text_that_is_printed_without_it(tiny_pack: Path) -> None:
-    plain, fields = ask(tiny_pack, "hi", *SHORT), json.loads(ask(tiny_pack, "hi", *SHORT, "--json").out)
-    assert plain.out == fields["answer"] + "\n"
-
-
-def test_a_seed_repeats_an_answer(tiny_pack: Path) -> None:
-    warm = ("--temperature", "2", "--min-p", "0", "--max-tokens", "12")
-    first, second = (ask(tiny_pack, "hi", *warm, "--seed", "5").out for _ in range(2))
-    assert first == second != ask(tiny_pack, "hi", *warm, "--seed", "6").out
-
-
 def test_the_seed_that_was_drawn_gives_the_answer_again(tiny_pack: Path) -> None:
     warm = ("hi", "--temperature", "2", "--max-tokens", "12", "--json")
     first = json.loads(ask(tiny_pack, *warm).out)
@@ -80,9 +63,8 @@ def test_the_seed_that_was_drawn_gives_the_answer_again(tiny_pack: Path) -> None
     assert again["answer"] == first["answer"]
 
 
-@pytest.mark.parametrize("preset", ["High", "balanced", "FAST"])
-def test_presets_are_taken_in_any_case(tiny_pack: Path, preset: str) -> None:
-    assert json.loads(ask(tiny_pack, "hi", *SHORT, "--json", "-p", preset).out)["preset"] == preset.capitalize()
+def test_presets_are_taken_in_any_case(tiny_pack: Path) -> None:
+    assert json.loads(ask(tiny_pack, "hi", *SHORT, "--json", "-p", "FAST").out)["preset"] == "Fast"
 
 
 def prompt_tokens(ran: Ran) -> int:
@@ -146,9 +128,7 @@ def test_bad_options_are_usage_errors_and_leave_no_chat(tiny_pack: Path, options
     assert run_cli("history", "list").out == ""
 
 
-@pytest.mark.parametrize(
-    "model", ["", "nonesuch", "~nosuchuser/x", "x" * 5000, "no/such/folder"], ids=lambda name: name[:20]
-)
+@pytest.mark.parametrize("model", ["", "~nosuchuser/x", "x" * 5000], ids=lambda name: name[:20])
 def test_unknown_models_are_usage_errors(model: str) -> None:
     assert "demo" in explained(run_cli("ask", "hi", "-m", model), 2)
 
@@ -236,11 +216,9 @@ Damage = Callable[[Path], Any]
 DAMAGES: dict[str, Damage] = {
     "no-manifest": lambda pack: (pack / "manifest.json").unlink(),
     "garbage-manifest": lambda pack: (pack / "manifest.json").write_bytes(b"\xff{"),
-    "interrupted": lambda pack: (pack / "manifest.json").rename(pack / "packing.txt"),
     "missing-layer": lambda pack: (pack / "layer_01.safetensors").unlink(),
     "truncated-layer": lambda pack: os.truncate(pack / "layer_01.safetensors", 1000),
     "missing-tokenizer": lambda pack: (pack / "tokenizer.json").unlink(),
-    "damaged-tokenizer": lambda pack: (pack / "tokenizer.json").write_text("{}"),
     "tokenizer-of-no-kind": lambda pack: ((pack / "tokenizer.json").write_text("{}"), reseal(pack)),
     "no-template": lambda pack: (edit_json(pack / "tokenizer_config.json", _drop_template), reseal(pack)),
     "empty-configuration": lambda pack: ((pack / "config.json").write_text("{}"), reseal(pack)),
@@ -311,17 +289,8 @@ def test_progress_on_a_terminal_is_text_and_carriage_returns(tiny_pack: Path, mo
     assert max(len(line) for line in ran.err.split("\r")) < 30
 
 
-def test_a_folder_that_is_no_pack_is_a_usage_error(tmp_path: Path) -> None:
-    assert "holds no packed model" in explained(ask(tmp_path, "hi"), 2)
-
-
-def test_a_checkpoint_is_not_a_pack(tiny_checkpoint: Path) -> None:
-    assert "floe-chat pack" in explained(ask(tiny_checkpoint, "hi"), 1)
-
-
-@pytest.mark.parametrize("stdin", [b"", b" \n\t\n"], ids=["nothing", "blank"])
-def test_no_question_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
-    assert "question" in explained(ask(tiny_pack, stdin=stdin), 2)
+def test_no_question_is_a_usage_error(tiny_pack: Path) -> None:
+    assert "question" in explained(ask(tiny_pack, stdin=b" \n\t\n"), 2)
 
 
 def test_a_part_without_an_end_is_not_read_to_its_end(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,9 +300,8 @@ def test_a_part_without_an_end_is_not_read_to_its_end(tiny_pack: Path, monkeypat
         assert "/dev/zero is too large" in explained(ask(tiny_pack, "-f", "/dev/zero"), 2)
 
 
-@pytest.mark.parametrize("stdin", [b"\xff\xfe\x00", b"caf\xe9"], ids=["utf-16", "latin-1"])
-def test_a_pipe_that_is_no_text_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
-    assert "UTF-8" in explained(ask(tiny_pack, stdin=stdin), 2)
+def test_a_pipe_that_is_no_text_is_a_usage_error(tiny_pack: Path) -> None:
+    assert "UTF-8" in explained(ask(tiny_pack, stdin=b"caf\xe9"), 2)
 
 
 @pytest.mark.parametrize("words", [["\udcff"], ["hi", "--system", "\udcff"]], ids=["question", "system"])

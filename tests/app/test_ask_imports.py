@@ -7,14 +7,8 @@ import sys
 from pathlib import Path
 
 HEAVY = (
-    "transformers",
-    "huggingface_hub",
-    "hqq",
-    "textual",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "sympy",
-    "scipy",
+    *("transformers", "huggingface_hub", "hqq", "textual", "torch._dynamo", "torch.distributed.tensor", "sympy"),
+    *("scipy", "httpx2", "floe_chat.app.client.remote.client", "floe_chat.app.client.remote.http"),
 )
 PROGRAM = """
 import os, sys

@@ -75,16 +75,14 @@ def test_an_interrupt_ends_a_running_answer(long_winded: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such signals to another process on Windows")
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
-def test_a_signal_ends_it_in_order_and_keeps_what_came(long_winded: Path, number: str) -> None:
-    wanted = getattr(signal, number)
+def test_a_hangup_ends_it_in_order_and_keeps_what_came(long_winded: Path) -> None:
     with start(long_winded) as process:
         assert process.stdout and process.stderr
         came = process.stdout.read(1)
-        process.send_signal(wanted)
+        process.send_signal(signal.SIGHUP)
         came += process.stdout.read()
         assert process.stderr.read() == b""
-    assert process.returncode == 128 + wanted
+    assert process.returncode == 128 + signal.SIGHUP
     (answer,) = answers()
     assert answer.state == "stopped" and answer.text == came.decode()
 
@@ -119,15 +117,12 @@ def test_a_signal_ends_it_while_the_model_loads(long_winded: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe differently")
-@pytest.mark.parametrize("options", [[], ["--json", "--max-tokens", "3"]], ids=["text", "json"])
-def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path, options: list[str]) -> None:
-    with start(long_winded, *options) as process:
+def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path) -> None:
+    with start(long_winded) as process:
         assert process.stdout and process.stderr
-        if not options:
-            assert process.stdout.read(1)
+        assert process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode in (0, 1, -signal.SIGPIPE, 128 + signal.SIGPIPE)
-    if not options:
-        (answer,) = answers()
-        assert answer.state == "stopped" and answer.text
+    (answer,) = answers()
+    assert answer.state == "stopped" and answer.text

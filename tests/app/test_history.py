@@ -77,25 +77,6 @@ def test_what_was_written_is_read_back(history: History) -> None:
     assert (listed.name, listed.first_line, listed.messages, listed.model) == ("What is", "What is", 2, "demo")
 
 
-def test_editing_and_answering_again_make_siblings_that_can_be_switched(history: History) -> None:
-    chat = history.begin(SETUP)
-    first = history.ask(chat, None, "first")
-    one = answered(history, first, "one")
-    below = history.ask(chat, one.id, "below one")
-    two = answered(history, first, "two")
-    edited = history.ask(chat, None, "first, edited")
-    settled(history)
-    assert texts(history, history.conversation(chat).head) == ["first, edited"]
-    assert history.siblings(first) == history.siblings(edited) == (first, edited)
-    assert [(m.sibling, m.siblings) for m in history.messages([first, edited, one.id, two.id])] == [
-        *((1, 2), (2, 2), (1, 2), (2, 2))
-    ]
-    history.switch(chat, history.newest_leaf(one.id))
-    assert history.newest_leaf(one.id) == below
-    assert texts(settled(history), settled(history).conversation(chat).head) == ["first", "one", "below one"]
-    assert history.newest_leaf(first) == two.id
-
-
 def test_a_stopped_answer_can_be_written_on(history: History) -> None:
     chat = history.begin(SETUP)
     question = history.ask(chat, None, "count")
@@ -206,23 +187,6 @@ def test_rename_set_up_and_delete_with_undo(history: History) -> None:
     history.undo(mark)
     assert [one.id for one in settled(history).conversations()] == [chat]
     assert history.conversation(chat).head == answer.id and len(history.search("needles")) == 1
-
-
-def test_a_deleted_message_takes_what_follows_with_it_and_undo_brings_all_back(history: History) -> None:
-    chat = history.begin(SETUP)
-    first = history.ask(chat, None, "one")
-    second = answered(history, first, "two")
-    third = history.ask(chat, second.id, "three")
-    mark = history.delete_message(second.id)
-    assert texts(history, settled(history).conversation(chat).head) == ["one"]
-    assert history.messages([first, second.id, third]) == history.messages([first])
-    assert history.search("three") == []
-    history.undo(mark)
-    assert settled(history).conversation(chat).head == third
-    assert texts(history, third) == ["one", "two", "three"]
-    edited = history.ask(chat, None, "one, edited")
-    history.delete_message(edited)
-    assert settled(history).conversation(chat).head == third
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -17,7 +17,6 @@ from .scripted import (
     LOADED,
     ScriptedClient,
     app_for,
-    ask,
     composer,
     finish,
     ready,
@@ -126,20 +125,6 @@ async def test_each_fails_for_itself_and_the_rest_goes_on(tmp_path: Path) -> Non
         await see(pilot, "It does not fit", "1 ● failed", "3 ● failed")
         await pilot.press("escape")
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "alpha"])
-
-
-async def test_a_question_without_an_answer_gets_three(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        request = await ask(pilot, client, "one")
-        await finish(pilot, client, request)
-        a, b, c = await others(pilot, client)
-        client.say(TextDelta(b, "beta"))
-        end(client, [a, b, c])
-        await see(pilot, "2 ● ended", "There is no text")
-        await pilot.press("escape")
-        await until(pilot, lambda: texts(pilot) == ["one", "beta"])
-        assert saved(history) == [("beta", "complete")] and head(history) == "beta"
 
 
 async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:

@@ -51,27 +51,6 @@ async def test_a_held_key_asks_for_three(tmp_path: Path) -> None:
         assert [text for text, _ in saved(history)] == ["first", "alpha", "beta", "gamma"]
 
 
-async def test_an_answer_that_has_text_is_the_first_of_the_three(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        await again(pilot, client)
-        await pilot.press("ctrl+t")
-        await see(pilot, "1 ● writing", "2 ● waiting", "3 ● waiting")
-        assert client.cancelled == 0
-        await pilot.press("3")
-        await see(pilot, "Answer 3 has not begun yet")
-        client.say(TextDelta(2, "pha"))
-        end(client, [2])
-        await until(pilot, lambda: len(client.asked) == 4)
-        client.say(TextDelta(3, "beta"), TextDelta(4, "gamma"))
-        await see(pilot, "alpha", "beta", "gamma", "1 ● ended")
-        end(client, [3, 4])
-        await see(pilot, "2 ● ended", "3 ● ended")
-        await pilot.press("escape")
-        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
-        assert [text for text, _ in saved(history)] == ["first", "alpha", "beta", "gamma"]
-
-
 async def test_a_second_press_by_accident_loses_nothing(tmp_path: Path) -> None:
     """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
     client, history = ScriptedClient(), History(tmp_path / "history.db")

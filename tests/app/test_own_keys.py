@@ -12,14 +12,12 @@ from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.quality import QualityScreen
-from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.screens.setup import SetupScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.settings.file import read
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.common.hints import hint
 from floe_chat.app.widgets.common.keys import key_name
-from floe_chat.app.widgets.common.setting_fields import Written
 from textual.pilot import Pilot
 
 from .made_up import survey
@@ -176,22 +174,6 @@ async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
         assert client.cancelled == 0
         await pilot.press("f10")
         await until(pilot, lambda: client.cancelled == 1)
-
-
-async def test_a_new_key_is_named_at_once(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, settings=settings_with({}, tmp_path)) as pilot:
-        await see(pilot, "Ctrl+J new line")
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        field = next(field for field in pilot.app.screen.query(Written) if field.setting == "keys.newline")
-        field.focus()
-        field.value = "f7"
-        await pilot.press("enter")
-        await until(pilot, lambda: status(pilot).keys["newline"] == "f7")
-        await pilot.press("escape")
-        await see(pilot, "F7 new line")
 
 
 async def test_keys_of_the_chat_come_before_those_of_the_text_field(tmp_path: Path) -> None:

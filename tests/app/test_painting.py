@@ -15,7 +15,6 @@ from rich.cells import cell_len
 from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region
 from textual.widget import Widget
-from textual.widgets import Input, TextArea
 
 from .scripted import ScriptedClient, ask, finish, ready, screen_text, until
 from .test_idle import timers
@@ -58,16 +57,6 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
         monkeypatch.undo()
     assert not {"Composer", "Drawing", "ExpertMap"} & rendered.keys(), rendered
     assert {rendered[one.__name__] for one in (ChatScreen, Transcript, AnswerTurn, PerformancePanel)} == {1}
-
-
-async def test_no_text_field_blinks() -> None:
-    async with ready(ScriptedClient()) as pilot:
-        for key in ("", "ctrl+p"):
-            await pilot.press(*key.split())
-            await until(pilot, lambda: isinstance(pilot.app.focused, Input | TextArea))
-            field = pilot.app.focused
-            assert isinstance(field, Input | TextArea)
-            await until(pilot, lambda field=field: not field.cursor_blink)
 
 
 async def test_the_text_field_is_as_high_as_its_text() -> None:

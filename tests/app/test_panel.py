@@ -12,7 +12,6 @@ from textual.pilot import Pilot
 from textual.widgets import Digits
 
 from .scripted import (
-    LOADED,
     ROWS,
     UNCOUNTED,
     ScriptedClient,
@@ -74,18 +73,6 @@ async def test_all_sections_are_in_view_at_36_rows() -> None:
         await until(pilot, lambda: shown(pilot, "experts"))
 
 
-async def test_sections_that_fit_exactly_are_in_view() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(120, 36)) as pilot:
-        request = await ask(pilot, client)
-        client.say(stats(request))
-        await finish(pilot, client, request)
-        for number in range(1, 12):  # lines that the reason takes
-            client.say(dataclasses.replace(LOADED, reason="because " * 3 * number + f"end{number}"))
-            await until(pilot, lambda number=number: f"end{number}" in screen_text(pilot))
-            await until(pilot, lambda: panel(pilot).max_scroll_y == 0)
-
-
 async def test_the_context_is_the_same_everywhere() -> None:
     client = ScriptedClient()
     async with ready(client, size=(120, 50)) as pilot:
@@ -143,16 +130,6 @@ async def test_a_hidden_panel_gives_the_keys_back() -> None:
         await until(pilot, lambda: panel(pilot).display)
         await pilot.click(PerformancePanel)
         assert isinstance(pilot.app.focused, Composer)
-
-
-async def test_two_lines_hold_the_hit_rate() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(80, 24)) as pilot:
-        request = await ask(pilot, client)
-        await show(pilot, client, ROWS, request, "hits 62 %")
-        assert "neurons 38 %" in screen_text(pilot)
-        await show(pilot, client, VIRTUAL, request, "virtual 58.9 tokens/s")
-        assert "hits 62 %" in screen_text(pilot)
 
 
 async def test_the_map_of_experts_follows_the_terminal() -> None:

@@ -273,16 +273,6 @@ def test_another_model_answers(tiny_pack: Path, exact_pack: Path, tmp_path: Path
     assert ran.code == 0 and "best quality first: Exact" in ran.err
 
 
-def test_a_chat_is_continued_by_its_own_model(tiny_pack: Path, tmp_path: Path) -> None:
-    mine = Path(shutil.copytree(tiny_pack, tmp_path / "mine"))
-    assert run_cli("ask", "-m", str(mine), "--max-tokens", "2", "hi").code == 0
-    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"/models\n/last\n/models\non\n")
-    assert ran.code == 0 and ran.err.count("answers at preset") == 2, ran.err
-    shutil.rmtree(mine)
-    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"/last\non\n")
-    assert ran.err.count("answers at preset") == 1 and "mine, which is not installed any more" in ran.err, ran.err
-
-
 def test_a_model_that_cannot_be_loaded(kept: History) -> None:
     class Broken(ScriptedClient):
         def poll(self, timeout: float = 0.0) -> list[Update]:
@@ -292,19 +282,11 @@ def test_a_model_that_cannot_be_loaded(kept: History) -> None:
         PlainChat(Broken(), kept, ChatSetup(), 100, reader("hi")).run()
 
 
-def test_the_command_chats_with_a_real_model(tiny_pack: Path) -> None:
-    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4", "--seed", "1"]
-    done = CliRunner().invoke(cli, given, input="hi\nand more\n/history\n", standalone_mode=False)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.count("tiny: ") == 2 and "1: hi, 4 messages" in done.stderr
+def test_impossible_options_are_refused_at_the_start(tiny_pack: Path) -> None:
+    assert "cannot be" in explained(run_cli("--plain", "-m", str(tiny_pack), "--top-k", "1000001", stdin=b"hi\n"), 2)
 
 
-@pytest.mark.parametrize("options", [("--seed", "-1"), ("--repetition-penalty", "inf"), ("--top-k", "1000001")])
-def test_impossible_options_are_refused_at_the_start(tiny_pack: Path, options: tuple[str, str]) -> None:
-    assert "cannot be" in explained(run_cli("--plain", "-m", str(tiny_pack), *options, stdin=b"hi\n"), 2)
-
-
-@pytest.mark.parametrize("line", [b"caf\xe9", b"\xff\xfe\x00", b"/open 5"])
+@pytest.mark.parametrize("line", [b"caf\xe9", b"/open 5"])
 def test_what_is_piped_in_and_cannot_be_done_is_told_and_fails(tiny_pack: Path, line: bytes) -> None:
     ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", "--seed", "1", stdin=b"hi\n" + line + b"\nhi\n")
     assert ran.code == 1 and ran.out.count("tiny: ") == 2 and "bug in floe-chat" not in ran.err

@@ -13,7 +13,6 @@ from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 
-from ..helpers import run_cli
 from .model_server import ANSWER, ModelServer, Reply, models, said, serving
 from .test_remote_client import heard, loaded, text
 
@@ -67,11 +66,3 @@ def test_a_certificate_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert text(heard(client, Finished, Failed)) == ANSWER
         client.close()
     assert {one.headers["authorization"] for one in asked.asked} == {f"Bearer {KEY}"}
-
-
-def test_ask_says_so_too(tmp_path: Path) -> None:
-    _, tls = certificate(tmp_path, "IP:127.0.0.1")
-    with serving(server(tls)) as asked:
-        ran = run_cli("ask", "--connect", asked.url, "secret", "--no-save")
-        assert ran.code == 1 and "cannot prove that it is 127.0.0.1" in ran.err and "Traceback" not in ran.err
-        assert not asked.asked

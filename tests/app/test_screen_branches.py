@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock
@@ -159,10 +158,9 @@ async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
         assert "copy" in text_of(code)
 
 
-@pytest.mark.parametrize("width", [60, 80])
-async def test_the_bar_names_every_key_on_a_narrow_screen(width: int) -> None:
+async def test_the_bar_names_every_key_on_a_narrow_screen() -> None:
     client = ScriptedClient()
-    async with ready(client, size=(width, 20)) as pilot:
+    async with ready(client, size=(60, 20)) as pilot:
         await exchange(pilot, client, "one", "Plain `words`.")
         await pilot.press("ctrl+up")
         await until(pilot, lambda: "delete d" in shown(pilot))

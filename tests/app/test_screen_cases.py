@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
-from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.chat.turns import UserTurn
-from floe_chat.app.widgets.markdown.code import CodeBlock
-from floe_chat.app.widgets.markdown.folded import Folded
 from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
 from floe_chat.app.widgets.panel import status_line
 from floe_chat.engine.events import Failed, Finished, Loading
@@ -110,14 +107,6 @@ async def test_questions_wait_for_their_turn() -> None:
         await until(pilot, lambda: len(client.asked) == 3)
         assert client.asked[2][-2:] == (PromptTurn("assistant", "second"), PromptTurn("user", "three"))
         assert not [turn for turn in pilot.app.query(UserTurn) if turn.note]
-
-
-async def test_quit_while_loading() -> None:
-    client = ScriptedClient()
-    async with app_for(client).run_test() as pilot:
-        await until(pilot, lambda: client.started)
-        await pilot.press("ctrl+q")
-        await until(pilot, lambda: pilot.app.return_value == 0)
 
 
 async def test_failed_load_gives_the_text_back() -> None:
@@ -227,21 +216,6 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         await until(pilot, lambda: status(pilot).state == "stopped")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: status(pilot).state == "ready")
-
-
-async def test_open_code_fence_is_plain_until_it_closes() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, "Look:\n\n```python\nx = 1\n"))
-        plain = answer(pilot).query_one(".open-fence", Folded)
-        await until(pilot, lambda: plain.display and text_of(plain) == "x = 1")
-        assert not answer(pilot).query(CodeBlock)
-        client.say(TextDelta(request, "```\nDone. <div>tag</div>\n"))
-        await until(pilot, lambda: bool(answer(pilot).query(CodeBlock)) and not plain.display)
-        await finish(pilot, client, request)
-        await until(pilot, lambda: answer(pilot).query_one(AnswerMarkdown).source == answer(pilot).text)
-        await until(pilot, lambda: "<div>tag</div>" in screen_text(pilot))
 
 
 async def test_transcript_follows_its_end_unless_scrolled_away() -> None:

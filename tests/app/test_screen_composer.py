@@ -62,16 +62,6 @@ async def test_files_and_long_texts_are_attached(tmp_path: Path, monkeypatch: py
         assert chips(pilot) == []
 
 
-async def test_a_tilde_in_the_working_folder_is_a_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "~tilde.txt").write_text("in the working folder")
-    async with ready(ScriptedClient()) as pilot:
-        await write(pilot, "@tilde")
-        await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
-        await pilot.press("enter")
-        await until(pilot, lambda: chips(pilot) == ["▤ ~tilde.txt  4 tokens  ×"])
-
-
 async def test_files_with_odd_names_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my dir").mkdir()

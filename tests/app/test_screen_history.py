@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import ChatSetup, Conversation, History, Message, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
@@ -20,9 +17,7 @@ from floe_chat.app.widgets.chat.turns import Turn, UserTurn
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
-from .scenes import still
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
-from .wizardry import shown as words
 
 NOON = 3_931_200_000  # 15 Feb 1970, everywhere but at the date line
 
@@ -123,34 +118,6 @@ async def test_pages_of_the_list_are_eight_chats() -> None:
     assert history.close()
 
 
-async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
-    history = History(None)
-    for number in (41, 42):
-        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, ChatSetup(), 2)))
-    assert history.settle()
-    async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
-        await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen_text(pilot).count("2 messages") == 2)
-        assert "Ctrl+D deletes · Ctrl+Z restores · Esc closes" in screen_text(pilot)
-        await write(pilot, "long 42")
-        await until(pilot, lambda: "Long 41" not in words(pilot) and "2 · 15 Feb 1970 │" in words(pilot))
-        assert words(pilot).count("Long 42") == 1
-
-
-async def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_file: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("floe_chat.models.private_file.os.fsync", refuse)
-    client = ScriptedClient()
-    async with ready(client, history=History(None)) as pilot:
-        await exchange(pilot, client, "about ice", "floes drift")
-        composer(pilot).put(f"/export {tmp_path}/chat.md")
-        await pilot.press("enter")
-        await until(pilot, lambda: "Free some space on that disk" in screen_text(pilot))
-    assert not list(tmp_path.iterdir())
-
-
 @asynccontextmanager
 async def at_the_end_of(client: ScriptedClient, count: int) -> AsyncGenerator[Pilot[int]]:
     """The screen with a chat of so many messages, taken up again."""
@@ -235,22 +202,3 @@ async def test_a_damaged_history_is_told_and_the_chat_goes_on(tmp_path: Path) ->
         await until(pilot, lambda: isinstance(pilot.app.screen, HistoryScreen) and "still" in screen_text(pilot))
         assert not [turn for turn in pilot.app.screen_stack[0].query(UserTurn) if turn.note]
     assert history.close()
-
-
-@pytest.mark.parametrize("size", [(80, 24), (60, 20)], ids=str)
-async def test_the_first_message_of_a_long_chat_is_seen_when_it_is_selected(size: tuple[int, int]) -> None:
-    history, client = History(None), ScriptedClient()
-    tree = long_tree(600)
-    said = [replace(message, text=message.text + "\n\nmore" * (message.position % 2 * 30)) for message in tree.messages]
-    history.add(replace(tree, messages=tuple(said)))
-    history.settle()
-    async with ready(client, size=size, history=history) as pilot:
-        await write(pilot, "/last")
-        await pilot.press("enter")
-        await until(pilot, lambda: "number 599" in "\n".join(shown(pilot)))
-        await still(pilot)
-        await pilot.press("ctrl+up", "home")
-        await until(pilot, lambda: (turn := transcript(pilot).selected) is not None and turn.text == "number 0")
-        await still(pilot)
-        assert transcript(pilot).scroll_y == 0 and "number 0" in screen_text(pilot)
-    history.close()

@@ -91,7 +91,7 @@ def test_what_cannot_be_is_not_written(file: Path, values: dict[str, Any]) -> No
     assert not file.exists()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_prompt_survives_a_round_trip(file: Path, seed: int) -> None:
     dice = random.Random(seed)
     parts = [

@@ -67,12 +67,6 @@ def quantized(method: str) -> dict[str, Any]:
     ("changed", "said"),
     [
         (quantized("awq"), f"{REPO} has AWQ weights, which cannot be read yet"),
-        (quantized("gptq"), "has GPTQ weights"),
-        (quantized("fp8"), "has FP8 weights"),
-        (quantized("bitsandbytes"), "has bitsandbytes weights"),
-        (quantized("compressed-tensors"), "has compressed-tensors weights"),
-        (quantized("mxfp4"), "has MXFP4 weights"),
-        (quantized("brand-new"), "has 'brand-new' weights"),
         ({"quantization_config": {"bits": 4}}, "has quantized weights"),
         ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
         ({"model_type": "brand_new_moe"}, "'brand_new_moe' is not supported yet"),

