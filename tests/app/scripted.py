@@ -7,9 +7,20 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Question, Refused, Submitted, Update
+from floe_chat.app.client.interface import (
+    Choice,
+    Client,
+    Cost,
+    PromptTurn,
+    Question,
+    Refused,
+    Submitted,
+    TextDelta,
+    Update,
+)
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -287,6 +298,16 @@ async def ready(
         yield pilot
 
 
+@asynccontextmanager
+async def chatting(
+    size: tuple[int, int] = (120, 40), **given: Any
+) -> AsyncGenerator[tuple[ScriptedClient, Pilot[int]]]:
+    """That screen, and the client behind it."""
+    client = ScriptedClient()
+    async with ready(client, size, **given) as pilot:
+        yield client, pilot
+
+
 def status(pilot: Pilot[int]) -> StatusLine:
     """The bottom row."""
     return pilot.app.screen_stack[0].query_one(StatusLine)
@@ -306,6 +327,12 @@ async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> in
     return len(client.asked)
 
 
+async def order(pilot: Pilot[int], text: str) -> None:
+    """Write a command or a question as a fast typist does, and press Enter."""
+    composer(pilot).put(text)
+    await pilot.press("enter")
+
+
 async def finish(
     pilot: Pilot[int], client: ScriptedClient, request: int, reason: str = "stop", *, waiting: bool = False
 ) -> None:
@@ -313,3 +340,10 @@ async def finish(
     client.say(Finished(request, reason, stats(request)))
     if not waiting:
         await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+
+
+async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str, reason: str = "stop") -> None:
+    """A question and its whole answer."""
+    request = await ask(pilot, client, question)
+    client.say(TextDelta(request, answer))
+    await finish(pilot, client, request, reason)

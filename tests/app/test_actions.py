@@ -50,7 +50,7 @@ async def test_help_lists_the_keys_of_the_page_that_is_open(
     page: type[WizardScreen | ModelsScreen], own: str, setups: Setups
 ) -> None:
     async with ready(ScriptedClient()) as pilot:
-        opened: Screen[Any] = page(setups, surveyor=survey)
+        opened: Screen[Any] = page(setups, entries=(), surveyor=survey)
         await pilot.app.push_screen(opened)
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))

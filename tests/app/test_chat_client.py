@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
+from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_process import ChatProcess
 
 from ..helpers import edit_json, reseal
@@ -262,7 +263,10 @@ def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path, to
     client.close()
 
 
-def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pack: Path, tmp_path: Path) -> None:
+def test_a_template_that_loops_is_stopped_and_the_next_question_answered(
+    tiny_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.3)
     loops = "{% if 'loop' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     pack = crafted(
         tiny_pack,
@@ -313,3 +317,108 @@ def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
         client.submit(Question([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4))
     old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
     assert client.submit(Question([*old, *HI], GREEDY, 4)).dropped == 4
+
+
+# The client with a model that thinks: thinking is apart, does not count as answer, and is not sent back
+
+
+OPENS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
+)
+MAY = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}[assistant]"
+Opened = Callable[[str], ChatClient]
+
+
+@pytest.fixture
+def with_template(tiny_pack: Path, tmp_path: Path) -> Iterator[Opened]:
+    """Opens the tiny model with another chat template."""
+    clients: list[ChatClient] = []
+
+    def open_it(template: str) -> ChatClient:
+        pack = Path(shutil.copytree(tiny_pack, tmp_path / str(len(clients))))
+        edit_json(pack / "tokenizer_config.json", lambda fields: fields.update(chat_template=template))
+        reseal(pack)
+        clients.append(ChatClient(pack, None, "cpu"))
+        clients[-1].start()
+        until(clients[-1], Loaded)
+        return clients[-1]
+
+    yield open_it
+    for client in clients:
+        client.close()
+
+
+def thought(client: ChatClient, stop_at: int) -> tuple[str, int, str, Finished]:
+    """Thinking, its tokens, and answer of what runs, which is stopped at some tokens."""
+    found, tokens, text = "", 0, ""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for update in client.poll(timeout=0.2):
+            match update:
+                case ThoughtDelta():
+                    found, tokens = found + update.text, tokens + update.tokens
+                    if tokens >= stop_at:
+                        client.cancel()
+                case TextDelta():
+                    text += update.text
+                case Finished():
+                    return found, tokens, text, update
+                case _:
+                    pass
+    raise AssertionError(f"no end after {found!r}, {text!r}")
+
+
+def test_thinking_comes_apart_and_has_room_of_its_own(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    assert client.thinking == "optional" and client.most_new(8) > 2000
+    client.submit(Question(HI, GREEDY, 8))
+    found, tokens, text, finished = thought(client, 20)
+    assert text == "" and found.strip() and finished.reason in ("cancelled", "context", "stop")
+    assert tokens >= min(20, finished.stats.new_tokens)
+    client.think = False
+    assert client.most_new(8) == 8
+    client.submit(Question(HI, GREEDY, 8))
+    found, tokens, text, finished = thought(client, 20)
+    assert (found, tokens, finished.reason) == ("", 0, "length") and text and finished.stats.new_tokens == 8
+
+
+def test_an_answer_is_as_long_as_was_asked_for(with_template: Opened) -> None:
+    client = with_template(MAY)
+    assert client.thinking == "always"
+    client.submit(Question(HI, GREEDY, 5))
+    found, _, text, finished = thought(client, 1)
+    assert not found and finished.reason == "length" and finished.stats.new_tokens >= 5
+    assert client.count(text) in range(1, 16)  # five tokens, of which broken characters are shown as three bytes
+    client.submit(Question(HI, GREEDY, 5))
+    assert thought(client, 1)[3].reason == "length"
+
+
+def test_the_next_turn_reuses_what_it_has_in_common_with_the_last(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    first = client.submit(Question(HI, GREEDY, 8))
+    found, _, _, _ = thought(client, 12)
+    talk = [*HI, PromptTurn("assistant", "yes", found), PromptTurn("user", "on")]
+    submitted = client.submit(Question(talk, GREEDY, 8))
+    reused = thought(client, 1)[3].stats.reused_tokens
+    assert first.prompt_tokens is not None
+    # Thinking is not sent back: the prompts part where the first one opens it.
+    assert first.prompt_tokens - len("<think>") <= reused < first.prompt_tokens
+    client.submit(Question(talk, GREEDY, 8))
+    again = thought(client, 8)
+    fresh = with_template(OPENS)
+    fresh.submit(Question(talk, GREEDY, 8))
+    assert again[0][:6] == thought(fresh, 8)[0][:6]
+    assert client.context_of(talk, 8) == (submitted.prompt_tokens, 0)
+
+
+def test_an_answer_goes_on_inside_and_after_its_thinking(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    plain = client.submit(Question(HI, GREEDY, 4)).prompt_tokens
+    thought(client, 1)
+    inside = client.submit(Question(HI, GREEDY, 4, thought="They say")).prompt_tokens
+    assert thought(client, 1)[2] == "" and plain is not None and inside is not None
+    assert inside == plain + len("They say")
+    after = client.submit(Question(HI, Sampling(temperature=0), 4, "Yes", thought="They say")).prompt_tokens
+    text, finished = answered(client)
+    assert text and finished.reason == "length" and after == inside + len("\n</think>\n\nYes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from floe_chat.app.screens.chat.chat import ChatScreen
-from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.widgets.common.hints import rows
 from floe_chat.app.widgets.common.keys import key_name
 from floe_chat.engine.events import PrefillProgress
@@ -12,7 +11,7 @@ from textual import events
 from textual.pilot import Pilot
 
 from .scenes import showing, still
-from .scripted import ScriptedClient, ask, ready, status, until
+from .scripted import ask, chatting, until
 from .wizardry import lines, shown
 
 
@@ -32,8 +31,7 @@ async def see(pilot: Pilot[int], words: str) -> None:
 
 
 async def test_the_bottom_row_of_the_chat() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(150, 40)) as pilot:
+    async with chatting(size=(150, 40)) as (client, pilot):
         for words, page, leave in (
             ("F1 help", "Function keys", "Esc closes"),
             ("Ctrl+P commands", "Search for commands", ""),
@@ -53,16 +51,8 @@ async def test_the_bottom_row_of_the_chat() -> None:
         await until(pilot, lambda: client.cancelled == 1)
 
 
-async def test_hints_follow_the_keys_of_ones_own() -> None:
-    async with ready(ScriptedClient(), size=(150, 40)) as pilot:
-        status(pilot).keys = {"help": "f12,f11"}
-        await click(pilot, "F12 help")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-
-
 async def test_stopping_stays_in_reach_on_a_narrow_terminal() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(60, 20)) as pilot:
+    async with chatting(size=(60, 20)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(PrefillProgress(request, 1, 20))
         await click(pilot, "Esc stop")

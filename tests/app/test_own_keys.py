@@ -21,7 +21,7 @@ from floe_chat.app.widgets.common.keys import key_name
 from textual.pilot import Pilot
 
 from .made_up import survey
-from .scripted import ScriptedClient, ask, composer, finish, ready, status, until
+from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, status, until
 from .wizardry import see, shown
 
 OWN = {
@@ -82,8 +82,7 @@ def wrong(pilot: Pilot[int]) -> list[str]:
 
 async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
     assert set(OWN) == set(SETTABLE)
-    client = ScriptedClient()
-    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+    async with ready(ScriptedClient(), size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
         await see(pilot, "Alt+L new line · F12 explains", "Ctrl+X quit", "Ctrl+K commands")
         assert not wrong(pilot)
         await pilot.press("alt+g", "down", "down")
@@ -105,7 +104,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
             assert not wrong(pilot), action
             await pilot.press(key)
             await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
-        pilot.app.push_screen(WizardScreen(setups, surveyor=survey))
+        pilot.app.push_screen(WizardScreen(setups, entries=(), surveyor=survey))
         await see(pilot, "Enter continues", "Ctrl+X quit")
         assert not wrong(pilot)
         await pilot.press("escape")
@@ -116,8 +115,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
 
 
 async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+    async with chatting(size=(120, 40), settings=settings_with(OWN, tmp_path)) as (client, pilot):
         await finish(pilot, client, await ask(pilot, client, "first"))
         await pilot.press("ctrl+up", "alt+f")
         await see(pilot, "Alt+F resumes them")
@@ -157,18 +155,15 @@ def test_keys_of_text_field_and_messages_do_not_meet(tmp_path: Path) -> None:
 
 
 async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, settings=settings_with({"stop": "f10"}, tmp_path)) as pilot:
+    async with chatting(settings=settings_with({"stop": "f10"}, tmp_path)) as (client, pilot):
         request = await ask(pilot, client)
         await finish(pilot, client, request)
-        composer(pilot).put("/edit")
-        await pilot.press("enter")
+        await order(pilot, "/edit")
         await see(pilot, "F10 cancels")
         await pilot.press("f10")
         await until(pilot, lambda: "leaves it" not in shown(pilot))
         await ask(pilot, client, "more")
-        composer(pilot).put("/again")
-        await pilot.press("enter")
+        await order(pilot, "/again")
         await see(pilot, "Stop the running answer first (F10)")
         await pilot.press("escape")
         assert client.cancelled == 0

@@ -36,14 +36,6 @@ def test_ask_gives_the_figures_that_can_be_known() -> None:
     assert (body["max_tokens"], body["seed"], body["messages"][-1]["content"]) == (9, 3, "hi")
 
 
-def test_a_chat_goes_on_at_the_server() -> None:
-    with serving(recorded("ollama")) as server:
-        assert run_cli("ask", "--connect", server.url, "first").code == 0
-        ran = run_cli("ask", "--connect", server.url, "--continue", "second")
-    assert (ran.code, ran.err) == (0, "")
-    assert [turn["content"] for turn in server.questions[1].body["messages"]] == ["first", ANSWER, "second"]
-
-
 def test_a_local_chat_is_sent_away_with_a_word(tiny_pack: Path) -> None:
     assert run_cli("ask", "-m", str(tiny_pack), "first", "--max-tokens", "3").code == 0
     with serving(recorded("vllm")) as server:

@@ -15,7 +15,7 @@ from floe_chat.app.widgets.chat.blocks import Welcome
 from textual.pilot import Pilot
 
 from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving
-from .scripted import app_for, screen_text, status, text_of, until, write
+from .scripted import app_for, order, screen_text, status, text_of, until
 from .wizardry import surveyor
 
 HELLO = {"content": "Hello"}
@@ -36,11 +36,6 @@ async def connected(
         client.close()
 
 
-async def ask(pilot: Pilot[int], text: str) -> None:
-    await write(pilot, text)
-    await pilot.press("enter")
-
-
 async def answered(pilot: Pilot[int], text: str = ANSWER) -> None:
     await until(pilot, lambda: text in screen_text(pilot) and status(pilot).state in ("ready", "stopped"))
 
@@ -50,7 +45,7 @@ async def test_the_panel_shows_what_can_be_known() -> None:
         async with connected(server) as pilot:
             shown = screen_text(pilot)
             assert "prefill" not in shown and "window 40960" in shown and "context 0" not in shown
-            await ask(pilot, "What is an expert?")
+            await order(pilot, "What is an expert?")
             await answered(pilot)
             await until(pilot, lambda: "context 25/40960" in screen_text(pilot) and "11 tokens" in screen_text(pilot))
             shown = screen_text(pilot)
@@ -68,12 +63,12 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             assert f"remote. Your questions, the chat before them and attached files are sent to {host}" in welcome
             assert "Nothing you write leaves it" not in screen_text(pilot)
             for page in ("/help", "/history", "/settings", "/models"):
-                await ask(pilot, page)
+                await order(pilot, page)
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
                 await until(pilot, lambda: f"remote {host}" in screen_text(pilot))
                 await pilot.press("escape")
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
-            pilot.app.push_screen(WizardScreen(setups, surveyor=surveyor()))
+            pilot.app.push_screen(WizardScreen(setups, entries=(), surveyor=surveyor()))
             await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "machine" in screen_text(pilot))
             await pilot.press("escape")
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
@@ -81,7 +76,7 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "at least" in screen_text(pilot))
             await pilot.resize_terminal(120, 40)
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
-            await ask(pilot, "/quality")
+            await order(pilot, "/quality")
             await until(pilot, lambda: f"{host} decides about quality" in screen_text(pilot))
 
 
@@ -91,7 +86,7 @@ async def test_it_connects_once_the_server_is_there() -> None:
             await until(pilot, lambda: "has a problem" in screen_text(pilot) and "loading model" in screen_text(pilot))
             server.models = models("tiny")
             await until(pilot, lambda: status(pilot).state == "ready")
-            await ask(pilot, "hi")
+            await order(pilot, "hi")
             await answered(pilot, "Hello")
 
 
@@ -104,7 +99,7 @@ async def test_a_local_chat_says_that_it_is_sent_away(tmp_path: Path) -> None:
     history.settle()
     with serving(recorded("vllm")) as server:
         async with connected(server, history=history) as pilot:
-            await ask(pilot, "/last")
+            await order(pilot, "/last")
             said_so = "demo answered this chat. Your next question sends all of it"
             await until(pilot, lambda: said_so in screen_text(pilot))
             assert not server.questions

@@ -13,11 +13,10 @@ from textual.widgets import Static
 
 from .scripted import (
     ROWS,
-    ScriptedClient,
     ask,
+    chatting,
     composer,
     finish,
-    ready,
     screen_text,
     stats,
     status,
@@ -32,8 +31,7 @@ _WORDS = ("Look here:", "pass_me_by")
 
 
 async def test_panel_invents_nothing() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         shown = screen_text(pilot)
         assert "not measured yet" in shown and "no GPU" not in shown and " 0 " not in shown.split("Memory")[1]
         request = await ask(pilot, client)
@@ -49,8 +47,7 @@ async def test_panel_invents_nothing() -> None:
 
 
 async def test_layouts_and_the_panel_key() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         panel, strip = pilot.app.query_one(PerformancePanel), pilot.app.query_one(PanelStrip)
         for width, height in ((120, 36), (100, 24), (99, 24), (60, 20)):
@@ -71,8 +68,7 @@ async def test_layouts_and_the_panel_key() -> None:
 
 
 async def test_a_held_panel_shows_nothing_newer() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         client.say(stats(request))
         await until(pilot, lambda: "58.9" in screen_text(pilot) or "3.20 MB" in screen_text(pilot))
@@ -89,8 +85,7 @@ async def test_a_held_panel_shows_nothing_newer() -> None:
 
 
 async def test_the_panel_explains_its_words() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(120, 60)) as pilot:
+    async with chatting(size=(120, 60)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(stats(request, rows=ROWS))
         await until(pilot, lambda: "hit rate 62 %" in screen_text(pilot))
@@ -108,8 +103,7 @@ async def test_the_panel_explains_its_words() -> None:
 
 
 async def test_help_and_palette() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
@@ -142,8 +136,7 @@ async def test_code_stays_where_it_is_when_its_fence_closes() -> None:
         said, code = found
         return code[1], code[0] - said[0], said[1]
 
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         client.say(TextDelta(request, f"{_WORDS[0]}\n\n```python\n{_WORDS[1]}\n"))
         await until(pilot, lambda: places() is not None)
@@ -159,8 +152,7 @@ async def test_code_stays_where_it_is_when_its_fence_closes() -> None:
 
 
 async def test_prose_stays_narrow_where_code_may_be_wide() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(200, 50)) as pilot:
+    async with chatting(size=(200, 50)) as (client, pilot):
         chat = pilot.app.screen_stack[0]
         chat.dashboard.show_panel("hidden")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         request = await ask(pilot, client, "word " * 60)

@@ -25,6 +25,7 @@ from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .made_up import ENTRIES
 from .wizardry import IMPATIENT, REPO, ended, machine_of, reached
 
 
@@ -193,14 +194,10 @@ def test_the_command_measures_presets_if_asked(hub: FakeHub, published: Path, mo
     assert "tuned on itself" in done.stderr
 
 
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine is one of 12 GB without a GPU."""
+def test_without_a_name_the_recommended_model_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "PUBLISHED", ENTRIES)
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(12 << 30))
-
-
-def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, first = CliRunner(), plan.recommended(plan.offers(machine_of(12 << 30)))
+    runner, first = CliRunner(), plan.recommended(plan.offers(machine_of(12 << 30), ENTRIES))
     assert first is not None
     for more in ([], ["--yes"]):
         which = runner.invoke(cli, ["setup", *more], standalone_mode=False)
@@ -221,6 +218,7 @@ def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeyp
 
 
 def test_without_a_name_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "PUBLISHED", ENTRIES)
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(1 << 29))
     which = CliRunner().invoke(cli, ["setup"], standalone_mode=False)
     assert isinstance(which.exception, UsageError) and "fits this machine" in which.exception.title

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.setup import setups
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import forget, unfinished, wish
@@ -104,20 +102,6 @@ def test_what_was_rounded_before_is_said(kind: str, recommended: bool, files: di
     assert plan.code == 0 and f"Weights of this file are {kind}" in plan.out.replace("\n    ", " ")
     fields = json.loads(run_cli("plan", str(files[kind]), "--json").out)["entry"]
     assert (fields["name"], fields["rounding"], fields["coarse"]) == (f"tiny-model-{kind.lower()}", kind, recommended)
-
-
-def test_the_chat_says_it_too(files: dict[str, Path], tmp_path: Path) -> None:
-    done = run_cli("pack", str(files["Q8_0"]), str(tmp_path / "pack"))
-    assert done.code == 0, done.err
-    client = ChatClient(tmp_path / "pack", None, "cpu", None)
-    client.start()
-    try:
-        deadline, source = time.monotonic() + 120, ""
-        while not source and time.monotonic() < deadline:
-            source = next((getattr(update, "source", "") for update in client.poll(timeout=0.2)), "")
-        assert source == f"{files['Q8_0'].name} (Q8_0)"
-    finally:
-        client.close()
 
 
 def test_a_pack_of_a_file_is_repaired_from_it(files: dict[str, Path], tmp_path: Path) -> None:

@@ -139,17 +139,6 @@ async def test_left_and_come_back_to(published: Path, hub: FakeHub, setups: Setu
     assert PackedModel.open(catalog.find("tiny"))
 
 
-async def test_the_demo_while_it_downloads(published: Path, hub: FakeHub, setups: Setups) -> None:
-    slowly(hub)
-    async with around(wizard(setups, published)) as pilot:
-        await to_progress(pilot)
-        await pilot.press("ctrl+d")
-        await until(pilot, lambda: results(pilot) == [catalog.DEMO])
-        await until(pilot, lambda: setups.words().startswith("tiny: "))
-        hub.faults.clear()
-        await until(pilot, lambda: setups.words() == "tiny is ready", seconds=60)
-
-
 async def test_the_demo_is_always_one_key_away(published: Path, setups: Setups) -> None:
     async with around(wizard(setups, published)) as pilot:
         await see(pilot, "speed was measured")

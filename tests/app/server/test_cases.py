@@ -138,16 +138,6 @@ def test_a_prompt_that_was_read_before_is_not_read_again(demo: Served) -> None:
     assert cached[0] < cached[1] <= second["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
 
 
-def test_a_talk_between_others_finds_its_beginning_again(demo: Served) -> None:
-    talk = user("Let us talk about routers, and only about those, for a while.")
-    answer = demo.post({"messages": talk, "max_tokens": 10}).json()["choices"][0]["message"]["content"]
-    demo.post({"messages": user("What is an expert?"), "max_tokens": 10})
-    longer = [*talk, {"role": "assistant", "content": answer}, *user("Go on.")]
-    assert (
-        demo.post({"messages": longer, "max_tokens": 2}).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    )
-
-
 # The end of the context, where this server moves nothing out
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from floe_chat.app.server import openapi
 from floe_chat.app.server.requests import ChatRequest, CompletionRequest
+from floe_chat.app.server.stops import Stops
+from floe_chat.models.catalog import asset
 from openai import BadRequestError, NotFoundError
 
-from .serving import QUESTIONS, Served, user
+from .serving import QUESTIONS, Served, serving, user
 
 
 def test_answers_are_those_of_the_chat(demo: Served, expected: dict[str, str]) -> None:
@@ -205,3 +209,84 @@ def test_the_description_knows_its_own_examples() -> None:
     assert references <= names.keys()
     fields = names["ChatRequest"]["properties"]
     assert {"messages", "max_completion_tokens", "floe", "stop"} <= fields.keys()
+
+
+# Texts that end an answer, however it is cut into pieces
+
+
+def test_as_if_the_text_came_at_once() -> None:
+    rng = random.Random(0)
+    met = 0
+    for _ in range(3000):
+        text = "".join(rng.choices("ab", k=rng.randrange(30)))
+        stops = ["".join(rng.choices("ab", k=rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
+        ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        cutter, got, rest = Stops(stops), "", text
+        while rest:
+            size = rng.randrange(1, 5)
+            got += cutter.feed(rest[:size])
+            rest = rest[size:]
+        got += cutter.rest()
+        assert cutter.met == bool(ends)
+        assert got == (text[: min(ends)[1]] if ends else text)  # the stop that is complete first ends it
+        met += bool(ends)
+    assert met > 1000
+
+
+# Who may ask the server
+
+
+PAGE = "https://page.example"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Served]:
+    with serving(asset("demo", "packed"), key="a-long-secret", origins=(PAGE,)) as served:
+        yield served
+
+
+WRONG = "", "Bearer", "Bearer wrong", "Basic a-long-secret", "Bearer a-long-secret2", "Bearer \xe9"
+FOREIGN = "evil.example", "evil.example:80", "localhost.evil.example", "[::1", "127.0.0.1.nip.io"
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_only_the_key_opens(locked: Served, given: str) -> None:
+    headers = {b"Authorization": given.encode("latin-1")}
+    for path in ("/models", "/nothing"):
+        reply = httpx2.get(locked.url + path, headers=headers)
+        assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx2.get(f"{locked.root}/metrics", headers=headers).status_code == 401
+    assert httpx2.get(f"{locked.root}/health", headers=headers).status_code == 200
+
+
+def test_the_key_opens(locked: Served) -> None:
+    assert [model.id for model in locked.client().models.list()] == ["demo"]
+
+
+def test_only_pages_that_are_allowed_may_ask(locked: Served, demo: Served) -> None:
+    key = {"Authorization": "Bearer a-long-secret"}
+    allowed = httpx2.get(f"{locked.url}/models", headers={**key, "Origin": PAGE})
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == PAGE
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    before = httpx2.options(f"{locked.url}/chat/completions", headers=asked)
+    assert before.status_code == 200 and before.headers["access-control-allow-origin"] == PAGE
+    for origin in ("https://evil.example", "null", "http://[", "http://evil.example]"):
+        refused = httpx2.get(f"{demo.url}/models", headers={"Origin": origin})
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+    assert httpx2.get(f"{demo.url}/models", headers={"Origin": demo.root}).status_code == 200
+
+
+def test_a_name_that_is_no_address_is_no_fault_of_the_server(locked: Served) -> None:
+    key = {"Authorization": "Bearer a-long-secret", "Host": "[::1"}
+    assert httpx2.get(f"{locked.root}/nothing", headers=key).status_code == 404
+    assert httpx2.get(f"{locked.url}/models", headers=key).status_code == 200
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_another_name_for_this_machine_is_refused(demo: Served, host: str) -> None:
+    assert httpx2.get(f"{demo.url}/models", headers={"Host": host}).status_code == 403
+
+
+def test_names_of_this_machine(demo: Served) -> None:
+    for host in ("localhost", "127.0.0.1:1234", "[::1]:80", "LOCALHOST:8080"):
+        assert httpx2.get(f"{demo.url}/models", headers={"Host": host}).status_code == 200
