@@ -27,7 +27,7 @@ from floe_chat.models import catalog
 from textual.pilot import Pilot
 
 from .made_up import ENTRIES, FOUND, HARDWARE, MODELS, TREES, WISH, ask_for_terms, progress, running, survey
-from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, stats, status, until, write
+from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, order, stats, status, until, write
 from .wizardry import shown
 
 ANSWER = """An **expert** is one of several small networks in each layer. For every token the router picks two of them:
@@ -117,19 +117,11 @@ async def _answered(stage: Stage) -> None:
     await stage.see("end of turn", "which is what makes this fast")
 
 
-async def _thinking(stage: Stage) -> None:
-    request = await stage.ask()
-    stage.client.say(stats(request), ThoughtDelta(request, THOUGHT[:80], 19))
-    await stage.see("thinking", "Thinking, 19 tokens ▸")
-    await until(stage.pilot, lambda: any(rate in shown(stage.pilot) for rate in ("58.9 tokens/s", "prefill 512")))
-
-
 async def _thought(stage: Stage) -> None:
     request = await stage.ask()
     stage.client.say(ThoughtDelta(request, THOUGHT, 1234), TextDelta(request, ANSWER), stats(request))
     await finish(stage.pilot, stage.client, request)
-    composer(stage.pilot).put("/thinking")
-    await stage.press("enter")
+    await order(stage.pilot, "/thinking")
     await stage.see("Thought for 1,234 tokens ▾", "show the formula", "end of turn")
 
 
@@ -175,12 +167,6 @@ async def _panel_of_two_lines(stage: Stage) -> None:
     await stage.see("hits 62 %")
 
 
-async def _no_panel(stage: Stage) -> None:
-    await _rows(stage)
-    stage.chat.dashboard.show_panel("hidden")
-    await until(stage.pilot, lambda: "hits 62 %" not in shown(stage.pilot) and "hit rate" not in shown(stage.pilot))
-
-
 async def _explained(stage: Stage) -> None:
     await _rows(stage)
     await stage.press("tab", "down")
@@ -198,21 +184,8 @@ def _page(key: str, *words: str) -> Scene:
     return open_it
 
 
-async def _searched_help(stage: Stage) -> None:
-    await _page("f1", "Function keys")(stage)
-    await write(stage.pilot, "kv cache")
-    await until(stage.pilot, lambda: "Function keys" not in shown(stage.pilot))
-
-
-async def _nothing_in_help(stage: Stage) -> None:
-    await _page("f1", "Function keys")(stage)
-    await write(stage.pilot, "xyzzy")
-    await stage.see("Nothing found for")
-
-
 async def _settings(stage: Stage) -> None:
-    composer(stage.pilot).put("/settings")
-    await stage.press("enter")
+    await order(stage.pilot, "/settings")
     await stage.see("Settings", "top p")
 
 
@@ -256,13 +229,6 @@ async def _server(stage: Stage) -> None:
     await write(stage.pilot, "secret")
     await stage.press("enter")
     await stage.see("is not the address of a server")
-
-
-async def _remove_server(stage: Stage) -> None:
-    stage.app.push_screen(_models_screen(stage))
-    await stage.see("Installed", "lab")
-    await stage.press(*["down"] * 4, "x")
-    await stage.see("Y deletes", "10.0.0.7")
 
 
 def _models_screen(stage: Stage) -> ModelsScreen:
@@ -320,7 +286,6 @@ SCENES: dict[str, Scene] = {
     "chat-reading": _reading,
     "chat-streaming": _streaming,
     "chat-answered": _answered,
-    "chat-thinking": _thinking,
     "chat-thought": _thought,
     "chat-selected": _selected,
     "chat-error": _error,
@@ -328,11 +293,8 @@ SCENES: dict[str, Scene] = {
     "others": _others,
     "panel-full": _rows,
     "panel-compact": _panel_of_two_lines,
-    "panel-hidden": _no_panel,
     "panel-explained": _explained,
     "help": _page("f1", "Function keys"),
-    "help-search": _searched_help,
-    "help-nothing": _nothing_in_help,
     "palette": _page("ctrl+p", "Search for commands"),
     "settings": _settings,
     "this-chat": _page("f5", "System prompt", "temperature"),
@@ -343,14 +305,12 @@ SCENES: dict[str, Scene] = {
     "models": _models,
     "models-remove": _remove,
     "models-server": _server,
-    "models-remove-server": _remove_server,
     "wizard-resume": _resume,
     "wizard-machine": _machine,
     "wizard-choice": _choice,
     "wizard-folder": _folder,
     "wizard-token": _token,
     "wizard-working": _setup("working", "Setting up"),
-    "wizard-paused": _setup("paused", "is paused"),
     "wizard-done": _setup("done", "is ready"),
     "wizard-failed": _setup("failed", "R tries again"),
     "too-small": _too_small,

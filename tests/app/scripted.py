@@ -7,9 +7,20 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import Choice, Client, Cost, PromptTurn, Question, Refused, Submitted, Update
+from floe_chat.app.client.interface import (
+    Choice,
+    Client,
+    Cost,
+    PromptTurn,
+    Question,
+    Refused,
+    Submitted,
+    TextDelta,
+    Update,
+)
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -248,10 +259,11 @@ def app_for(
 
 async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 30) -> None:
     """Let the application run until `condition` holds; fails with what the screen shows if it never does."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline, pause = asyncio.get_running_loop().time() + seconds, 0.02
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"never came:\n{screen_text(pilot)}"
-        await pilot.pause(0.02)
+        await pilot.pause(pause)
+        pause = min(1.3 * pause, 0.1)  # most conditions draw the whole screen
 
 
 async def write(pilot: Pilot[int], text: str) -> None:
@@ -286,6 +298,16 @@ async def ready(
         yield pilot
 
 
+@asynccontextmanager
+async def chatting(
+    size: tuple[int, int] = (120, 40), **given: Any
+) -> AsyncGenerator[tuple[ScriptedClient, Pilot[int]]]:
+    """That screen, and the client behind it."""
+    client = ScriptedClient()
+    async with ready(client, size, **given) as pilot:
+        yield client, pilot
+
+
 def status(pilot: Pilot[int]) -> StatusLine:
     """The bottom row."""
     return pilot.app.screen_stack[0].query_one(StatusLine)
@@ -305,6 +327,12 @@ async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> in
     return len(client.asked)
 
 
+async def order(pilot: Pilot[int], text: str) -> None:
+    """Write a command or a question as a fast typist does, and press Enter."""
+    composer(pilot).put(text)
+    await pilot.press("enter")
+
+
 async def finish(
     pilot: Pilot[int], client: ScriptedClient, request: int, reason: str = "stop", *, waiting: bool = False
 ) -> None:
@@ -312,3 +340,10 @@ async def finish(
     client.say(Finished(request, reason, stats(request)))
     if not waiting:
         await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+
+
+async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str, reason: str = "stop") -> None:
+    """A question and its whole answer."""
+    request = await ask(pilot, client, question)
+    client.say(TextDelta(request, answer))
+    await finish(pilot, client, request, reason)

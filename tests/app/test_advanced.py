@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from floe_chat.app.settings.file import change, read, settings_file
+from floe_chat.app.settings.file import change, settings_file
 from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel.figures import PanelFigures
 from floe_chat.engine.events import Advanced, Finished, Load, Loaded
-from floe_chat.models.errors import UsageError
 
 from ..engine.driver import Engine, asking
 from ..helpers import explained, run_cli
@@ -43,23 +42,6 @@ def test_a_setting_reaches_the_engine(arguments: tuple[str, ...]) -> None:
     assert "in place" in told and "advanced.transfer" in told
     change(settings_file(), {"advanced.transfer": None})
     assert run_cli(*arguments, *ON_A_TEST_DEVICE).code == 0
-
-
-def test_settings_make_the_engines_record() -> None:
-    assert read(settings_file()).settings.advanced == Advanced()
-    change(
-        settings_file(),
-        {
-            "advanced.predictor": "none",
-            "advanced.cpu_share": False,
-            "advanced.transfer": "staged",
-            "advanced.kv_bits": "8",
-            "advanced.context": 600,
-        },
-    )
-    assert read(settings_file()).settings.advanced == OTHERS
-    with pytest.raises(UsageError, match=r"advanced\.predictor cannot be 'magic'"):
-        change(settings_file(), {"advanced.predictor": "magic"})
 
 
 def test_doctor_shows_them() -> None:

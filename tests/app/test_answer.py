@@ -178,22 +178,6 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-async def test_the_first_words_take_the_place_of_what_was_told_before(layouts: list[object]) -> None:
-    app = Shown(record(""), live=True)
-    async with app.run_test(size=(60, 40)) as pilot:
-        await pilot.pause()
-        assert seen(app)[0].strip() == "…"
-        before = len(layouts)
-        app.turn.show_progress("reading the prompt, 5 of 9 tokens")
-        await pilot.pause()
-        assert seen(app)[0].strip() == "reading the prompt, 5 of 9 tokens"
-        app.turn.feed("Some words " * 9)  # two lines
-        await until(pilot, lambda: "".join(seen(app)).count("Some") == 9)
-        await pilot.pause()
-        assert "prompt" not in "".join(seen(app))
-        assert len(layouts) == before
-
-
 @pytest.mark.parametrize("text", ["\n", "# Heading", "- point", "```\ncode\n", "| a |\n|---|\n| b |\n"])
 async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> None:
     app = Shown(record(""), live=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, Update
+from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
 from floe_chat.models.tokenizer import chat_process
@@ -172,42 +172,14 @@ def test_presets_with_what_they_cost(client: ChatClient) -> None:
     assert until(client, Failed)[0].exit_code == 2
 
 
-def test_long_chats_are_cut_where_the_window_ends(client: ChatClient) -> None:
-    for count in (1, 2, 3, 7, 40, 301):
-        submitted = client.submit(Question(turns(count, 20), GREEDY, 100))
-        answered(client)
-        if count <= 7:
-            assert submitted.dropped == 0
-        else:
-            one_more = client.submit(Question(turns(count, 20)[submitted.dropped :], GREEDY, 100))
-            assert (one_more.dropped, one_more.prompt_tokens) == (0, submitted.prompt_tokens)
-            answered(client)
-            assert client.submit(Question(turns(count, 20)[submitted.dropped - 2 :], GREEDY, 100)).dropped == 2
-            answered(client)
-
-
-def test_before_the_model_is_ready_nothing_can_be_asked(tiny_pack: Path) -> None:
-    client = ChatClient(tiny_pack, None, "cpu")
-    with pytest.raises(TryAgainError):
-        client.submit(Question(HI, GREEDY, 8))
-
-
 def test_a_second_question_has_to_wait(client: ChatClient) -> None:
+    client.cancel()  # what is not there
     client.submit(Question(HI, GREEDY, 400))
     with pytest.raises(TryAgainError, match="still"):
         client.submit(Question(HI, GREEDY, 8))
     client.cancel()
     _, finished = answered(client)
     assert finished.reason == "cancelled"
-    client.submit(Question(HI, GREEDY, 4))
-    assert answered(client)[1].reason == "length"
-
-
-def test_cancelling_nothing_harms_nobody(client: ChatClient) -> None:
-    client.cancel()
-    client.submit(Question(HI, GREEDY, 4))
-    assert answered(client)[1].reason == "length"
-    client.cancel()
     client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
 
@@ -244,29 +216,6 @@ def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(cli
     assert "512" in caught.value.cause and caught.value.hint
     client.submit(Question(HI, GREEDY, 4))
     assert answered(client)[1].reason == "length"
-
-
-def test_turns_that_the_template_refuses_leave_the_client_usable(client: ChatClient) -> None:
-    with pytest.raises(UsageError, match="template"):
-        client.submit(Question([PromptTurn("narrator", "x")], GREEDY, 8))
-    client.submit(Question(HI, GREEDY, 4))
-    assert answered(client)[1].reason == "length"
-
-
-def test_sampling_out_of_range_is_told_and_the_next_is_answered(client: ChatClient) -> None:
-    client.submit(Question(HI, Sampling(top_p=7), 8))
-    failed, _ = until(client, Failed, Finished)
-    assert isinstance(failed, Failed) and failed.exit_code == 2 and "top_p" in failed.title
-    client.submit(Question(HI, GREEDY, 4))
-    assert answered(client)[1].reason == "length"
-
-
-def test_a_preset_changes(client: ChatClient) -> None:
-    client.set_preset("fast")
-    assert until(client, PresetChanged)[0].preset == "Fast"
-    client.set_preset("Exact")
-    failed, _ = until(client, Failed)
-    assert failed.exit_code == 2 and failed.request is None
 
 
 def break_tokenizer(pack: Path) -> None:
@@ -336,7 +285,10 @@ def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path, to
     client.close()
 
 
-def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pack: Path, tmp_path: Path) -> None:
+def test_a_template_that_loops_is_stopped_and_the_next_question_answered(
+    tiny_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.3)
     loops = "{% if 'loop' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     pack = crafted(
         tiny_pack,
@@ -387,3 +339,108 @@ def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
         client.submit(Question([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4))
     old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
     assert client.submit(Question([*old, *HI], GREEDY, 4)).dropped == 4
+
+
+# The client with a model that thinks: thinking is apart, does not count as answer, and is not sent back
+
+
+OPENS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
+)
+MAY = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}[assistant]"
+Opened = Callable[[str], ChatClient]
+
+
+@pytest.fixture
+def with_template(tiny_pack: Path, tmp_path: Path) -> Iterator[Opened]:
+    """Opens the tiny model with another chat template."""
+    clients: list[ChatClient] = []
+
+    def open_it(template: str) -> ChatClient:
+        pack = Path(shutil.copytree(tiny_pack, tmp_path / str(len(clients))))
+        edit_json(pack / "tokenizer_config.json", lambda fields: fields.update(chat_template=template))
+        reseal(pack)
+        clients.append(ChatClient(pack, None, "cpu"))
+        clients[-1].start()
+        until(clients[-1], Loaded)
+        return clients[-1]
+
+    yield open_it
+    for client in clients:
+        client.close()
+
+
+def thought(client: ChatClient, stop_at: int) -> tuple[str, int, str, Finished]:
+    """Thinking, its tokens, and answer of what runs, which is stopped at some tokens."""
+    found, tokens, text = "", 0, ""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for update in client.poll(timeout=0.2):
+            match update:
+                case ThoughtDelta():
+                    found, tokens = found + update.text, tokens + update.tokens
+                    if tokens >= stop_at:
+                        client.cancel()
+                case TextDelta():
+                    text += update.text
+                case Finished():
+                    return found, tokens, text, update
+                case _:
+                    pass
+    raise AssertionError(f"no end after {found!r}, {text!r}")
+
+
+def test_thinking_comes_apart_and_has_room_of_its_own(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    assert client.thinking == "optional" and client.most_new(8) > 2000
+    client.submit(Question(HI, GREEDY, 8))
+    found, tokens, text, finished = thought(client, 20)
+    assert text == "" and found.strip() and finished.reason in ("cancelled", "context", "stop")
+    assert tokens >= min(20, finished.stats.new_tokens)
+    client.think = False
+    assert client.most_new(8) == 8
+    client.submit(Question(HI, GREEDY, 8))
+    found, tokens, text, finished = thought(client, 20)
+    assert (found, tokens, finished.reason) == ("", 0, "length") and text and finished.stats.new_tokens == 8
+
+
+def test_an_answer_is_as_long_as_was_asked_for(with_template: Opened) -> None:
+    client = with_template(MAY)
+    assert client.thinking == "always"
+    client.submit(Question(HI, GREEDY, 5))
+    found, _, text, finished = thought(client, 1)
+    assert not found and finished.reason == "length" and finished.stats.new_tokens >= 5
+    assert client.count(text) in range(1, 16)  # five tokens, of which broken characters are shown as three bytes
+    client.submit(Question(HI, GREEDY, 5))
+    assert thought(client, 1)[3].reason == "length"
+
+
+def test_the_next_turn_reuses_what_it_has_in_common_with_the_last(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    first = client.submit(Question(HI, GREEDY, 8))
+    found, _, _, _ = thought(client, 12)
+    talk = [*HI, PromptTurn("assistant", "yes", found), PromptTurn("user", "on")]
+    submitted = client.submit(Question(talk, GREEDY, 8))
+    reused = thought(client, 1)[3].stats.reused_tokens
+    assert first.prompt_tokens is not None
+    # Thinking is not sent back: the prompts part where the first one opens it.
+    assert first.prompt_tokens - len("<think>") <= reused < first.prompt_tokens
+    client.submit(Question(talk, GREEDY, 8))
+    again = thought(client, 8)
+    fresh = with_template(OPENS)
+    fresh.submit(Question(talk, GREEDY, 8))
+    assert again[0][:6] == thought(fresh, 8)[0][:6]
+    assert client.context_of(talk, 8) == (submitted.prompt_tokens, 0)
+
+
+def test_an_answer_goes_on_inside_and_after_its_thinking(with_template: Opened) -> None:
+    client = with_template(OPENS)
+    plain = client.submit(Question(HI, GREEDY, 4)).prompt_tokens
+    thought(client, 1)
+    inside = client.submit(Question(HI, GREEDY, 4, thought="They say")).prompt_tokens
+    assert thought(client, 1)[2] == "" and plain is not None and inside is not None
+    assert inside == plain + len("They say")
+    after = client.submit(Question(HI, Sampling(temperature=0), 4, "Yes", thought="They say")).prompt_tokens
+    text, finished = answered(client)
+    assert text and finished.reason == "length" and after == inside + len("\n</think>\n\nYes")

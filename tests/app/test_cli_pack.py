@@ -1,4 +1,4 @@
-"""`floe-chat pack`: from a checkpoint to a model that answers, and what it says when it cannot."""
+"""`floe-chat pack` and `transform`: from a checkpoint to a model that answers, and what they say when they cannot."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LOSSLESS = ("--up", "16", "--rows", "16")  # then --dense follows
 
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "mine"
-    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8", "--dense", "4")
-    assert (ran.code, ran.out) == (0, "") and "up 3, gate and down 8, attention 4 bits" in ran.err
+    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8", "--gate", "3", "--dense", "4")
+    assert (ran.code, ran.out) == (0, "") and "up 3, gate 3, down 8, attention 4 bits" in ran.err
     manifest = PackedModel.open(packed, recheck=True).manifest
     assert manifest.name == "mine" and manifest.source.name == tiny_checkpoint.name
     asked = run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3", "--json")
@@ -35,18 +35,9 @@ def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tm
     assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "dense"),
-    [([], "attention 4 bits"), (["--up", "16", "--rows", "16", "--dense", "8"], "attention 8 bits")],
-    ids=["default", "wide-experts"],
-)
-def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(
-    tiny_checkpoint: Path, tmp_path: Path, options: list[str], dense: str
-) -> None:
-    packed = tmp_path / "p"
-    assert dense in run_cli("pack", str(tiny_checkpoint), str(packed), *options).err
-    told = explained(run_cli("ask", "hi", "-m", str(packed), "-p", "exact"), 2)
-    assert dense in told and "--dense 16" in told
+def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(tiny_pack: Path) -> None:
+    told = explained(run_cli("ask", "hi", "-m", str(tiny_pack), "-p", "exact"), 2)
+    assert "attention 4 bits" in told and "--dense 16" in told
 
 
 @pytest.fixture
@@ -120,14 +111,41 @@ def test_an_interrupted_pack_says_so_and_can_be_repeated(
     assert run_cli(*arguments).code == 0
 
 
-def test_gate_and_down_may_differ(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "p"
-    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--rows", "8", "--gate", "3")
-    assert ran.code == 0 and "gate 3, down 8" in ran.err
-    assert run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3").code == 0
-
-
 @pytest.mark.parametrize("name", ["\x1b[31m", " ", "a\nb"])
 def test_a_name_that_cannot_be_shown_is_refused(source: Path, tmp_path: Path, name: str) -> None:
     assert "cannot be called" in explained(run_cli("pack", str(source), str(tmp_path / "out"), "--name", name), 2)
+    assert not (tmp_path / "out").exists()
+
+
+# `floe-chat transform`: a checkpoint of finer experts that packs and answers, and what it says when it cannot
+
+
+def test_transform_then_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    finer, packed = tmp_path / "finer", tmp_path / "packed"
+    ran = run_cli("transform", str(tiny_checkpoint), str(finer), "--parts", "2", "--order", "importance")
+    assert (ran.code, ran.out) == (0, ""), ran
+    assert "4 of 8 experts of 48 neurons per token" in ran.err and f"floe-chat pack {finer}" in ran.err
+    assert run_cli("pack", str(finer), str(packed), "--up", "16", "--rows", "16").code == 0
+    asked = run_cli("ask", "hi", "-m", str(packed), "-p", "exact", "--max-tokens", "3", "--json")
+    assert asked.code == 0 and json.loads(asked.out)["model"] == "packed"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--parts", "3"], ["--parts", "2", "--order", "size"], ["--parts", "2", "--text", "x.txt"]],
+    ids=" ".join,
+)
+def test_bad_options_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:
+    explained(run_cli("transform", str(tiny_checkpoint), str(tmp_path / "out"), *options), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_transformed_is_explained(tiny_checkpoint: Path, tiny_pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for source, code in ((tmp_path / "missing", 2), (tmp_path / "model.gguf", 2), (tiny_pack, 1)):
+        for order in ("none", "importance"):
+            command = ("transform", str(source), str(tmp_path / "out"), "--parts", "2", "--order", order)
+            explained(run_cli(*command), code)
+    same = str(tiny_checkpoint)
+    assert "into its source" in explained(run_cli("transform", same, same, "--parts", "2"), 2)
     assert not (tmp_path / "out").exists()

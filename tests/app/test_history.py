@@ -1,11 +1,13 @@
-"""Conversations as trees: what is written, what is read back, and nothing ever written over."""
+"""Conversations as trees: written, read back, never written over; walked at random; read of 10,000 messages."""
 
 from __future__ import annotations
 
+import random
+import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,11 @@ from floe_chat.app.history import (
     ChatSetup,
     History,
     HistoryTrouble,
-    Ready,
     new_id,
     open_history,
 )
+from floe_chat.app.history.database.opening import connect
+from floe_chat.app.history.database.reading import Reader
 from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, HistoryStore
 from floe_chat.app.history.records import now
 from floe_chat.engine.events import Sampling
@@ -75,25 +78,6 @@ def test_what_was_written_is_read_back(history: History) -> None:
     assert (given.model, given.preset, given.state, given.stats) == ("demo", "Fast", "complete", STATS)
     (listed,) = history.conversations()
     assert (listed.name, listed.first_line, listed.messages, listed.model) == ("What is", "What is", 2, "demo")
-
-
-def test_editing_and_answering_again_make_siblings_that_can_be_switched(history: History) -> None:
-    chat = history.begin(SETUP)
-    first = history.ask(chat, None, "first")
-    one = answered(history, first, "one")
-    below = history.ask(chat, one.id, "below one")
-    two = answered(history, first, "two")
-    edited = history.ask(chat, None, "first, edited")
-    settled(history)
-    assert texts(history, history.conversation(chat).head) == ["first, edited"]
-    assert history.siblings(first) == history.siblings(edited) == (first, edited)
-    assert [(m.sibling, m.siblings) for m in history.messages([first, edited, one.id, two.id])] == [
-        *((1, 2), (2, 2), (1, 2), (2, 2))
-    ]
-    history.switch(chat, history.newest_leaf(one.id))
-    assert history.newest_leaf(one.id) == below
-    assert texts(settled(history), settled(history).conversation(chat).head) == ["first", "one", "below one"]
-    assert history.newest_leaf(first) == two.id
 
 
 def test_a_stopped_answer_can_be_written_on(history: History) -> None:
@@ -154,20 +138,6 @@ def test_closing_ends_running_answers(tmp_path: Path) -> None:
     assert again.close()
 
 
-def test_poll_tells_that_it_is_open_and_when_something_changed(history: History) -> None:
-    settled(history)
-    first = history.poll()
-    assert [type(event) for event in first if not isinstance(event, Changed)] == [Ready]
-    assert history.poll() == []
-    chat = history.begin(SETUP)
-    settled(history)
-    assert history.poll() == [Changed()]
-    history.rename(chat, "a")
-    history.rename(chat, "b")
-    settled(history)
-    assert history.poll() == [Changed()] and history.poll() == []
-
-
 def test_another_history_over_the_same_file_is_noticed(tmp_path: Path) -> None:
     one, other = (settled(History(tmp_path / "history.db")) for _ in range(2))
     one.poll()
@@ -206,23 +176,6 @@ def test_rename_set_up_and_delete_with_undo(history: History) -> None:
     history.undo(mark)
     assert [one.id for one in settled(history).conversations()] == [chat]
     assert history.conversation(chat).head == answer.id and len(history.search("needles")) == 1
-
-
-def test_a_deleted_message_takes_what_follows_with_it_and_undo_brings_all_back(history: History) -> None:
-    chat = history.begin(SETUP)
-    first = history.ask(chat, None, "one")
-    second = answered(history, first, "two")
-    third = history.ask(chat, second.id, "three")
-    mark = history.delete_message(second.id)
-    assert texts(history, settled(history).conversation(chat).head) == ["one"]
-    assert history.messages([first, second.id, third]) == history.messages([first])
-    assert history.search("three") == []
-    history.undo(mark)
-    assert settled(history).conversation(chat).head == third
-    assert texts(history, third) == ["one", "two", "three"]
-    edited = history.ask(chat, None, "one, edited")
-    history.delete_message(edited)
-    assert settled(history).conversation(chat).head == third
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -367,3 +320,216 @@ def test_it_is_closed_while_another_thread_looks(tmp_path: Path) -> None:
         ended.set()
         looking.join(10)
         assert not looking.is_alive()
+
+
+# Random walks over branches, beside the same tree in plain dictionaries
+
+
+@dataclass
+class Model:
+    """The same tree in plain dictionaries."""
+
+    parents: dict[int, int | None] = field(default_factory=dict[int, "int | None"])
+    texts: dict[int, str] = field(default_factory=dict[int, str])
+    head: int | None = None
+
+    def branch(self, head: int | None) -> list[int]:
+        return [] if head is None else [*self.branch(self.parents[head]), head]
+
+    def below(self, top: int) -> set[int]:
+        return {message for message in self.parents if top in self.branch(message)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_walks_over_branches_end_where_a_plain_tree_ends(store: HistoryStore, seed: int) -> None:
+    dice = random.Random(seed)
+    models: dict[int, Model] = {}
+    undo: list[tuple[int, int, Model]] = []
+
+    def begin() -> None:
+        models[chat := new_id()] = Model()
+        store.add_conversation(chat, SETUP)
+
+    def add(chat: int, model: Model) -> None:
+        parent = dice.choice([None, *model.parents, *model.parents])
+        message, text = new_id(parent or 0), f"w{dice.randrange(40)} w{dice.randrange(40)}"
+        if parent is not None and dice.random() < 0.5:
+            store.begin_answer(message, parent, "demo", "", "")
+            store.end_answer(message, text, "complete", STATS)
+        else:
+            store.add_question(message, chat, parent, text, ())
+        model.parents[message], model.texts[message], model.head = parent, text, message
+
+    def switch(chat: int, model: Model) -> None:
+        if model.parents:
+            leaf = store.newest_leaf(chosen := dice.choice(list(model.parents)))
+            assert leaf == max(model.below(chosen))
+            store.switch(chat, leaf)
+            model.head = leaf
+
+    def delete(chat: int, model: Model) -> None:
+        if model.parents:
+            undo.append((mark := new_id(), chat, replace(model, parents=dict(model.parents), texts=dict(model.texts))))
+            store.delete_message(chosen := dice.choice(list(model.parents)), mark)
+            gone = model.below(chosen)
+            above = model.parents[chosen]
+            for message in gone:
+                del model.parents[message], model.texts[message]
+            if model.head in gone:
+                model.head = above if above is not None else max(model.parents, default=None)
+
+    def take_back(chat: int, model: Model) -> None:
+        if undo and undo[-1][1] == chat:
+            mark, _chat, before = undo.pop()
+            added = set(model.parents) - set(before.parents)
+            store.undo(mark)
+            before.parents |= {message: model.parents[message] for message in added}
+            before.texts |= {message: model.texts[message] for message in added}
+            models[chat] = before
+
+    def fork(chat: int, model: Model) -> None:
+        if model.parents:
+            source = model.branch(dice.choice(list(model.parents)))
+            store.fork(copy := new_id(), source[-1])
+            copies = store.branch(store.conversation(copy).head)
+            models[copy] = Model(
+                dict(zip(copies, (None, *copies), strict=False)),
+                {new: model.texts[old] for new, old in zip(copies, source, strict=True)},
+                copies[-1],
+            )
+
+    with store.transaction():
+        begin()
+        for _ in range(150):
+            chat = dice.choice(list(models))
+            dice.choices([add, switch, delete, take_back, fork], [10, 4, 2, 2, 0.3])[0](chat, models[chat])
+    for chat, model in models.items():
+        assert store.conversation(chat).head == model.head
+        assert list(store.branch(model.head)) == model.branch(model.head)
+        found = store.tree(chat).messages
+        assert {message.id: message.parent for message in found} == model.parents
+        assert {message.id: message.text for message in found} == model.texts
+        assert all(message.position == len(model.branch(message.id)) - 1 for message in found)
+        for message in found:
+            same = [other for other, parent in sorted(model.parents.items()) if parent == message.parent]
+            assert list(store.siblings(message.id)) == same
+            assert (message.sibling, message.siblings) == (same.index(message.id) + 1, len(same))
+    every = {message: text for model in models.values() for message, text in model.texts.items()}
+    for word in ("w1", "w7", "w39"):
+        expected = {message for message, text in every.items() if any(w.startswith(word) for w in text.split())}
+        assert {hit.message for hit in store.search(word, 10_000)} == expected
+
+
+# A conversation of 10,000 messages: what is read of it, counted in SQLite's own steps and not by a clock
+
+
+MESSAGES = 10_000
+_GRAIN = 10
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One long conversation, among 300 short ones."""
+    file = tmp_path_factory.mktemp("large") / "history.db"
+    store = open_history(file).store
+    with store.transaction():
+        for number in range(301):
+            store.add_conversation(chat := new_id(), ChatSetup("demo"), f"chat {number}")
+            parent = None
+            for place in range(MESSAGES if number == 150 else 2):
+                message = new_id(parent or 0)
+                store.insert(
+                    message, chat, parent, "assistant" if place % 2 else "user", f"message {place} of {number}"
+                )
+                parent = message
+            store.switch(chat, parent)
+    store.close()
+    return file
+
+
+@pytest.fixture
+def connection(file: Path) -> Iterator[sqlite3.Connection]:
+    opened = connect(file)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reader(connection: sqlite3.Connection) -> Reader:
+    return HistoryStore(connection)
+
+
+def steps(connection: sqlite3.Connection, read: Callable[[], object]) -> int:
+    """Instructions of SQLite's virtual machine that `read` takes."""
+    count = 0
+
+    def tick() -> int:
+        nonlocal count
+        count += _GRAIN
+        return 0
+
+    connection.set_progress_handler(tick, _GRAIN)
+    try:
+        read()
+    finally:
+        connection.set_progress_handler(None, 0)
+    return count
+
+
+def head(reader: Reader, title: str) -> int:
+    (found,) = [one for one in reader.conversations(400) if one.title == title]
+    shown = reader.conversation(found.id).head
+    assert shown is not None
+    return shown
+
+
+def test_a_branch_costs_a_few_steps_per_message(connection: sqlite3.Connection, reader: Reader) -> None:
+    last = head(reader, "chat 150")
+    assert len(reader.branch(last)) == MESSAGES
+    assert steps(connection, lambda: reader.branch(last)) < 60 * MESSAGES
+
+
+def test_a_window_costs_the_same_in_a_long_and_in_a_short_conversation(
+    connection: sqlite3.Connection, reader: Reader
+) -> None:
+    branch = reader.branch(head(reader, "chat 150"))
+    for start in (0, 5_000, MESSAGES - 50):
+        window = branch[start : start + 50]
+        assert steps(connection, lambda window=window: reader.messages(window)) < 150 * 50
+        assert [message.position for message in reader.messages(window)] == list(range(start, start + 50))
+    assert len(reader.messages(branch)) == MESSAGES
+
+
+def test_a_page_of_the_list_costs_as_much_as_it_is_long(connection: sqlite3.Connection, reader: Reader) -> None:
+    page = reader.conversations(50)
+    assert steps(connection, lambda: reader.conversations(50)) < 100 * 50
+    assert steps(connection, lambda: reader.conversations(50, page[-1])) < 100 * 50
+    assert [one.messages for one in reader.conversations(400) if one.title == "chat 150"] == [MESSAGES]
+
+
+def test_a_search_in_all_of_it_finds_the_place(reader: Reader) -> None:
+    (hit,) = reader.search('"message 8642 of 150"')
+    assert (hit.position, hit.shown, hit.name) == (8642, True, "chat 150")
+    assert len(reader.search("message", 30)) == 30
+
+
+def test_a_long_branch_can_be_deleted_taken_back_forked_and_wiped(file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "history.db"
+    copy.write_bytes(file.read_bytes())
+    store = open_history(copy).store
+    (chat,) = [one.id for one in store.conversations(400) if one.title == "chat 150"]
+    branch = shown(store, chat)
+    with store.transaction():
+        store.delete_message(branch[1], mark := new_id())
+        assert shown(store, chat) == branch[:1]
+        store.undo(mark)
+        assert shown(store, chat) == branch
+        store.fork(fork := new_id(), branch[4_999])
+        store.delete_message(branch[1], mark)
+        assert store.purge((mark >> 20) + 1) == 1
+    assert shown(store, chat) == branch[:1] and len(shown(store, fork)) == 5_000
+    store.close()
+
+
+def shown(reader: Reader, chat: int) -> tuple[int, ...]:
+    return reader.branch(reader.conversation(chat).head)

@@ -259,20 +259,10 @@ def test_a_lock_asks_to_try_again(filled: Path, monkeypatch: pytest.MonkeyPatch)
     lock.close()
 
 
-@pytest.mark.parametrize("command", ["", "list", "search", "show", "export", "import", "delete"])
-def test_help_has_examples(command: str) -> None:
-    ran = history(*([command] if command else []), "--help")
-    assert ran.code == 0 and "Example" in ran.out and f"floe-chat history {command}".strip() in ran.out
-    assert max(map(len, ran.out.splitlines())) <= 80
-
-
 def test_numbers_that_are_none_are_usage_errors(filled: Path) -> None:
-    for arguments in (["show", "x"], ["show"], ["delete"], ["search"], ["list", "-n", "0"], ["show", "9" * 30]):
+    for arguments in (["show"], ["delete"], ["search"], ["list", "-n", "0"]):
         assert history(*arguments).code == 2, arguments
+    for number in ("0", "x", "²", "1.5", "9" * 5000):
+        ran = history("show", number)
+        assert ran.code == 2 and "is not a chat number" in ran.err and len(ran.err) < 400
     assert os.path.lexists(filled)
-
-
-@pytest.mark.parametrize("number", ["0", "x", "²", "1.5", "9" * 5000])
-def test_what_is_no_number_of_a_chat_is_a_usage_error(number: str) -> None:
-    ran = run_cli("history", "show", number)
-    assert ran.code == 2 and "is not a chat number" in ran.err and len(ran.err) < 400

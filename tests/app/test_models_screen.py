@@ -146,27 +146,10 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
     assert PackedModel.open(catalog.find("tiny"))
 
 
-async def test_what_was_begun_is_deleted(published: Path, hub: FakeHub, setups: Setups) -> None:
-    slowly(hub)
-    begun = setups.start(wish(REPO)).wish
-    async with around(screen(setups, published)) as pilot:
-        await until(pilot, lambda: setups.setup is not None and setups.setup.progress().peak is not None)
-        await see(pilot, "Unfinished setups")
-        await to(pilot, "tiny")
-        await pilot.press("x")
-        await see(pilot, "Y deletes", "with everything in it")
-        await pilot.press("y")
-        await until(pilot, lambda: not begun.note.exists() and "Unfinished" not in shown(pilot))
-    assert list(catalog.models_folder().iterdir()) == [] and not setups.busy
-
-
-@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
-async def test_nothing_essential_is_cut_off(
-    published: Path, hub: FakeHub, setups: Setups, mine: Path, size: tuple[int, int]
-) -> None:
+async def test_nothing_essential_is_cut_off(published: Path, hub: FakeHub, setups: Setups, mine: Path) -> None:
     slowly(hub)
     setups.start(wish(REPO))
-    async with around(screen(setups, published), size) as pilot:
+    async with around(screen(setups, published), (60, 20)) as pilot:
         await see(pilot, "Installed", "demo", "mine", "Unfinished", "tiny: ", "Disk: ", "Enter", "V checks", "Esc back")
         await to(pilot, "mine")
         await see(pilot, "X deletes", "Folder: ", "S stops")

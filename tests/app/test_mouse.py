@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 from floe_chat.app.screens.chat.chat import ChatScreen
-from floe_chat.app.screens.help import HelpScreen
-from floe_chat.app.widgets.common.hints import hint, rows
+from floe_chat.app.widgets.common.hints import rows
 from floe_chat.app.widgets.common.keys import key_name
 from floe_chat.engine.events import PrefillProgress
 from textual import events
 from textual.pilot import Pilot
 
 from .scenes import showing, still
-from .scripted import ScriptedClient, ask, ready, status, until
+from .scripted import ask, chatting, until
 from .wizardry import lines, shown
 
 
@@ -32,8 +31,7 @@ async def see(pilot: Pilot[int], words: str) -> None:
 
 
 async def test_the_bottom_row_of_the_chat() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(150, 40)) as pilot:
+    async with chatting(size=(150, 40)) as (client, pilot):
         for words, page, leave in (
             ("F1 help", "Function keys", "Esc closes"),
             ("Ctrl+P commands", "Search for commands", ""),
@@ -53,17 +51,8 @@ async def test_the_bottom_row_of_the_chat() -> None:
         await until(pilot, lambda: client.cancelled == 1)
 
 
-async def test_hints_follow_the_keys_of_ones_own() -> None:
-    async with ready(ScriptedClient(), size=(150, 40)) as pilot:
-        status(pilot).keys = {"help": "f12,f11"}
-        await click(pilot, "F12 help")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-
-
-@pytest.mark.parametrize("size", [(80, 24), (60, 20)], ids=str)
-async def test_stopping_stays_in_reach_on_a_narrow_terminal(size: tuple[int, int]) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=size) as pilot:
+async def test_stopping_stays_in_reach_on_a_narrow_terminal() -> None:
+    async with chatting(size=(60, 20)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(PrefillProgress(request, 1, 20))
         await click(pilot, "Esc stop")
@@ -95,9 +84,7 @@ async def test_asked_before_something_is_deleted(monkeypatch: pytest.MonkeyPatch
         await see(pilot, "Y deletes")
 
 
-def test_a_hint_is_clicked_where_it_names_a_key() -> None:
-    assert hint("Enter continues").spans and hint("N or Esc cancels").spans and hint("Ctrl+D demo model").spans
-    assert not hint("↑ ↓ look").spans and not hint("◂ ▸ turn").spans and not hint("Another one").spans
+def test_hints_are_rows_of_names_of_keys() -> None:
     assert [key_name(key) for key in ("ctrl+p", "f1", "escape", "q", "pageup,up")] == [
         "Ctrl+P",
         "F1",

@@ -1,25 +1,29 @@
-"""Three other answers side by side: asked for, stopped and picked."""
+"""Three other answers side by side: asked for, by a key that is held too, stopped and picked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
+from floe_chat.app.screens.others import OthersScreen
 from floe_chat.app.widgets.chat.answer import AnswerTurn
-from floe_chat.engine.events import Failed, PrefillProgress
+from floe_chat.app.widgets.chat.turns import Turn
+from floe_chat.engine.events import Failed, Finished, PrefillProgress
 from floe_chat.models.errors import FloeError
+from textual.pilot import Pilot
 
-from .beside import NARROW, WIDE, answered, end, head, others, page, saved, see, texts
 from .scripted import (
     LOADED,
     ScriptedClient,
     app_for,
-    ask,
+    chatting,
     composer,
+    exchange,
     finish,
+    order,
     ready,
     screen_text,
     stats,
@@ -33,8 +37,7 @@ async def test_three_answers_come_side_by_side_and_one_is_picked(tmp_path: Path)
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
-        await write(pilot, "/set seed 7")
-        await pilot.press("enter")
+        await order(pilot, "/set seed 7")
         requests = await others(pilot, client)
         assert [sampling.seed for sampling in client.samplings[1:]] == [None] * 3
         assert client.asked[1:] == [client.asked[0]] * 3 and client.began == 2
@@ -121,30 +124,14 @@ async def test_each_fails_for_itself_and_the_rest_goes_on(tmp_path: Path) -> Non
         await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
         assert saved(history) == [("first", "complete"), ("alpha", "failed"), ("gamma", "complete")]
         client.refuse = FloeError("It does not fit", "too long", "Shorten it")
-        await write(pilot, "/others")
-        await pilot.press("enter")
+        await order(pilot, "/others")
         await see(pilot, "It does not fit", "1 ● failed", "3 ● failed")
         await pilot.press("escape")
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "alpha"])
 
 
-async def test_a_question_without_an_answer_gets_three(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        request = await ask(pilot, client, "one")
-        await finish(pilot, client, request)
-        a, b, c = await others(pilot, client)
-        client.say(TextDelta(b, "beta"))
-        end(client, [a, b, c])
-        await see(pilot, "2 ● ended", "There is no text")
-        await pilot.press("escape")
-        await until(pilot, lambda: texts(pilot) == ["one", "beta"])
-        assert saved(history) == [("beta", "complete")] and head(history) == "beta"
-
-
 async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, NARROW) as pilot:
+    async with chatting(NARROW) as (client, pilot):
         await answered(pilot, client)
         a, b, c = await others(pilot, client)
         client.say(TextDelta(a, "alpha"), TextDelta(b, "beta"), TextDelta(c, "gamma"))
@@ -161,8 +148,7 @@ async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
 
 
-@pytest.mark.parametrize("command", ["New chat", "Answer again"])
-async def test_a_command_from_the_palette_leaves_the_page_first(command: str, tmp_path: Path) -> None:
+async def test_a_command_from_the_palette_leaves_the_page_first(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
@@ -170,22 +156,14 @@ async def test_a_command_from_the_palette_leaves_the_page_first(command: str, tm
         client.say(TextDelta(a, "alpha"))
         end(client, [b, c])
         await see(pilot, "1 ● writing", "2 ● ended")
-        if command == "Answer again":
-            end(client, [a])
-            await see(pilot, "1 ● ended")
         await pilot.press("ctrl+p")
-        await write(pilot, command.lower())
-        await see(pilot, command)
+        await write(pilot, "new chat")
+        await see(pilot, "New chat")
         await pilot.press("down", "enter")
-        await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
-        if command == "New chat":
-            await until(pilot, lambda: texts(pilot) == [])
-            end(client, [a], "cancelled")
-            await until(pilot, lambda: status(pilot).state == "ready")
-            assert saved(history) == [("first", "complete"), ("alpha", "stopped")]
-        else:
-            await until(pilot, lambda: len(client.asked) == 5 and texts(pilot) == ["one", ""])
-            assert [text for text, _ in saved(history)] == ["first", "alpha", ""]
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 1 and texts(pilot) == [])
+        end(client, [a], "cancelled")
+        await until(pilot, lambda: status(pilot).state == "ready")
+        assert saved(history) == [("first", "complete"), ("alpha", "stopped")]
 
 
 async def test_a_chat_that_another_window_deleted_says_so(tmp_path: Path) -> None:
@@ -207,8 +185,7 @@ async def test_a_chat_that_another_window_deleted_says_so(tmp_path: Path) -> Non
 
 
 async def test_another_model_stops_them(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, WIDE) as pilot:
+    async with chatting(WIDE) as (client, pilot):
         await answered(pilot, client)
         a, b, c = await others(pilot, client)
         client.say(TextDelta(a, "alpha"))
@@ -230,11 +207,9 @@ async def test_the_engine_answers_three_times(tiny_pack: Path, tmp_path: Path) -
     try:
         async with app.run_test(size=WIDE) as pilot:
             await until(pilot, lambda: status(pilot).state == "ready")
-            await write(pilot, "one")
-            await pilot.press("enter")
+            await order(pilot, "one")
             await until(pilot, lambda: len(texts(pilot)) == 2 and status(pilot).state == "ready")
-            await write(pilot, "/others")
-            await pilot.press("enter")
+            await order(pilot, "/others")
             await see(pilot, "1 ● ended", "2 ● ended", "3 ● ended")
             await pilot.press("2")
             await until(pilot, lambda: page(pilot) is None and "3/4" in screen_text(pilot))
@@ -243,3 +218,161 @@ async def test_the_engine_answers_three_times(tiny_pack: Path, tmp_path: Path) -
             assert texts(pilot) == ["one", answers[2][0]] and head(history) == answers[2][0]
     finally:
         client.close()
+
+
+# What tests of answers side by side read and ask for
+
+
+WIDE, NARROW = (120, 36), (80, 24)
+
+
+def texts(pilot: Pilot[int]) -> list[str]:
+    """The messages in the chat."""
+    return [turn.text for turn in pilot.app.screen_stack[0].query(Turn)]
+
+
+def page(pilot: Pilot[int]) -> OthersScreen | None:
+    return pilot.app.screen if isinstance(pilot.app.screen, OthersScreen) else None
+
+
+async def see(pilot: Pilot[int], *words: str) -> None:
+    await until(pilot, lambda: all(word in screen_text(pilot) for word in words))
+
+
+async def answered(pilot: Pilot[int], client: ScriptedClient, text: str = "first") -> None:
+    """A chat of one question and its answer."""
+    await exchange(pilot, client, "one", text)
+
+
+async def others(pilot: Pilot[int], client: ScriptedClient) -> list[int]:
+    """Ask for three others by the command; returns their requests."""
+    before = len(client.asked)
+    await order(pilot, "/others")
+    await until(pilot, lambda: len(client.asked) == before + 3 and page(pilot) is not None)
+    return [before + 1, before + 2, before + 3]
+
+
+def end(client: ScriptedClient, requests: Sequence[int], reason: str = "stop") -> None:
+    client.say(*(Finished(request, reason, stats(request)) for request in requests))
+
+
+def saved(history: History) -> list[tuple[str, str]]:
+    """Text and state of every answer that is saved, oldest first."""
+    history.settle()
+    newest = history.newest()
+    assert newest is not None
+    return [
+        (message.text, message.state) for message in history.tree(newest.id).messages if message.role == "assistant"
+    ]
+
+
+def head(history: History) -> str:
+    """The text at the end of the branch that is shown at the next start."""
+    history.settle()
+    newest = history.newest()
+    assert newest is not None and newest.head is not None
+    return history.message(newest.head).text
+
+
+# A key that is held asks for three other answers, and nothing is lost where that was an accident
+
+
+async def again(pilot: Pilot[int], client: ScriptedClient) -> None:
+    """A chat whose answer is being written once more, and has two letters of `alpha`."""
+    await answered(pilot, client)
+    await pilot.press("ctrl+t")
+    await until(pilot, lambda: len(client.asked) == 2)
+    client.say(TextDelta(2, "al"))
+    await until(pilot, lambda: texts(pilot) == ["one", "al"])
+
+
+async def test_a_held_key_asks_for_three(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 2 and client.began == 2)
+        await pilot.press("ctrl+t", "ctrl+t", "ctrl+t")
+        await until(pilot, lambda: page(pilot) is not None and client.let_go == [None])
+        assert len(client.asked) == 2
+        end(client, [2], "cancelled")
+        await until(pilot, lambda: len(client.asked) == 5)
+        await see(pilot, "1 ● waiting", "2 ● waiting", "3 ● waiting")
+        client.say(TextDelta(3, "alpha"), TextDelta(4, "beta"), TextDelta(5, "gamma"))
+        await see(pilot, "alpha", "beta", "gamma")
+        end(client, [3, 4, 5])
+        await see(pilot, "3 ● ended")
+        await pilot.press("1")
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
+        assert [text for text, _ in saved(history)] == ["first", "alpha", "beta", "gamma"]
+
+
+async def test_a_second_press_by_accident_loses_nothing(tmp_path: Path) -> None:
+    """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await again(pilot, client)
+        await pilot.press("ctrl+t")
+        await see(pilot, "1 ● writing")
+        await pilot.press("1")
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "al"])
+        client.say(TextDelta(2, "pha"))
+        await finish(pilot, client, 2)
+        assert client.cancelled == 0 and len(client.asked) == 2
+        assert saved(history) == [("first", "complete"), ("alpha", "complete")] and head(history) == "alpha"
+        await see(pilot, "alpha", "2/2")
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 3)
+        await pilot.press("ctrl+t", "escape", "escape")  # before anything came
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "alpha"])
+        end(client, [3], "cancelled")
+        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+        assert len(client.asked) == 3 and saved(history) == [("first", "complete"), ("alpha", "complete")]
+        assert head(history) == "alpha"
+
+
+async def test_what_is_queued_follows_the_picked_answer() -> None:
+    async with chatting(WIDE) as (client, pilot):
+        await answered(pilot, client)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 2)
+        client.say(TextDelta(2, "alpha"))
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
+        await write(pilot, "two")
+        await pilot.press("enter", "ctrl+t")
+        await see(pilot, "1 ● writing")
+        end(client, [2])
+        await until(pilot, lambda: len(client.asked) == 4)
+        client.say(TextDelta(3, "beta"))
+        end(client, [3, 4])
+        await see(pilot, "2 ● ended", "3 ● ended")
+        assert len(client.asked) == 4
+        await pilot.press("2")
+        await until(pilot, lambda: len(client.asked) == 5)
+        assert [turn.text for turn in client.asked[4]] == ["one", "beta", "two"]
+
+
+async def test_quitting_and_ctrl_c_end_them_properly(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, WIDE, history=history) as pilot:
+        await answered(pilot, client)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 2)
+        client.say(TextDelta(2, "alpha"))
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
+        await pilot.press("ctrl+t")
+        await see(pilot, "1 ● writing")
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: client.let_go == [None])
+        end(client, [2], "cancelled")
+        await see(pilot, "1 ● stopped", "2 ● stopped")
+        await pilot.press("escape")
+        await until(pilot, lambda: page(pilot) is None and len(client.asked) == 2)
+        _, b, _ = await others(pilot, client)
+        client.say(TextDelta(b, "beta"))
+        await see(pilot, "beta")
+        await pilot.press("ctrl+q")
+    history.close()
+    again = History(tmp_path / "history.db")
+    assert saved(again) == [("first", "complete"), ("alpha", "stopped"), ("beta", "stopped")]
+    assert head(again) == "alpha"

@@ -12,18 +12,16 @@ from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.quality import QualityScreen
-from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.screens.setup import SetupScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.settings.file import read
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.common.hints import hint
 from floe_chat.app.widgets.common.keys import key_name
-from floe_chat.app.widgets.common.setting_fields import Written
 from textual.pilot import Pilot
 
 from .made_up import survey
-from .scripted import ScriptedClient, ask, composer, finish, ready, status, until
+from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, status, until
 from .wizardry import see, shown
 
 OWN = {
@@ -84,8 +82,7 @@ def wrong(pilot: Pilot[int]) -> list[str]:
 
 async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
     assert set(OWN) == set(SETTABLE)
-    client = ScriptedClient()
-    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+    async with ready(ScriptedClient(), size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
         await see(pilot, "Alt+L new line · F12 explains", "Ctrl+X quit", "Ctrl+K commands")
         assert not wrong(pilot)
         await pilot.press("alt+g", "down", "down")
@@ -107,7 +104,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
             assert not wrong(pilot), action
             await pilot.press(key)
             await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
-        pilot.app.push_screen(WizardScreen(setups, surveyor=survey))
+        pilot.app.push_screen(WizardScreen(setups, entries=(), surveyor=survey))
         await see(pilot, "Enter continues", "Ctrl+X quit")
         assert not wrong(pilot)
         await pilot.press("escape")
@@ -118,8 +115,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
 
 
 async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+    async with chatting(size=(120, 40), settings=settings_with(OWN, tmp_path)) as (client, pilot):
         await finish(pilot, client, await ask(pilot, client, "first"))
         await pilot.press("ctrl+up", "alt+f")
         await see(pilot, "Alt+F resumes them")
@@ -159,39 +155,20 @@ def test_keys_of_text_field_and_messages_do_not_meet(tmp_path: Path) -> None:
 
 
 async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, settings=settings_with({"stop": "f10"}, tmp_path)) as pilot:
+    async with chatting(settings=settings_with({"stop": "f10"}, tmp_path)) as (client, pilot):
         request = await ask(pilot, client)
         await finish(pilot, client, request)
-        composer(pilot).put("/edit")
-        await pilot.press("enter")
+        await order(pilot, "/edit")
         await see(pilot, "F10 cancels")
         await pilot.press("f10")
         await until(pilot, lambda: "leaves it" not in shown(pilot))
         await ask(pilot, client, "more")
-        composer(pilot).put("/again")
-        await pilot.press("enter")
+        await order(pilot, "/again")
         await see(pilot, "Stop the running answer first (F10)")
         await pilot.press("escape")
         assert client.cancelled == 0
         await pilot.press("f10")
         await until(pilot, lambda: client.cancelled == 1)
-
-
-async def test_a_new_key_is_named_at_once(tmp_path: Path) -> None:
-    client = ScriptedClient()
-    async with ready(client, settings=settings_with({}, tmp_path)) as pilot:
-        await see(pilot, "Ctrl+J new line")
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        field = next(field for field in pilot.app.screen.query(Written) if field.setting == "keys.newline")
-        field.focus()
-        field.value = "f7"
-        await pilot.press("enter")
-        await until(pilot, lambda: status(pilot).keys["newline"] == "f7")
-        await pilot.press("escape")
-        await see(pilot, "F7 new line")
 
 
 async def test_keys_of_the_chat_come_before_those_of_the_text_field(tmp_path: Path) -> None:

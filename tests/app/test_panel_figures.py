@@ -103,46 +103,6 @@ def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:
         drawing(shown, width)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_origins_of_rows_are_one_bar_to_scale(width: int) -> None:
-    bar = lines(memory.origins, figures(ROWS), width)[1]
-    assert len(bar) == width and bar == "".join(sorted(bar, key="█▓▒░·".index))
-    for glyph, share in zip("█▓▒░·", (0.62, 0.2, 0.12, 0.04, 0.02), strict=True):
-        assert abs(bar.count(glyph) - share * width) <= 1 and glyph in bar
-
-
-def test_the_origins_of_rows_have_a_legend() -> None:
-    shown = figures(ROWS)
-    assert lines(memory.origins, shown) == [
-        "Rows               hit rate 62 %",
-        "████████████████████▓▓▓▓▓▓▒▒▒▒░·",
-        "█ ready    62 %  ▓ coming   20 %",
-        "▒ copied   12 %  ░ on CPU    4 %",
-        "· left out  2 %  ! answers vary",
-        "expert hit rate  ━━━━─────  45 %",
-        "predictor recall ━━━━━━━──  81 %",
-        "its precision    ━━━━━────  57 %",
-        "recall by layer     74 % to 86 %",
-        "····▆▆▆▆▇▇▇▇▇▇▇▇",
-        "experts halved               3 %",
-    ]
-    narrow = lines(memory.origins, shown, 20)
-    assert narrow[2:8] == [
-        "█ ready         62 %",
-        "▓ coming        20 %",
-        "▒ copied        12 %",
-        "░ on CPU         4 %",
-        "· left out       2 %",
-        "! answers vary",
-    ]
-
-
-def test_glyphs_alone_tell_the_parts_apart() -> None:
-    for drawing in (memory.origins, memory.memory):
-        glyphs = [glyph for line in lines(drawing, figures(ROWS), 20)[2:] for glyph in line if glyph in "█▓▒░·"]
-        assert set(glyphs) >= set("█▓▒░")
-
-
 def test_what_was_not_counted_is_no_zero() -> None:
     shown = figures(UNCOUNTED)
     assert lines(memory.origins, shown) == [
@@ -193,46 +153,6 @@ def test_left_out_is_what_the_engine_counted() -> None:
     assert drawn[4] == "· left out <1 %  ! answers vary"
 
 
-def test_substituted_and_dropped_appear_when_there_are_some() -> None:
-    shown = figures(dataclasses.replace(ROWS, substituted=0.07, dropped=0.001))
-    assert value(memory.origins, shown, "experts substituted") == "7 %"
-    assert value(memory.origins, shown, "experts halved") == "<1 %"
-
-
-def test_the_link_and_its_peak() -> None:
-    shown = figures(ROWS)
-    assert lines(memory.link, shown) == [
-        f"Link{' ' * 28}",
-        "moved per token           143 kB",
-        "wait per token          0.420 ms",
-        "rate           2.79 of 12.1 GB/s",
-        "of its peak ━━━───────────  23 %",
-        "time in use ━━━━──────────  31 %",
-        "hidden      ━━━━━━────────  42 %",
-    ]
-    fast = figures(LONG)
-    assert value(memory.link, fast, "rate") == "999 MB of 999 GB/s"
-    assert lines(memory.link, fast)[5] == "time in use ━━━━━━━━━━━━━━ 100 %"
-
-
-def test_the_devices_memory_by_use() -> None:
-    drawn = lines(memory.memory, figures(ROWS, vram_bytes=7_900_000_000))
-    assert drawn[3:] == [
-        "VRAM             7.90 of 8.00 GB",
-        "█████▓▓▓▓▓▓▓▓▓▚▒▒▒▒▒▒▒▒▒▒▒▒░░░··",
-        "█ dense 1.20 GB  ▓ up    2.30 GB",
-        "▚ KV cache                450 kB",
-        "▒░ pool, used    3.20 of 4.00 GB",
-        "· rest of the budget      500 MB",
-    ]
-    some = dataclasses.replace(ROWS, whole=1_000_000_000, pool=3_000_000_000, pool_used=3_000_000_000)
-    assert "▞ whole layers           1.00 GB" in lines(memory.memory, figures(some))
-    assert value(memory.memory, figures(some), "VRAM") == "7.50 of 8.00 GB"
-    assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 of 8.00 GB"  # nothing measures a stand-in: the sum
-    small = dataclasses.replace(ROWS, pool_used=450_000_000)
-    assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[7]
-
-
 def test_a_budget_is_full_or_not_known() -> None:
     shown = figures(ROWS, vram_bytes=7_400_000_000)
     assert shown.stats
@@ -275,44 +195,12 @@ def test_virtual_time_is_never_taken_for_this_machines() -> None:
     assert "virtual" not in footer(AnswerStats.of(real.stats, "stop"))
 
 
-def test_an_answer_among_others_says_so() -> None:
-    several = figures(None)
-    assert several.stats is not None
-    several.stats = dataclasses.replace(several.stats, together=3)
-    assert "last answer" in draw.speed_heading(several, 32).plain
-    assert "one of 3 at once" in draw.speed_heading(dataclasses.replace(several, running=True), 32).plain
-
-
-def test_the_strip_has_the_hit_rate() -> None:
-    first = lines(draw.strip, figures(ROWS), 76)[0]
-    assert "hits 62 %" in first and "neurons 38 %" in first
-    assert "VRAM 7.50 of 8.00 GB" in lines(draw.strip, figures(ROWS), 76)[1]
-
-
-def test_before_the_first_answer_the_strip_has_memory_only() -> None:
-    idle = PanelFigures(LOADED, dataclasses.replace(stats(measured=False), ram_bytes=1_310_000_000))
-    assert lines(draw.strip, idle, 76)[0] == "speed and neurons: not measured yet"
-    assert lines(draw.strip, idle, 76)[1].startswith("RAM 1.31 GB · no GPU")
-    idle.running = True
-    assert "first token —" in lines(draw.strip, idle, 76)[0]
-
-
-def test_kept_tokens_stand_by_the_first_token() -> None:
-    assert value(draw.speed_course, figures(None, reused_tokens=15), "prompt reused") == "15 of 20"
-    assert "reused" not in draw.speed_course(figures(None), 32).plain
-
-
 def test_small_figures_do_not_look_like_none() -> None:
     assert [units.share(part) for part in (0.0, 0.004, 0.006, 1.0)] == ["0 %", "<1 %", "1 %", "100 %"]
     assert [units.seconds(time) for time in (0.0, 0.0042, 0.01)] == ["0 s", "4.20 ms", "10.0 ms"]
     times = (None, 0.0, 2.063e-6, 0.00042, 0.0123, 12.3456)
     assert [units.milliseconds(time) for time in times] == ["—", "0 ms", "2.06 µs", "0.420 ms", "12.3 ms", "12,300 ms"]
     assert units.size_of(3.2e9, 4e9) == "3.20 of 4.00 GB" and units.size_of(5, 40) == "5 of 40 B"
-
-
-def test_a_predictor_that_is_not_needed_is_no_missing_figure() -> None:
-    shown = figures(dataclasses.replace(ROWS, recall=None, precision=None, recalls=(), precisions=()))
-    assert value(memory.origins, shown, "predictor") == "not used"
 
 
 def test_shares_by_layer_tell_what_was_not_measured() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.planning import rates
+from floe_chat.engine.planning.plan import offers
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models.catalog import asset
 from floe_chat.models.published import PUBLISHED
@@ -50,16 +51,25 @@ def test_a_machine_that_is_not_at_hand() -> None:
     assert max(map(len, ran.out.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of all listed models takes seconds: these instead."""
+    names = ("mixtral-8x7b-instruct", "mixtral-8x7b", "qwen3-30b-a3b-instruct-2507")
+    monkeypatch.setattr(offers, "__defaults__", (tuple(entry for entry in PUBLISHED if entry.name in names),))
+
+
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("asked", [(), ("mixtral-8x7b-instruct",)])
-def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, asked: tuple[str]) -> None:
-    """No word is broken, and no figure is lost in a narrow one."""
+def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, asked: tuple[str]) -> None:
+    """No word is broken, no figure is lost in a narrow one, and each is plain."""
     monkeypatch.setenv("COLUMNS", "200")
     wide = run_cli("plan", *asked, *DESCRIBED)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "80")
     ran = run_cli("plan", *asked, *DESCRIBED)
-    assert wide.code == ran.code == 0 and max(map(len, ran.out.splitlines())) <= min(columns, 100)
+    assert wide.code == ran.code == 0 and max(map(len, ran.out.splitlines())) <= 80
     assert ran.out.split() == wide.out.split()
+    assert not re.search(r"\de[+-]?\d", wide.out.replace("mixtral-8x", "")) and "rounding" not in wide.out
+    assert wide.out.count("Quality loss (KL)") == 1 and wide.out.count("Bits: bits per weight") == bool(asked)
 
 
 def test_json_says_the_same_in_bytes_and_seconds() -> None:
@@ -93,26 +103,16 @@ def test_a_card_that_shares_a_model_needs_compiled_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("model", "name", "card"),
     [
-        ("qwen3-30b-a3b", "qwen3-30b-a3b"),
-        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
-        ("QWEN3-30B-A3B", "qwen3-30b-a3b"),
-        ("glm 4.5 air", "glm-4.5-air"),
-        ("deepseek v2 lite", "deepseek-v2-lite-chat"),
-        ("phi3.5 moe", "phi-3.5-moe-instruct"),
+        ("mixtral", "mixtral-8x7b-instruct", "3090"),
+        ("https://huggingface.co/Qwen/Qwen3-30B-A3B/tree/main", "qwen3-30b-a3b", "GeForce RTX 3090 24GB"),
+        ("glm 4.5 air", "glm-4.5-air", "RTX 3090"),
     ],
 )
-def test_models_as_people_type_them(text: str, name: str) -> None:
-    fields = planned(text, "--card", "3090", "--ram", "64", "--disk-free", "1TB")
-    assert fields["entry"]["name"] == name and fields["fits"]
-
-
-@pytest.mark.parametrize("card", ["rtx3090", "3090", "RTX 3090", "GeForce RTX 3090 24GB"])
-@pytest.mark.parametrize("model", ["mixtral", "https://huggingface.co/mistralai/Mixtral-8x7B-Instruct-v0.1/tree/main"])
-def test_names_as_people_type_them(model: str, card: str) -> None:
+def test_names_as_people_type_them(model: str, name: str, card: str) -> None:
     fields = planned(model, "--card", card, "--ram", "64", "--disk-free", "1TB")
-    assert fields["entry"]["name"] == "mixtral-8x7b-instruct" and fields["machine"]["vram"] == 24 << 30
+    assert fields["entry"]["name"] == name and fields["machine"]["vram"] == 24 << 30
 
 
 def test_a_plain_number_is_gigabytes() -> None:
@@ -131,17 +131,15 @@ def test_without_a_model_all_are_ranked() -> None:
     assert f"Recommended: floe-chat setup {names[0]}" in ran.out and "13.8 GB" in ran.out
     for said in ("at reading speed, best first", "cannot chat", "not measured here", "not measured for the models"):
         assert said in " ".join(ran.out.split())
+
+
+@pytest.mark.usefixtures("few")
+def test_json_ranks_them_as_well() -> None:
     fields = planned(*DESCRIBED)
-    assert [one["entry"]["name"] for one in fields["plans"]] == names and fields["recommended"] == names[0]
+    assert len(fields["plans"]) == 3 and fields["recommended"] == fields["plans"][0]["entry"]["name"]
 
 
-def test_a_notebook_is_recommended_a_small_model_without_terms() -> None:
-    fields = planned("--card", "none", "--ram", "8GiB", "--disk-free", "500GB", "--cpu-gbs", "20")
-    first = fields["plans"][0]
-    assert first["entry"]["name"] == fields["recommended"] == "lfm2-8b-a1b"
-    assert first["chosen"]["decode"]["mid"] > 6 and first["entry"]["gated"] is False
-
-
+@pytest.mark.usefixtures("few")
 def test_without_a_model_on_a_machine_for_none() -> None:
     ran = run_cli("plan", "--card", "none", "--ram", "2", "--disk-free", "3GB")
     assert ran.code == 1 and "of disk space more" in ran.out and "demo model always works" in ran.out
@@ -152,13 +150,6 @@ def test_the_list_of_cards() -> None:
     ran = run_cli("plan", "--card", "list")
     assert ran.code == 0 and "RTX 3080 10 or 12 GB" in ran.out and "RTX 5090 32 GB" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 102
-
-
-@pytest.mark.parametrize("arguments", [("mixtral",), (), ("demo",), ("mixtral-8x22b-instruct",)], ids=str)
-def test_figures_are_plain(arguments: tuple[str, ...]) -> None:
-    out = run_cli("plan", *arguments, *DESCRIBED).out
-    assert not re.search(r"\de[+-]?\d", out.replace("mixtral-8x", "")) and "rounding" not in out
-    assert out.count("Quality loss (KL)") == 1 and out.count("Bits: bits per weight") == bool(arguments)
 
 
 def test_nothing_fits_and_what_would_instead() -> None:
@@ -196,18 +187,14 @@ def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
         (("nonesuch",), "mixtral-8x7b-instruct"),
         (("demo", "--vram", "much"), "not a memory size"),
         (("demo", "--card", "RX 7900 XTX"), "AMD cards are not supported yet"),
-        (("demo", "--card", "7800xt"), "AMD cards are not supported yet"),
         (("llama 4",), "Llama 4 is not supported yet"),
         (("Qwen/Qwen3-30B-A3B-FP8",), "Use the original, Qwen/Qwen3-30B-A3B"),
         (("model.gguf",), "There is no GGUF file"),
         (("mixtrl",), "Did you mean mixtral"),
         (("demo", "--ram", "-1GB"), "not a memory size"),
         (("demo", "--pcie", "9x16"), "not a PCIe link"),
-        (("demo", "--pcie", "4x3"), "not a PCIe link"),
         (("demo", "--cpu-gbs", "0"), "cannot be 0"),
-        (("demo", "--cpu-gbs", "nan"), "cannot be nan"),
         (("demo", "--link-gbs", "inf"), "cannot be inf"),
-        (("demo", "--net-mbs", "-3"), "cannot be -3"),
         (("demo", "--card", "rtx9999"), "no card"),
         (("demo", "--card", "rtx3060-12gb@99gb"), "12 GB"),
         (("demo", "--context", "0"), "context"),

@@ -15,18 +15,18 @@ from floe_chat.app.cli.main import cli
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.ready_words import claims
 from floe_chat.app.setup.setups import look_up
-from floe_chat.app.setup.wish import Wish, forget, unfinished, wish
+from floe_chat.app.setup.wish import Wish, unfinished, wish
 from floe_chat.kernels.rule import Rule
 from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import ReadyPack
-from floe_chat.models.errors import AccessError, PackError, TryAgainError, UsageError
+from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest, TunedPreset
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..helpers import edit_json, edit_tensors, explained, run_cli
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from .wizardry import IMPATIENT, REPO, ended, entry_of, machine_of, reached
+from .wizardry import IMPATIENT, REPO, ended, entry_of, machine_of
 
 PACK = "floe/tiny-floe"
 SMALL_PIECES = Patience(piece=20_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
@@ -126,14 +126,6 @@ def _files(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def test_given_up_leaves_nothing(hub: FakeHub) -> None:
-    hub.faults.append(Fault("GET /storage/.*layer_01", times=ALWAYS, flip=True))
-    failed = set_up(PACK)
-    assert failed.error is not None and "arrived damaged" in failed.error.title
-    forget(unfinished()[0])
-    assert list(catalog.models_folder().iterdir()) == []
-
-
 def test_small_files_are_compared_before_large_ones(hub: FakeHub, ready: Path, tmp_path: Path) -> None:
     edit_json(ready / FILE_NAME, lambda fields: fields["files"]["tokenizer.json"].update(sha256="0" * 64))
     with FakeHub({PACK: ready}) as other, pytest.MonkeyPatch.context() as patch:
@@ -171,37 +163,6 @@ def test_another_pack_under_the_same_name_is_not_mixed_in(
     with Setup(begun, tuning=IMPATIENT) as again:
         ended(again.start())
     assert isinstance(again.error, UsageError) and "has changed" in again.error.title
-
-
-def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def little(_folder: Path) -> int:
-        return 1000
-
-    monkeypatch.setattr("floe_chat.models.hub.download.room", little)
-    failed = set_up(PACK)
-    assert failed.error is not None and "too small" in failed.error.title and hub.sent("/storage/") == 0
-
-
-def test_a_second_process_is_told(hub: FakeHub) -> None:
-    hub.faults.append(Fault("GET /storage/", times=ALWAYS, rate=20_000))
-    with Setup(wish(PACK, "tiny"), tuning=IMPATIENT) as first:
-        first.start()
-        reached(first, "Fetching")
-        while not (first.wish.folder / "download.lock").exists():
-            assert not first.wait(0.005)
-        second = set_up(PACK)
-        assert isinstance(second.error, TryAgainError) and first.error is None
-
-
-def test_terms_have_to_be_accepted_first(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeHub({PACK: ready}, gated=[PACK]) as hub:
-        hub.used_by(monkeypatch, tmp_path / "hub home")
-        with pytest.raises(AccessError):
-            look_up(Wish(PACK, "tiny"))
-        found = look_up(Wish(PACK, "tiny"), hub.token)
-        assert found.only_pack is not None and found.only_pack.by == "floe"
-        with Setup(wish(PACK, "tiny"), hub.token) as running:
-            assert ended(running.start()).error is None
 
 
 def test_the_command_shows_what_it_is_first(hub: FakeHub, ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import shutil
+import ssl
+import subprocess
 import threading
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
+from floe_chat.app.client.remote import stream as remote_stream
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
-from floe_chat.app.client.remote.stream import MOST_LINE
+from floe_chat.app.client.remote.models import offered
+from floe_chat.app.client.remote.stream import MOST_LINE, NotAnAnswerError, Piece, SafeText, events, piece_of
 from floe_chat.engine.events import Failed, Finished, Loaded, Notice, Sampling, Stats
 from floe_chat.models.errors import FloeError
 
-from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
+from .model_server import ANSWER, RECORDED, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
+from .scripted import order, screen_text, status, until
+from .test_remote_screen import answered
+from .test_remote_screen import connected as screen_before
 
 KEY = "sk-very-secret-1234"
 ASKED = [PromptTurn("system", "Be brief."), PromptTurn("user", "What is an expert?")]
@@ -107,6 +117,7 @@ def test_recorded_exchanges(kind: str, model: str, window: int, counts: tuple[in
     assert body["model"] == model and body["stream"] is True and body["stream_options"]["include_usage"] is True
     assert body["messages"] == [{"role": turn.role, "content": turn.text} for turn in ASKED]
     assert [asked.path for asked in server.asked] == ["/v1/models", "/v1/chat/completions"]
+    assert any(isinstance(update, Stats) for update in updates)  # figures come while it runs
 
 
 def test_thinking_is_counted_where_the_server_counts() -> None:
@@ -311,7 +322,7 @@ def test_no_model_can_be_chosen(listed: Reply, title: str, code: int) -> None:
     assert title in failed.title and failed.exit_code == code and failed.request is None
 
 
-@pytest.mark.parametrize(("wanted", "found"), [("two", "org/two"), ("ORG/ONE", "org/one"), ("org/one", "org/one")])
+@pytest.mark.parametrize(("wanted", "found"), [("two", "org/two"), ("ORG/ONE", "org/one")])
 def test_a_model_is_named(wanted: str, found: str) -> None:
     with serving(ModelServer(models("org/one", "org/two"))) as server, connected(server.url, model=wanted) as client:
         assert loaded(client).model == found
@@ -330,32 +341,12 @@ def test_names_of_models_are_made_safe() -> None:
         assert model.isprintable() and len(model) < 300
 
 
-def test_nothing_listens_and_later_something_does() -> None:
-    with serving(ModelServer(models("tiny"))) as server:
-        server.models = refusing(503, "loading model")
-        client = RemoteClient(Address.parse(server.url), Key(), patience=Patience(30, 0.01))
-        client.start()
-        try:
-            assert "has a problem" in failure(heard(client, Failed)).title
-            server.models = models("tiny")
-            assert loaded(client).model == "tiny"
-        finally:
-            client.close()
-
-
 def test_unreachable() -> None:
     with connected(f"http://127.0.0.1:{unused_port()}") as client:
         failed = failure(heard(client, Failed, Loaded))
         assert "cannot be reached" in failed.title and "No server listens" in failed.cause and failed.exit_code == 3
     with connected("http://nothing.invalid:80") as client:
         assert "There is no host nothing.invalid" in failure(heard(client, Failed, Loaded)).title
-
-
-def test_tls_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(ModelServer(models("tiny"))) as server:  # which does not speak TLS at all
-        with connected(server.url.replace("http:", "https:"), KEY) as client:
-            assert "cannot be reached" in failure(heard(client, Failed, Loaded)).title
-        assert not server.asked
 
 
 def test_what_no_longer_fits_is_left_out() -> None:
@@ -403,8 +394,230 @@ def test_the_thread_ends() -> None:
         assert not any(thread.name == "floe-remote" and thread.is_alive() for thread in threading.enumerate())
 
 
-def test_figures_come_while_it_runs() -> None:
-    with serving(recorded("vllm")) as server, connected(server.url) as client:
+# A server's stream: any cut into parts gives the same events, and nothing that it sends ends in a traceback
+
+
+KINDS = ("vllm", "sglang", "llama-server", "ollama")
+
+
+async def cut(stream: bytes, size: int) -> AsyncGenerator[bytes]:
+    for at in range(0, len(stream), size):
+        yield stream[at : at + size]
+
+
+async def read(stream: bytes, size: int = 1 << 20) -> list[str]:
+    return [event async for event in events(cut(stream, size))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+async def test_any_cut_gives_the_same_events(kind: str, size: int) -> None:
+    stream = (RECORDED / f"{kind}-answer.sse").read_bytes()
+    whole = [line.removeprefix("data: ") for line in stream.decode().splitlines() if line][:-1]
+    assert await read(stream, size) == await read(stream.replace(b"\n", b"\r\n"), size) == whole
+
+
+@pytest.mark.parametrize(
+    ("stream", "found"),
+    [
+        (b": ping\n\ndata: a\n\n", ["a"]),
+        (b"data:a\ndata: b\nid: 3\nevent: x\n\n", ["a\nb"]),
+        (b"data: a", ["a"]),
+        (b"data: [DONE]\n\ndata: b\n\n", []),
+        (b"\n\n\n", []),
+        (b"data: \xff\n\n", ["\ufffd"]),
+    ],
+)
+async def test_events(stream: bytes, found: list[str]) -> None:
+    assert await read(stream) == found
+
+
+@pytest.mark.parametrize("stream", [b"data: " + b"x" * 99, b"data: x\n" * 30, b": ping\n\n" * 99])
+async def test_every_part_is_bounded(stream: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stream, "MOST_LINE", 50)
+    monkeypatch.setattr(remote_stream, "MOST_STREAM", 500)
+    with pytest.raises(NotAnAnswerError):
+        await read(stream, 3)
+
+
+def test_calls_that_nobody_asked_for_are_shown() -> None:
+    def said(**delta: Any) -> str:
+        return piece_of(json.dumps({"choices": [{"delta": delta}]})).text
+
+    calls = [{"index": 0, "id": "1", "function": {"name": "find", "arguments": ""}}]
+    more = [{"index": 0, "function": {"arguments": '{"at":'}}]
+    assert said(content=None, tool_calls=calls) + said(tool_calls=more) == '\nfind {"at":'
+    for odd in ([], None, [3], [{"function": 3}], {"a": 1}):
+        assert said(content="Well.", tool_calls=odd) == "Well."
+
+
+VALUES = (None, True, -1, 3, 1e400, "", "x", "\ud800", [], [[]], {}, {"content": 3}, [{"delta": 3}], 1 << 70)
+
+
+def changed(value: Any, chance: random.Random) -> Any:
+    """`value` with some of what is in it replaced by something else."""
+    if chance.random() < 0.15:
+        return chance.choice(VALUES)
+    if isinstance(value, dict):
+        return {key: changed(inner, chance) for key, inner in value.items() if chance.random() > 0.05}
+    return [changed(inner, chance) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_other_forms_are_refused_in_words(kind: str) -> None:
+    chance = random.Random(kind)
+    chunks = [json.loads(event) for event in await read((RECORDED / f"{kind}-answer.sse").read_bytes())]
+    listed = json.loads((RECORDED / f"{kind}-models.json").read_bytes())
+    for _ in range(400):
+        try:
+            piece = piece_of(json.dumps(changed(chance.choice(chunks), chance)))
+        except NotAnAnswerError as error:
+            assert str(error).endswith(".")
+            continue
+        assert isinstance(piece, Piece) and isinstance(piece.text + piece.thought + piece.reason + piece.error, str)
+        counts = () if piece.usage is None else (piece.usage.prompt, piece.usage.new, piece.usage.reused)
+        assert all(count is None or (type(count) is int and count >= 0) for count in counts)
+        SafeText().take(piece.text, last=True).encode()
+    for _ in range(400):
+        try:
+            models = offered(json.dumps(changed(listed, chance)).encode())
+        except ValueError:
+            continue
+        assert all(model.name and type(model.window) is int and model.window >= 0 for model in models)
+
+
+def test_text_is_the_same_in_any_cut() -> None:
+    text = "a\U0001f600\x1b[2J\u202eb\r\nc\ud800d\ud83d"
+    split = text.encode("utf-16-le", "surrogatepass")
+    halves = [split[at : at + 2].decode("utf-16-le", "surrogatepass") for at in range(0, len(split), 2)]
+    whole, pieces = SafeText(), SafeText()
+    assert "".join(map(pieces.take, halves)) + pieces.take("", last=True) == whole.take(text, last=True)
+    assert whole.take("\ud83d") == "" and whole.take("\ude00") == "\U0001f600"
+
+
+# A server that does not say how long its context is: that is shown, and its refusal becomes a clear sentence
+
+
+# As the servers word it.
+REFUSALS = {
+    "vLLM": (400, "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."),
+    "SGLang": (400, "The input (5000 tokens) is longer than the model's context length (4096 tokens)."),
+    "llama-server": (400, "request (5000 tokens) exceeds the available context size (4096 tokens), try increasing it"),
+    "older llama-server": (500, "Input prompt is too big compared to KV size. Please try increasing KV size."),
+    "llama-server without shift": (500, "context shift is disabled"),
+    "Ollama": (400, "prompt too long; exceeded max context length by 904 tokens"),
+    "LM Studio": (400, "The number of tokens to keep from the initial prompt is greater than the context length"),
+    "TGI": (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000"),
+    "a proxy": (413, ""),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_of_a_long_chat(kind: str) -> None:
+    status_code, words = REFUSALS[kind]
+    with serving(ModelServer(models("tiny"), refusing(status_code, words))) as server, connected(server.url) as client:
+        assert loaded(client).context_window == 0
+        failed = failure(asked(client))
+        assert "The chat is too long for 127.0.0.1" in failed.title and failed.exit_code == 2
+        assert words.rstrip(".") in failed.cause and "Start a new chat" in failed.hint
+
+
+@pytest.mark.parametrize("kind", ["llama-server", "Ollama"])
+@pytest.mark.parametrize("form", [b"data: %s\n\n", b"error: %s\n\n"])
+def test_a_refusal_within_the_stream(kind: str, form: bytes) -> None:
+    error = {"code": 400, "message": REFUSALS[kind][1], "type": "exceed_context_size_error"}
+    sent = json.dumps({"error": error} if form.startswith(b"data") else error).encode()
+    reply = Reply(parts=(form % sent,))
+    with serving(ModelServer(models("tiny"), reply)) as server, connected(server.url) as client:
         loaded(client)
-        updates = asked(client)
-    assert any(isinstance(update, Stats) for update in updates)
+        assert "too long for" in failure(asked(client)).title
+
+
+@pytest.mark.parametrize("words", ["the worker took too long", "out of memory", "size of the context is fine"])
+def test_other_failures_are_not_taken_for_it(words: str) -> None:
+    with serving(ModelServer(models("tiny"), refusing(500, words))) as server, connected(server.url) as client:
+        loaded(client)
+        assert "has a problem" in failure(asked(client)).title
+
+
+def test_all_of_a_chat_goes_there() -> None:
+    """Without a number there is nothing to cut by."""
+    turns = [PromptTurn(role, "word " * 9_000) for _ in range(3) for role in ("user", "assistant")]
+    hi = Reply(parts=said({"content": "Hi"}))
+    with serving(ModelServer(models("tiny"), hi)) as server, connected(server.url) as client:
+        loaded(client)
+        assert client.submit(Question([*turns, PromptTurn("user", "?")], Sampling(), 64)).dropped == 0
+        heard(client, Finished, Failed)
+    assert len(server.questions[0].body["messages"]) == 7
+
+
+async def test_the_screen_says_that_it_is_not_known() -> None:
+    refused = refusing(*REFUSALS["llama-server"])
+    server = ModelServer(models("tiny"), Reply(parts=said({"content": "Hello"})), refused)
+    with serving(server):
+        async with screen_before(server) as pilot:
+            await until(pilot, lambda: "context window" in screen_text(pilot) and "not known" in screen_text(pilot))
+            bottom = screen_text(pilot).splitlines()[-1]
+            assert "context" not in bottom and "window" not in bottom  # rather than a number that nobody knows
+            await order(pilot, "hi")
+            await answered(pilot, "Hello")
+            await order(pilot, "and a long one")
+            await until(pilot, lambda: "The chat is too long for" in screen_text(pilot))
+            assert "Start a new chat" in " ".join(screen_text(pilot).split())
+            await until(pilot, lambda: status(pilot).state == "ready")
+
+
+# A server's certificate: who cannot prove to be the named host gets neither key nor chat
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing makes a certificate")
+
+
+def certificate(folder: Path, names: str) -> tuple[Path, ssl.SSLContext]:
+    """A certificate of one's own for these names, signed by itself, and what serves with it."""
+    key, made = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=a test", "-addext", f"subjectAltName={names}"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(made)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made, key)
+    return made, context
+
+
+def server(tls: ssl.SSLContext) -> ModelServer:
+    return ModelServer(models("tiny"), Reply(parts=said({"content": ANSWER})), tls=tls)
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("names", "trusted", "why"),
+    [("IP:127.0.0.1", False, "self-signed"), ("DNS:example.org,IP:127.0.0.2", True, "IP address mismatch")],
+)
+def test_a_wrong_certificate(
+    names: str, trusted: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, tls = certificate(tmp_path, names)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(made))
+    with serving(server(tls)) as asked:
+        client = RemoteClient(Address.parse(asked.url), Key(KEY), patience=Patience(30, 0.01))
+        client.start()
+        failed = heard(client, Failed, Loaded)[-1]
+        client.close()
+        assert isinstance(failed, Failed) and "cannot prove that it is 127.0.0.1" in failed.title
+        assert why in failed.cause and "SSL_CERT_FILE" in failed.hint and failed.exit_code == 1
+        assert not asked.asked  # neither the key nor anything else
+
+
+@needs_openssl
+def test_a_certificate_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, tls = certificate(tmp_path, "IP:127.0.0.1")
+    monkeypatch.setenv("SSL_CERT_FILE", str(made))
+    with serving(server(tls)) as asked:
+        client = RemoteClient(Address.parse(asked.url), Key(KEY))
+        client.start()
+        assert loaded(client).model == "tiny" and "encrypted on the way" in client.privacy
+        client.submit(Question([PromptTurn("user", "Hi")], Sampling(), 8))
+        assert text(heard(client, Finished, Failed)) == ANSWER
+        client.close()
+    assert {one.headers["authorization"] for one in asked.asked} == {f"Bearer {KEY}"}

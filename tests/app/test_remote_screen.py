@@ -6,17 +6,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
-from floe_chat.app.history import History, history_file
+from floe_chat.app.history import History
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.chat.blocks import Welcome
 from textual.pilot import Pilot
 
 from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving
-from .scripted import app_for, screen_text, status, text_of, until, write
+from .scripted import app_for, order, screen_text, status, text_of, until
 from .wizardry import surveyor
 
 HELLO = {"content": "Hello"}
@@ -37,29 +36,8 @@ async def connected(
         client.close()
 
 
-async def ask(pilot: Pilot[int], text: str) -> None:
-    await write(pilot, text)
-    await pilot.press("enter")
-
-
 async def answered(pilot: Pilot[int], text: str = ANSWER) -> None:
     await until(pilot, lambda: text in screen_text(pilot) and status(pilot).state in ("ready", "stopped"))
-
-
-@pytest.mark.parametrize("size", [(120, 40), (80, 24), (60, 20)])
-async def test_a_chat(size: tuple[int, int]) -> None:
-    with serving(recorded("vllm")) as server:
-        async with connected(server, size) as pilot:
-            host = server.url.removeprefix("http://")
-            welcome = text_of(pilot.app.screen.query_one(Welcome))
-            assert f"remote. Your questions, the chat before them and attached files are sent to {host}" in welcome
-            assert "Nothing you write leaves it" not in screen_text(pilot)
-            await ask(pilot, "What is an expert?")
-            await answered(pilot)
-            await ask(pilot, "And then?")
-            await until(pilot, lambda: len(server.questions) == 2 and status(pilot).state == "ready")
-            assert f"remote {host}" in screen_text(pilot).splitlines()[-1]
-    assert [turn["role"] for turn in server.questions[1].body["messages"]] == ["user", "assistant", "user"]
 
 
 async def test_the_panel_shows_what_can_be_known() -> None:
@@ -67,7 +45,7 @@ async def test_the_panel_shows_what_can_be_known() -> None:
         async with connected(server) as pilot:
             shown = screen_text(pilot)
             assert "prefill" not in shown and "window 40960" in shown and "context 0" not in shown
-            await ask(pilot, "What is an expert?")
+            await order(pilot, "What is an expert?")
             await answered(pilot)
             await until(pilot, lambda: "context 25/40960" in screen_text(pilot) and "11 tokens" in screen_text(pilot))
             shown = screen_text(pilot)
@@ -81,13 +59,16 @@ async def test_every_page_says_remote(setups: Setups) -> None:
     with serving(recorded("vllm")) as server:
         async with connected(server) as pilot:
             host = server.url.removeprefix("http://")
+            welcome = text_of(pilot.app.screen.query_one(Welcome))
+            assert f"remote. Your questions, the chat before them and attached files are sent to {host}" in welcome
+            assert "Nothing you write leaves it" not in screen_text(pilot)
             for page in ("/help", "/history", "/settings", "/models"):
-                await ask(pilot, page)
+                await order(pilot, page)
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
                 await until(pilot, lambda: f"remote {host}" in screen_text(pilot))
                 await pilot.press("escape")
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
-            pilot.app.push_screen(WizardScreen(setups, surveyor=surveyor()))
+            pilot.app.push_screen(WizardScreen(setups, entries=(), surveyor=surveyor()))
             await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "machine" in screen_text(pilot))
             await pilot.press("escape")
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
@@ -95,43 +76,8 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             await until(pilot, lambda: f"remote {host}" in screen_text(pilot) and "at least" in screen_text(pilot))
             await pilot.resize_terminal(120, 40)
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
-            await ask(pilot, "/quality")
+            await order(pilot, "/quality")
             await until(pilot, lambda: f"{host} decides about quality" in screen_text(pilot))
-
-
-async def test_stop_closes_the_connection_and_keeps_the_text() -> None:
-    hanging = Reply(parts=said(HELLO, reason=None), end="hang")
-    with serving(ModelServer(models("tiny"), hanging)) as server:
-        async with connected(server) as pilot:
-            await ask(pilot, "hi")
-            await until(pilot, lambda: status(pilot).state == "writing")
-            await pilot.press("escape")
-            await until(pilot, lambda: status(pilot).state == "stopped")
-            assert server.left.is_set() or server.left.wait(20)
-            server.answers = [Reply(parts=said({"content": "Again"}))]
-            await ask(pilot, "/retry")
-            await answered(pilot, "Again")
-
-
-async def test_a_server_that_dies_in_the_middle() -> None:
-    dying = Reply(parts=said(HELLO, reason=None), end="die")
-    with serving(ModelServer(models("tiny"), dying)) as server:
-        history = History(history_file())
-        async with connected(server, history=history) as pilot:
-            await ask(pilot, "hi")
-            await until(pilot, lambda: "What came so far is kept" in screen_text(pilot))
-            shown = screen_text(pilot)
-            assert "broke the connection" in shown and "Hello" in shown
-            await until(pilot, lambda: status(pilot).state == "ready")
-            server.answers = [Reply(parts=said({"content": "Back"}))]
-            await ask(pilot, "again")
-            await answered(pilot, "Back")
-            await pilot.press("ctrl+q")
-        assert pilot.app.return_code == 0  # one failed answer is no failed run
-        chat = history.newest()
-        assert chat is not None and chat.setup.model == f"{server.url}/v1/models/tiny"
-        saved = [message.text for message in history.messages(history.branch(chat.head))]
-        assert saved == ["hi", "Hello", "again", "Back"]
 
 
 async def test_it_connects_once_the_server_is_there() -> None:
@@ -140,7 +86,7 @@ async def test_it_connects_once_the_server_is_there() -> None:
             await until(pilot, lambda: "has a problem" in screen_text(pilot) and "loading model" in screen_text(pilot))
             server.models = models("tiny")
             await until(pilot, lambda: status(pilot).state == "ready")
-            await ask(pilot, "hi")
+            await order(pilot, "hi")
             await answered(pilot, "Hello")
 
 
@@ -153,7 +99,7 @@ async def test_a_local_chat_says_that_it_is_sent_away(tmp_path: Path) -> None:
     history.settle()
     with serving(recorded("vllm")) as server:
         async with connected(server, history=history) as pilot:
-            await ask(pilot, "/last")
+            await order(pilot, "/last")
             said_so = "demo answered this chat. Your next question sends all of it"
             await until(pilot, lambda: said_so in screen_text(pilot))
             assert not server.questions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -129,30 +128,3 @@ def test_no_saved_chat_is_opened_where_saving_is_off() -> None:
 def test_what_belongs_to_ask_is_named_as_it_was_written() -> None:
     ran = run_cli("--continue", "ask", "hi")
     assert ran.code == 2 and "--continue belongs after the command: floe-chat ask --continue" in ran.err
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo terminals of this kind")
-def test_the_screen_opens_a_saved_chat_with_its_own_model(olmoe: Path) -> None:
-    from ..bench.window import Window
-
-    change(settings_file(), {})
-    chat_of("olmoe", "What is sea ice?")
-    chat_of("demo", "What is an expert?")
-    for arguments, question, model in (
-        (["--continue"], "What is an expert?", "demo"),
-        (["--chat", "1"], "What is sea ice?", "olmoe"),
-        (["--chat", "1", "--model", "demo"], "What is sea ice?", "demo"),
-    ):
-        with Window(arguments) as window:
-            window.until(f"{model} · ")
-            window.until("● ready")
-            window.until(question)
-            assert f"{model} · " in window.text
-            window.type("\x11")
-            assert window.end() == 0
-    shutil.rmtree(olmoe)
-    with Window(["--chat", "1"]) as window:
-        window.until("demo answers instead")
-        window.type("\x11")
-        assert window.end() == 0

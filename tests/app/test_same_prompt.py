@@ -17,7 +17,7 @@ from floe_chat.app.tui import FloeChatApp, Reopened
 from floe_chat.engine.events import Command, Generate, Sampling
 
 from ..helpers import edit_json, reseal
-from .scripted import composer, screen_text, status, until
+from .scripted import order, screen_text, status, until
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
@@ -118,8 +118,7 @@ async def test_a_saved_chat_makes_one_prompt(noting: Callable[[], Noting]) -> No
     )
     async with app.run_test() as pilot:
         await until(pilot, lambda: status(pilot).state == "ready" and "Call it" in screen_text(pilot), 120)
-        composer(pilot).put("And now?")
-        await pilot.press("enter")
+        await order(pilot, "And now?")
         await until(pilot, lambda: bool(shown.asked), 120)
     assert history.close()
 

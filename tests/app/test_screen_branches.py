@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock
@@ -11,7 +10,19 @@ from floe_chat.app.widgets.chat.turns import Tail, UserTurn
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, text_of, until, write
+from .scripted import (
+    ScriptedClient,
+    ask,
+    chatting,
+    composer,
+    exchange,
+    finish,
+    order,
+    screen_text,
+    status,
+    text_of,
+    until,
+)
 from .wizardry import shown
 
 
@@ -19,12 +30,6 @@ def texts(pilot: Pilot[int]) -> list[str]:
     """What the messages on the screen say, in order."""
     blocks = pilot.app.screen_stack[0].query_one(Transcript).children
     return [block.text for block in blocks if isinstance(block, UserTurn | AnswerTurn)]
-
-
-async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str, reason: str = "stop") -> None:
-    request = await ask(pilot, client, question)
-    client.say(TextDelta(request, answer))
-    await finish(pilot, client, request, reason)
 
 
 async def answered(pilot: Pilot[int], client: ScriptedClient, count: int, text: str) -> None:
@@ -35,8 +40,7 @@ async def answered(pilot: Pilot[int], client: ScriptedClient, count: int, text: 
 
 
 async def test_every_version_is_kept() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first")
         await exchange(pilot, client, "two", "second")
         await pilot.press("ctrl+t")
@@ -61,8 +65,7 @@ async def test_every_version_is_kept() -> None:
 
 
 async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_before() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first")
         await pilot.press("ctrl+t")
         await until(pilot, lambda: len(client.asked) == 2 and texts(pilot) == ["one", ""])
@@ -73,8 +76,7 @@ async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_befo
 
 
 async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first answer")
         await pilot.press("ctrl+t")
         await answered(pilot, client, 2, "another one of more words")
@@ -84,20 +86,16 @@ async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
         await pilot.press("right")
         await until(pilot, lambda: "context 6/1000" in screen_text(pilot))
         await pilot.press("escape")
-        await write(pilot, "/new")
-        await pilot.press("enter")
+        await order(pilot, "/new")
         await until(pilot, lambda: "context 0/1000" in screen_text(pilot))
-        await write(pilot, "/last")
-        await pilot.press("enter")
+        await order(pilot, "/last")
         await until(pilot, lambda: "context 6/1000" in screen_text(pilot))
 
 
 async def test_an_answer_is_edited_and_goes_on() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first", "length")
-        await write(pilot, "/more")
-        await pilot.press("enter")
+        await order(pilot, "/more")
         await answered(pilot, client, 2, " and more")
         assert client.begun == ["", "first"] and client.asked[1] == (PromptTurn("user", "one"),)
         assert texts(pilot) == ["one", "first and more"]
@@ -113,8 +111,7 @@ async def test_an_answer_is_edited_and_goes_on() -> None:
 
 
 async def test_deleting_is_taken_back_and_a_fork_is_a_chat_of_its_own() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first")
         await exchange(pilot, client, "two", "second")
         await pilot.press("ctrl+up", "up", "d")
@@ -122,8 +119,7 @@ async def test_deleting_is_taken_back_and_a_fork_is_a_chat_of_its_own() -> None:
         await pilot.press("ctrl+up", "d")
         await until(pilot, lambda: texts(pilot) == ["one"])
         for back in (["one", "first"], ["one", "first", "two", "second"]):
-            await write(pilot, "/undo")
-            await pilot.press("enter")
+            await order(pilot, "/undo")
             await until(pilot, lambda back=back: texts(pilot) == back)
         await pilot.press("ctrl+up", "up", "up", "f")
         await until(pilot, lambda: texts(pilot) == ["one", "first"] and composer(pilot).has_focus)
@@ -133,8 +129,7 @@ async def test_deleting_is_taken_back_and_a_fork_is_a_chat_of_its_own() -> None:
 
 
 async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "```\nx = 1\n```\n\n```\ny = 2\n```\n")
         await pilot.press("ctrl+up", "y")
         await until(pilot, lambda: pilot.app.clipboard == "x = 1\n")
@@ -159,10 +154,8 @@ async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
         assert "copy" in text_of(code)
 
 
-@pytest.mark.parametrize("width", [60, 80])
-async def test_the_bar_names_every_key_on_a_narrow_screen(width: int) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(width, 20)) as pilot:
+async def test_the_bar_names_every_key_on_a_narrow_screen() -> None:
+    async with chatting(size=(60, 20)) as (client, pilot):
         await exchange(pilot, client, "one", "Plain `words`.")
         await pilot.press("ctrl+up")
         await until(pilot, lambda: "delete d" in shown(pilot))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
-from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.chat.turns import UserTurn
-from floe_chat.app.widgets.markdown.code import CodeBlock
-from floe_chat.app.widgets.markdown.folded import Folded
 from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
 from floe_chat.app.widgets.panel import status_line
 from floe_chat.engine.events import Failed, Finished, Loading
@@ -24,8 +21,11 @@ from .scripted import (
     ScriptedClient,
     app_for,
     ask,
+    chatting,
     composer,
+    exchange,
     finish,
+    order,
     ready,
     screen_text,
     stats,
@@ -43,8 +43,7 @@ def answer(pilot: Pilot[int]) -> AnswerTurn:
 
 
 async def test_keys_of_the_composer() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await pilot.press("enter", "space", "enter", "backspace")
         assert client.asked == []
         await pilot.press("a", "ctrl+j", "b", "shift+enter", "c")
@@ -60,11 +59,10 @@ async def test_keys_of_the_composer() -> None:
 
 
 async def test_a_question_that_waited_begins_also_behind_another_page() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         await write(pilot, "next")
-        await pilot.press("enter", "f1")
+        await pilot.press("enter", "f4")
         await until(pilot, lambda: len(pilot.app.screen_stack) > 1)
         assert (len(client.asked), client.began) == (1, 1)
         client.say(TextDelta(request, "done"), Finished(request, "stop", stats(request)))
@@ -92,8 +90,7 @@ async def test_questions_wait_for_their_turn() -> None:
         client.say(Loading("dense weights", 0.4))
         await until(pilot, lambda: "loading 40 %" in status(pilot).state)
         for text in ("one", "two", "three"):
-            await write(pilot, text)
-            await pilot.press("enter")
+            await order(pilot, text)
         await until(pilot, lambda: screen_text(pilot).count("queued until the model is loaded") == 3)
         await pilot.press("escape")
         await until(pilot, lambda: composer(pilot).text == "three" and len(pilot.app.query(UserTurn)) == 2)
@@ -112,19 +109,10 @@ async def test_questions_wait_for_their_turn() -> None:
         assert not [turn for turn in pilot.app.query(UserTurn) if turn.note]
 
 
-async def test_quit_while_loading() -> None:
-    client = ScriptedClient()
-    async with app_for(client).run_test() as pilot:
-        await until(pilot, lambda: client.started)
-        await pilot.press("ctrl+q")
-        await until(pilot, lambda: pilot.app.return_value == 0)
-
-
 async def test_failed_load_gives_the_text_back() -> None:
     client = ScriptedClient()
     async with app_for(client).run_test(size=(120, 40)) as pilot:
-        await write(pilot, "early")
-        await pilot.press("enter")
+        await order(pilot, "early")
         await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
         client.say(Failed("The pack is damaged", "sha256 differs", "Pack it again", None, 3))
         await until(pilot, lambda: composer(pilot).text == "early")
@@ -137,11 +125,9 @@ async def test_failed_load_gives_the_text_back() -> None:
 
 
 async def test_refused_question_comes_back() -> None:
-    client = ScriptedClient()
-    async with ready(client, system_prompt="Be brief.") as pilot:
+    async with chatting(system_prompt="Be brief.") as (client, pilot):
         client.refuse = FloeError("It does not fit", "too long", "Shorten it")
-        await write(pilot, "long")
-        await pilot.press("enter")
+        await order(pilot, "long")
         await until(pilot, lambda: bool(pilot.app.query(ErrorBlock)))
         assert composer(pilot).text == "long" and not pilot.app.query(UserTurn)
         await until(pilot, lambda: status(pilot).state == "ready")
@@ -151,8 +137,7 @@ async def test_refused_question_comes_back() -> None:
 
 
 async def test_error_in_an_answer_keeps_what_came() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         client.say(TextDelta(request, "half"), Failed("Out of memory", "layer 3", "Choose Fast", request))
         await until(pilot, lambda: status(pilot).state == "ready")
@@ -163,8 +148,7 @@ async def test_error_in_an_answer_keeps_what_came() -> None:
 
 
 async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client, "lost")
         await pilot.press("escape")
         assert client.cancelled == 1 and status(pilot).state == "stopping"
@@ -175,8 +159,7 @@ async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
 
 
 async def test_a_chat_that_left_gpu_memory_is_said_to_be_slower() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(80, 24)) as pilot:
+    async with chatting(size=(80, 24)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(NO_ROOM, TextDelta(request, "still writing"))
         await see(pilot, "This chat no longer fits in GPU", "is now read from", "still writing")
@@ -185,13 +168,10 @@ async def test_a_chat_that_left_gpu_memory_is_said_to_be_slower() -> None:
 
 
 async def test_what_the_model_no_longer_sees_is_marked() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         for dropped in (0, 2, 2):
             client.dropped = dropped
-            request = await ask(pilot, client)
-            client.say(TextDelta(request, "yes"))
-            await finish(pilot, client, request)
+            await exchange(pilot, client, "hi", "yes")
         turns = list(pilot.app.query_one(Transcript).children)
         assert [type(block) for block in turns[:4]] == [UserTurn, AnswerTurn, Horizon, UserTurn]
         assert "the model no longer sees the messages above" in screen_text(pilot)
@@ -199,23 +179,20 @@ async def test_what_the_model_no_longer_sees_is_marked() -> None:
             await pilot.press("ctrl+n")
             await until(pilot, lambda: bool(pilot.app.query(Welcome)))
             client.dropped = dropped
-            await write(pilot, "/last")
-            await pilot.press("enter")
+            await order(pilot, "/last")
             await until(pilot, lambda: bool(pilot.app.query(Horizon)))
             kinds = [type(block) for block in pilot.app.query_one(Transcript).children]
             assert kinds.index(Horizon) == dropped and len(kinds) == 7
 
 
 async def test_new_chat_ignores_the_old_answer() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         old = await ask(pilot, client, "old")
         client.say(TextDelta(old, "old text"))
         await until(pilot, lambda: answer(pilot).text == "old text")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: bool(pilot.app.query(Welcome)))
-        await write(pilot, "new")
-        await pilot.press("enter")
+        await order(pilot, "new")
         await until(pilot, lambda: "queued until the last answer has stopped" in screen_text(pilot))
         client.say(TextDelta(old, "late"), Finished(old, "cancelled", stats(old)))
         await until(pilot, lambda: len(client.asked) == 2)
@@ -229,24 +206,8 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         await until(pilot, lambda: status(pilot).state == "ready")
 
 
-async def test_open_code_fence_is_plain_until_it_closes() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, "Look:\n\n```python\nx = 1\n"))
-        plain = answer(pilot).query_one(".open-fence", Folded)
-        await until(pilot, lambda: plain.display and text_of(plain) == "x = 1")
-        assert not answer(pilot).query(CodeBlock)
-        client.say(TextDelta(request, "```\nDone. <div>tag</div>\n"))
-        await until(pilot, lambda: bool(answer(pilot).query(CodeBlock)) and not plain.display)
-        await finish(pilot, client, request)
-        await until(pilot, lambda: answer(pilot).query_one(AnswerMarkdown).source == answer(pilot).text)
-        await until(pilot, lambda: "<div>tag</div>" in screen_text(pilot))
-
-
 async def test_transcript_follows_its_end_unless_scrolled_away() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(100, 24)) as pilot:
+    async with chatting(size=(100, 24)) as (client, pilot):
         transcript = pilot.app.query_one(Transcript)
         request = await ask(pilot, client)
         client.say(TextDelta(request, "line\n\n" * 30))
@@ -270,9 +231,6 @@ async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.Mon
     async with ready(ScriptedClient()) as pilot:
         line = status(pilot)
         line.remark("once")
-        first = line._end  # pyright: ignore[reportPrivateUsage]
-        line.remark("once")
-        assert line._end is not first  # pyright: ignore[reportPrivateUsage] - its time begins again
         await until(pilot, lambda: len(timers(pilot)) == 1)
         assert "once" in text_of(line)
         monkeypatch.setattr(status_line, "_REMARK_SECONDS", 0.01)
@@ -291,30 +249,18 @@ async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.Mon
         assert "latin1" not in text_of(line)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\n".join(f"{'  ' * depth}- level{depth}" for depth in range(16)) + "\n\nlevel16",
-        "> " * 40 + "level0\n\n" + "level1",
-        "> - " * 20 + "level0\n\n" + "level1",
-    ],
-    ids=["lists", "quotes", "both"],
-)
-async def test_what_is_nested_deep_is_seen(text: str) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(60, 70)) as pilot:
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, text))
-        await finish(pilot, client, request)
+async def test_what_is_nested_deep_is_seen() -> None:
+    text = (
+        "\n".join(f"{'  ' * depth}- level{depth}" for depth in range(16)) + "\n\n" + "> - " * 20 + "level16\n\nlevel17"
+    )
+    async with chatting(size=(60, 70)) as (client, pilot):
+        await exchange(pilot, client, "hi", text)
         await until(pilot, lambda: all(f"level{at}" in shown(pilot) for at in range(text.count("level"))))
 
 
 async def test_a_link_is_copied_instead_of_opened() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)"))
-        await finish(pilot, client, request)
+    async with chatting() as (client, pilot):
+        await exchange(pilot, client, "hi", "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)")
         await until(pilot, lambda: "end of turn" in screen_text(pilot))  # the last that moves the answer's lines
         for kind, column, address in ((TextList, 7, "https://a.example/ x"), (Paragraph, 5, "https://b.example")):
             await pilot.click(answer(pilot).query_one(kind), offset=(column, 0))

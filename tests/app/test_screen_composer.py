@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.interface import TextDelta
-from floe_chat.app.history import Attachment
 from floe_chat.app.text_files import listing
 from floe_chat.app.widgets.chat import writing
 from floe_chat.app.widgets.chat.chips import Chip
@@ -19,7 +18,20 @@ from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from .scripted import LOADED, ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
+from .scripted import (
+    LOADED,
+    ScriptedClient,
+    ask,
+    chatting,
+    composer,
+    finish,
+    order,
+    ready,
+    screen_text,
+    text_of,
+    until,
+    write,
+)
 from .wizardry import shown
 
 
@@ -31,8 +43,7 @@ async def test_files_and_long_texts_are_attached(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.md").write_text("```\nin a fence\n```\n\x1b[31m")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         composer(pilot).post_message(events.Paste("line\n" * 30))
         await until(pilot, lambda: chips(pilot) == ["▤ pasted 1  30 tokens  ×"])
         await write(pilot, "see @not")
@@ -44,8 +55,7 @@ async def test_files_and_long_texts_are_attached(tmp_path: Path, monkeypatch: py
             ("none", "No such file"),
             ("~nobody-of-that-name/x", "~nobody-of-that-name/x cannot be attached: No such file"),
         ):
-            composer(pilot).put(f"/file {name}")
-            await pilot.press("enter")
+            await order(pilot, f"/file {name}")
             await until(pilot, lambda reason=reason: reason in screen_text(pilot))
         await write(pilot, "this")
         await pilot.press("enter")
@@ -55,21 +65,10 @@ async def test_files_and_long_texts_are_attached(tmp_path: Path, monkeypatch: py
         assert chips(pilot) == [] and "▤ notes.md" in screen_text(pilot) and "in a fence" not in screen_text(pilot)
         client.say(TextDelta(1, "yes"))
         await finish(pilot, client, 1)
-        composer(pilot).put("/edit")
-        await pilot.press("enter")
+        await order(pilot, "/edit")
         await until(pilot, lambda: composer(pilot).text == "this" and len(chips(pilot)) == 2)
         await pilot.press("escape", "backspace")
         assert chips(pilot) == []
-
-
-async def test_a_tilde_in_the_working_folder_is_a_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "~tilde.txt").write_text("in the working folder")
-    async with ready(ScriptedClient()) as pilot:
-        await write(pilot, "@tilde")
-        await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
-        await pilot.press("enter")
-        await until(pilot, lambda: chips(pilot) == ["▤ ~tilde.txt  4 tokens  ×"])
 
 
 async def test_files_with_odd_names_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +126,7 @@ async def test_a_listing_that_comes_late_leaves_what_names_a_place(
 
 
 async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await write(pilot, "/ren")
         await until(pilot, lambda: "Give this chat a title" in screen_text(pilot))
         await pilot.press("tab", "x", "enter")
@@ -140,13 +138,11 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         await pilot.app._chat.do("rename")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         await until(pilot, lambda: "Send or clear your text first, then type /rename TITLE" in screen_text(pilot))
         assert composer(pilot).text == "half a thought"
-        composer(pilot).put("/nothing")
-        await pilot.press("enter")
+        await order(pilot, "/nothing")
         await until(pilot, lambda: "There is no command /nothing" in screen_text(pilot))
         composer(pilot).put("")
         for number, text in enumerate(("one", "/usr/bin is a folder"), 1):
-            composer(pilot).put(text)
-            await pilot.press("enter")
+            await order(pilot, text)
             await until(pilot, lambda number=number: len(client.asked) == number)
             client.say(TextDelta(number, "yes"))
             await finish(pilot, client, number)
@@ -165,8 +161,7 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
 
 
 async def test_no_enter_is_lost_and_none_runs_a_careful_command_by_its_first_letters() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await finish(pilot, client, await ask(pilot, client, "keep me"))
         await write(pilot, "/rena")
         await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
@@ -215,8 +210,7 @@ async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "large.txt").write_text("word\n" * 700)
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         composer(pilot).post_message(events.Paste("one two\n" * 400))
         large = "▤ pasted 1  too large  800 of 600 tokens  cut  ×"
         await until(pilot, lambda: chips(pilot) == [large])
@@ -226,11 +220,9 @@ async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
         await until(pilot, lambda: composer(pilot).text == "this" and chips(pilot) == [large])
         assert not client.asked
         await pilot.press(*["backspace"] * 4)
-        composer(pilot).put("/file large.txt")
-        await pilot.press("enter")
+        await order(pilot, "/file large.txt")
         await until(pilot, lambda: chips(pilot) == [large, "▤ large.txt  too large  700 of 600 tokens  cut  ×"])
-        composer(pilot).put("/cut")
-        await pilot.press("enter")
+        await order(pilot, "/cut")
         await until(pilot, lambda: all("beginning" in chip and "too large" not in chip for chip in chips(pilot)))
         await pilot.press("ctrl+z", "ctrl+z")  # lossless
         await until(pilot, lambda: sorted("too large" in chip for chip in chips(pilot)) == [True, True])
@@ -241,8 +233,7 @@ async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
             assert await pilot.click(chip, offset=(chip.size.width, 0))
             await until(pilot, lambda: len(chips(pilot)) < 3)
             break
-        composer(pilot).put("/cut")
-        await pilot.press("enter")
+        await order(pilot, "/cut")
         await until(pilot, lambda: all("too large" not in chip for chip in chips(pilot)))
         await write(pilot, "this")
         await pilot.press("enter")
@@ -252,35 +243,15 @@ async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
 
 
 async def test_another_model_measures_attached_texts_again() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         composer(pilot).post_message(events.Paste("one two\n" * 400))
         await until(pilot, lambda: "too large" in str(chips(pilot)))
         client.say(dataclasses.replace(LOADED, context_window=8192))
         await until(pilot, lambda: chips(pilot) == ["▤ pasted 1  800 tokens  ×"])
 
 
-async def test_every_file_can_be_seen_and_taken_away() -> None:
-    async with ready(ScriptedClient(), size=(80, 24)) as pilot:
-        files = [Attachment(name, "some words") for name in ("pasted 1", "pasted 2", "pasted 3", f"{'very ' * 20}long")]
-        composer(pilot).take_back("", tuple(files))
-        await until(pilot, lambda: len(chips(pilot)) == 4 and screen_text(pilot).count("×") == 4)
-        assert chips(pilot)[-1] == "▤ very very very v… very very long  2 tokens  ×"
-        for left in (3, 2, 1, 0):
-            chip = list(pilot.app.screen.query(Chip))[-1]
-            await pilot.pause()  # with fewer rows it lies elsewhere
-            assert await pilot.click(chip, offset=(chip.size.width, 0))
-            await until(pilot, lambda left=left: len(chips(pilot)) == left)
-        await pilot.resize_terminal(60, 20)
-        for number in range(20):
-            composer(pilot).take_back("", (Attachment(f"file {number}", "some words"),))
-        await until(pilot, lambda: len(chips(pilot)) == 20 and "file 19" in screen_text(pilot))
-        assert "Ask something" in screen_text(pilot)
-
-
 async def test_a_question_that_came_back_and_was_changed_stays() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         for text in ("one", "two words"):
             await finish(pilot, client, await ask(pilot, client, text))
         for keys, text in ((("backspace",) * 3, "two wo"), (("ctrl+w",), "two "), (("home", "delete"), "wo words")):

@@ -1,30 +1,45 @@
-"""Chats that are kept: the list, the search, thousands of messages, crashes, two at once."""
+"""Chats that are kept: the list, the search, thousands of messages, crashes, two at once, and what was not sent."""
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from floe_chat.app.client.interface import TextDelta
-from floe_chat.app.history import ChatSetup, Conversation, History, Message, Tree, new_id, open_history
+from floe_chat.app.history import (
+    Attachment,
+    ChatSetup,
+    Conversation,
+    History,
+    Message,
+    Tree,
+    Unsent,
+    new_id,
+    open_history,
+)
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.chat.blocks import Note, Welcome
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.chat.transcript_window import PAGE
 from floe_chat.app.widgets.chat.turns import Turn, UserTurn
+from floe_chat.engine.events import PresetChanged, Rule
 from textual.pilot import Pilot
-from textual.widgets import OptionList
 
-from .scenes import still
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
-from .wizardry import shown as words
-
-NOON = 3_931_200_000  # 15 Feb 1970, everywhere but at the date line
+from .scripted import (
+    ScriptedClient,
+    ask,
+    composer,
+    exchange,
+    finish,
+    order,
+    ready,
+    screen_text,
+    status,
+    text_of,
+    until,
+    write,
+)
 
 
 def long_tree(count: int) -> Tree:
@@ -47,18 +62,11 @@ def shown(pilot: Pilot[int]) -> list[str]:
     return [block.text for block in transcript(pilot).children if isinstance(block, Turn)]
 
 
-async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str) -> None:
-    request = await ask(pilot, client, question)
-    client.say(TextDelta(request, answer))
-    await finish(pilot, client, request)
-
-
 async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, history=history) as pilot:
         await exchange(pilot, client, "about ice", "floes drift")
-        await write(pilot, "/rename Cold \x1bthings")
-        await pilot.press("enter")
+        await order(pilot, "/rename Cold \x1bthings")
         await until(pilot, lambda: "Cold" in str(composer(pilot).border_title))
         await pilot.press("ctrl+n")
         await until(pilot, lambda: bool(pilot.app.query(Welcome)))
@@ -90,65 +98,18 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         assert [message.text for message in again.asked[0]] == ["about fire", "flames rise", "and smoke"]
         await write(pilot, "/export chat.json")
         await write(pilot, "")
-        composer(pilot).put(f"/export {tmp_path}/chat.md")
-        await pilot.press("enter")
+        await order(pilot, f"/export {tmp_path}/chat.md")
         await until(pilot, lambda: (tmp_path / "chat.md").exists())
         assert (tmp_path / "chat.md").stat().st_mode & 0o077 == 0 and "it rises too" in (
             tmp_path / "chat.md"
         ).read_text()
-        composer(pilot).put("/export ~nobody-of-that-name/chat.md")
-        await pilot.press("enter")
+        await order(pilot, "/export ~nobody-of-that-name/chat.md")
         await until(pilot, lambda: "~nobody-of-that-name/chat.md cannot be written" in screen_text(pilot))
-        composer(pilot).put("/delete")
-        await pilot.press("enter")
+        await order(pilot, "/delete")
         await until(pilot, lambda: shown(pilot) == [] and bool(pilot.app.query(Welcome)))
-        composer(pilot).put("/undo")
-        await pilot.press("enter")
+        await order(pilot, "/undo")
         await until(pilot, lambda: len(shown(pilot)) == 4)
     assert second.close()
-
-
-async def test_pages_of_the_list_are_eight_chats() -> None:
-    history = History(None)
-    for number in range(20):
-        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, ChatSetup(), 2)))
-    assert history.settle()
-    async with ready(ScriptedClient(), history=history) as pilot:
-        await pilot.press("ctrl+r")
-        await until(pilot, lambda: "Long 19" in screen_text(pilot))
-        chats = pilot.app.screen.query_one(OptionList)
-        for key, place in (("pagedown", 8), ("pagedown", 16), ("pagedown", 19), ("pageup", 11), ("up", 10)):
-            await pilot.press(key)
-            await until(pilot, lambda place=place: chats.highlighted == place)
-    assert history.close()
-
-
-async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
-    history = History(None)
-    for number in (41, 42):
-        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, ChatSetup(), 2)))
-    assert history.settle()
-    async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
-        await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen_text(pilot).count("2 messages") == 2)
-        assert "Ctrl+D deletes · Ctrl+Z restores · Esc closes" in screen_text(pilot)
-        await write(pilot, "long 42")
-        await until(pilot, lambda: "Long 41" not in words(pilot) and "2 · 15 Feb 1970 │" in words(pilot))
-        assert words(pilot).count("Long 42") == 1
-
-
-async def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_file: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("floe_chat.models.private_file.os.fsync", refuse)
-    client = ScriptedClient()
-    async with ready(client, history=History(None)) as pilot:
-        await exchange(pilot, client, "about ice", "floes drift")
-        composer(pilot).put(f"/export {tmp_path}/chat.md")
-        await pilot.press("enter")
-        await until(pilot, lambda: "Free some space on that disk" in screen_text(pilot))
-    assert not list(tmp_path.iterdir())
 
 
 @asynccontextmanager
@@ -158,8 +119,7 @@ async def at_the_end_of(client: ScriptedClient, count: int) -> AsyncGenerator[Pi
     history.add(long_tree(count))
     assert history.settle(60)
     async with ready(client, size=(80, 24), history=history) as pilot:
-        composer(pilot).put("/last")
-        await pilot.press("enter")
+        await order(pilot, "/last")
         await until(pilot, lambda: f"number {count - 1}" in screen_text(pilot))
         yield pilot
 
@@ -214,8 +174,7 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, history=history) as pilot:
         await until(pilot, lambda: any("cut off" in text_of(note) for note in pilot.app.query(Note)))
-        composer(pilot).put("/last")
-        await pilot.press("enter")
+        await order(pilot, "/last")
         await until(pilot, lambda: "half of" in screen_text(pilot) and "cut off" in screen_text(pilot))
         await pilot.press("ctrl+up", "m")
         await until(pilot, lambda: (client.begun, client.thoughts) == (["half of"], ["So:"]))
@@ -237,20 +196,127 @@ async def test_a_damaged_history_is_told_and_the_chat_goes_on(tmp_path: Path) ->
     assert history.close()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (60, 20)], ids=str)
-async def test_the_first_message_of_a_long_chat_is_seen_when_it_is_selected(size: tuple[int, int]) -> None:
-    history, client = History(None), ScriptedClient()
-    tree = long_tree(600)
-    said = [replace(message, text=message.text + "\n\nmore" * (message.position % 2 * 30)) for message in tree.messages]
-    history.add(replace(tree, messages=tuple(said)))
-    history.settle()
-    async with ready(client, size=size, history=history) as pilot:
-        await write(pilot, "/last")
+# What is kept over restarts besides messages: what was not sent yet, and the quality that a chat was given
+
+
+BY_HAND = Rule(0.4, product=0.6, late=0.25)
+
+
+def left_behind(file: Path, *questions: Unsent) -> None:
+    """What a floe-chat that was killed had noted."""
+    import platform
+
+    store = open_history(file).store
+    with store.transaction():
+        store.keep_unsent(f"{platform.node()}:999999999:1", questions)
+    store.close()
+
+
+def noted(file: Path) -> list[Unsent]:
+    """All that is noted now, whoever wrote it."""
+    store = open_history(file).store
+    found = store.unsent(lambda _writer, _at: False)
+    store.close()
+    return [question for questions in found.values() for question in questions]
+
+
+async def test_what_was_not_sent_is_noted_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    client, history = ScriptedClient(), History(file)
+    async with ready(client, history=history) as pilot:
+        request = await ask(pilot, client, "first")
+        for waiting in ("second", "third"):
+            await order(pilot, waiting)
+        await until(pilot, lambda: screen_text(pilot).count("queued until") == 2)
+        await write(pilot, "fou")
+        await until(pilot, lambda: noted(file) == [Unsent("second"), Unsent("third"), Unsent("fou")])
+        await finish(pilot, client, request, waiting=True)
+        await until(pilot, lambda: noted(file) == [Unsent("third"), Unsent("fou")])
+        await pilot.press("escape", "escape")
+        await until(pilot, lambda: noted(file) == [Unsent("third\nfou")])
+        composer(pilot).put("")
+        await until(pilot, lambda: noted(file) == [])
+    history.close()
+
+
+async def test_the_next_start_puts_it_back_into_the_field_and_sends_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    left_behind(file, Unsent("one", (Attachment("a.txt", "its text"),)), Unsent("two"))
+    client, history = ScriptedClient(), History(file)
+    async with ready(client, history=history) as pilot:
+        await until(pilot, lambda: composer(pilot).text == "one\ntwo")
+        await until(pilot, lambda: "a.txt" in screen_text(pilot) and "were queued when" in screen_text(pilot))
+        await until(pilot, lambda: noted(file) == [Unsent("one\ntwo", (Attachment("a.txt", "its text"),))])
+        assert client.asked == [] and history.take_over_unsent() == []
+    history.close()
+
+
+async def test_a_draft_waits_while_a_message_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    client, history = ScriptedClient(), History(file)
+    notes = Attachment("notes.md", "its text")
+    async with ready(client, history=history) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "first"))
+        composer(pilot).take_back("half a thought", (notes,))
+        await until(pilot, lambda: noted(file) == [Unsent("half a thought", (notes,))])
+        await pilot.press("ctrl+up", "up", "e")
+        await until(pilot, lambda: composer(pilot).text == "first" and "notes.md" not in screen_text(pilot))
+        await pilot.press("escape", "ctrl+up", "up", "e", "ctrl+up", "up", "e")  # in the middle of it too
+        await write(pilot, "ly")
+        await until(pilot, lambda: noted(file) == [Unsent("firstly"), Unsent("half a thought", (notes,))])
+        await pilot.press("escape")
+        await until(pilot, lambda: "notes.md" in screen_text(pilot))
+        assert composer(pilot).text == "half a thought"
+        await pilot.press("ctrl+up", "up", "e")
+        await until(pilot, lambda: composer(pilot).text == "first" and "notes.md" not in screen_text(pilot))
+        await write(pilot, "ly")
         await pilot.press("enter")
-        await until(pilot, lambda: "number 599" in "\n".join(shown(pilot)))
-        await still(pilot)
-        await pilot.press("ctrl+up", "home")
-        await until(pilot, lambda: (turn := transcript(pilot).selected) is not None and turn.text == "number 0")
-        await still(pilot)
-        assert transcript(pilot).scroll_y == 0 and "number 0" in screen_text(pilot)
+        await until(pilot, lambda: len(client.asked) == 2)
+        assert client.asked[1][0].text == "firstly"
+        await until(pilot, lambda: composer(pilot).text == "half a thought" and "notes.md" in screen_text(pilot))
+        await finish(pilot, client, 2)
+        for changed, kept in (("", "half a thought"), ("!", "firstly!\nhalf a thought")):
+            await pilot.press("ctrl+up", "up", "e")
+            await until(pilot, lambda: composer(pilot).text == "firstly")
+            await write(pilot, changed)
+            await pilot.press("ctrl+n")
+            await until(pilot, lambda kept=kept: composer(pilot).text == kept and "notes.md" in screen_text(pilot))
+            await pilot.app._chat.controller.chats.open_last()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    history.close()
+
+
+def test_what_another_one_that_runs_has_not_sent_is_left_alone(tmp_path: Path) -> None:
+    first, second = History(tmp_path / "history.db"), History(tmp_path / "history.db")
+    first.keep_unsent([Unsent("mine")])
+    assert first.settle() and second.take_over_unsent() == []
+    first.close()
+    second.close()
+
+
+async def test_a_quality_set_by_hand_belongs_to_its_chat(tmp_path: Path) -> None:
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    async with ready(client, history=history) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "at my quality"))
+        pilot.app._chat.controller.model.set_quality(BY_HAND)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        client.say(PresetChanged("Custom"))
+        await until(pilot, lambda: status(pilot).preset == "Custom")
+        await pilot.press("ctrl+n", "f3")
+        client.say(PresetChanged("Exact"))
+        await until(pilot, lambda: status(pilot).preset == "Exact")
+        await finish(pilot, client, await ask(pilot, client, "at a preset"))
+    history.close()
+    assert client.dialled == [BY_HAND]
+
+    client, history = ScriptedClient(), History(tmp_path / "history.db")
+    older = history.conversations()[-1].id
+    assert [history.conversation(one.id).setup.quality for one in history.conversations()] == [None, BY_HAND]
+    async with ready(client, history=history) as pilot:
+        await pilot.app._chat.controller.chats.open(older)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        assert client.dialled == [BY_HAND]
+        client.say(PresetChanged("Custom"))
+        await write(pilot, "/last")
+        await until(pilot, lambda: status(pilot).preset == "Custom")
+        await pilot.press("f3")
+        assert client.wanted and history.settle()
+        assert history.conversation(older).setup.quality is None
     history.close()

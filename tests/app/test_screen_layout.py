@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.widgets.chat.answer import AnswerTurn
@@ -14,11 +13,10 @@ from textual.widgets import Static
 
 from .scripted import (
     ROWS,
-    ScriptedClient,
     ask,
+    chatting,
     composer,
     finish,
-    ready,
     screen_text,
     stats,
     status,
@@ -33,8 +31,7 @@ _WORDS = ("Look here:", "pass_me_by")
 
 
 async def test_panel_invents_nothing() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         shown = screen_text(pilot)
         assert "not measured yet" in shown and "no GPU" not in shown and " 0 " not in shown.split("Memory")[1]
         request = await ask(pilot, client)
@@ -49,18 +46,8 @@ async def test_panel_invents_nothing() -> None:
         await until(pilot, lambda: "42 tokens · 58.9 tokens/s · first token 120 ms · end of turn" in screen_text(pilot))
 
 
-@pytest.mark.parametrize(("layers", "experts"), [(32, 8), (16, 64), (64, 4)], ids=["mixtral", "olmoe", "deep"])
-async def test_panel_takes_any_shape_of_model(layers: int, experts: int) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(110, 36)) as pilot:
-        request = await ask(pilot, client)
-        client.say(stats(request, layers=layers, experts=experts))
-        await until(pilot, lambda: "busiest" in screen_text(pilot))
-
-
 async def test_layouts_and_the_panel_key() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         panel, strip = pilot.app.query_one(PerformancePanel), pilot.app.query_one(PanelStrip)
         for width, height in ((120, 36), (100, 24), (99, 24), (60, 20)):
@@ -81,8 +68,7 @@ async def test_layouts_and_the_panel_key() -> None:
 
 
 async def test_a_held_panel_shows_nothing_newer() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         client.say(stats(request))
         await until(pilot, lambda: "58.9" in screen_text(pilot) or "3.20 MB" in screen_text(pilot))
@@ -99,8 +85,7 @@ async def test_a_held_panel_shows_nothing_newer() -> None:
 
 
 async def test_the_panel_explains_its_words() -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(120, 60)) as pilot:
+    async with chatting(size=(120, 60)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(stats(request, rows=ROWS))
         await until(pilot, lambda: "hit rate 62 %" in screen_text(pilot))
@@ -118,8 +103,7 @@ async def test_the_panel_explains_its_words() -> None:
 
 
 async def test_help_and_palette() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
@@ -140,8 +124,7 @@ async def test_help_and_palette() -> None:
         await until(pilot, lambda: client.wanted == ["Exact"])
 
 
-@pytest.mark.parametrize("size", [(120, 36), (60, 20)], ids=str)
-async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int]) -> None:
+async def test_code_stays_where_it_is_when_its_fence_closes() -> None:
     def places() -> tuple[int, int, int] | None:
         """The column of the code, the rows from the text before it, and that text's column.
 
@@ -153,8 +136,7 @@ async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int
         said, code = found
         return code[1], code[0] - said[0], said[1]
 
-    client = ScriptedClient()
-    async with ready(client, size=size) as pilot:
+    async with chatting() as (client, pilot):
         request = await ask(pilot, client)
         client.say(TextDelta(request, f"{_WORDS[0]}\n\n```python\n{_WORDS[1]}\n"))
         await until(pilot, lambda: places() is not None)
@@ -169,12 +151,10 @@ async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int
         assert places() == streaming
 
 
-@pytest.mark.parametrize("panel", ["full", "hidden"])
-async def test_prose_stays_narrow_where_code_may_be_wide(panel: str) -> None:
-    client = ScriptedClient()
-    async with ready(client, size=(200, 50)) as pilot:
+async def test_prose_stays_narrow_where_code_may_be_wide() -> None:
+    async with chatting(size=(200, 50)) as (client, pilot):
         chat = pilot.app.screen_stack[0]
-        chat.dashboard.show_panel(panel)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        chat.dashboard.show_panel("hidden")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         request = await ask(pilot, client, "word " * 60)
         words, code = "word " * 60, "x = " + "1 + " * 30 + "1"
         client.say(TextDelta(request, f"# {words}\n\n{words}\n\n- {words}\n\n> {words}\n\n```python\n{code}\n```\n"))

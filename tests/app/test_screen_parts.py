@@ -1,24 +1,33 @@
-"""The screen's parts that need no terminal."""
+"""The screen's parts that need no chat."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from floe_chat.app.client.bridge import merged
 from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.screens.history import when
+from floe_chat.app.setup.disk_use import files
 from floe_chat.app.text import units
 from floe_chat.app.text.plain_text import printable
 from floe_chat.app.text_files import is_outside, listing, matching, meant, outside
 from floe_chat.app.widgets.chat.completion import Completable, wanted
 from floe_chat.app.widgets.common.clipboard import local_tool
+from floe_chat.app.widgets.common.hanging_list import Hanging
 from floe_chat.app.widgets.markdown.fences import FenceSplitter
 from floe_chat.app.widgets.markdown.markdown import AnswerParser
 from floe_chat.app.widgets.panel.heat import bars, condense, stretch
 from floe_chat.engine.events import Finished, NewTokens
+from textual.app import App, ComposeResult
+from textual.content import Content
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
 
 from .scripted import LOADED, stats
 
@@ -166,3 +175,56 @@ def test_no_answer_renders_control_characters(text: str) -> None:
 
 def test_control_characters_become_visible() -> None:
     assert printable("a\x1b[2J\tb\r\nc\rd\x9b\x7f\ud800é") == "a\ufffd[2J\tb\nc\nd\ufffd\ufffd\ufffdé"
+
+
+# Lines that fold go on below their own beginning
+
+
+LINES = Content.styled("● ", "green"), Content("one name"), Content.styled("found among 日本語 words", "bold")
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (40, ["● one name", "  found among 日本語 words"]),
+        (15, ["● one name", "  found among", "  日本語 words"]),
+        (8, ["● one", "  name", "  found", "  among", "  日本語", "  words"]),
+    ],
+)
+async def test_folded_lines_hang(width: int, shown: list[str]) -> None:
+    class Shows(App[None]):
+        CSS = "OptionList { border: none; padding: 0; scrollbar-size: 0 0; } .option-list--option { padding: 0; }"
+
+        def compose(self) -> ComposeResult:
+            yield OptionList(Option(Hanging(*LINES)), Option(Hanging(LINES[0], Content())))
+
+    async with Shows().run_test(size=(width, 12)) as pilot:
+        found = pilot.app.query_one(OptionList)
+        lines = [found.render_line(y).text.rstrip() for y in range(len(shown) + 2)]
+        assert lines == [*shown, "●", ""]
+        assert Hanging(*LINES).get_optimal_width({}, width) == len("● found among 日本語 words") + 3
+
+
+# Folders are counted while others work in them
+
+
+def test_what_goes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "gone").write_bytes(b"12")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inner").write_bytes(b"123")
+    (tmp_path / "gone folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert sorted(found.st_size for found in files(tmp_path)) == [2, 3, 5]
+    original = os.walk
+
+    def walk(*given: Any, **named: Any) -> Iterator[Any]:
+        for where, folders, names in original(*given, **named):
+            if where == str(tmp_path):
+                (tmp_path / "gone").unlink()
+                (tmp_path / "gone folder").rmdir()
+            yield where, folders, names
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert sorted(found.st_size for found in files(tmp_path)) == [3, 5]
+    assert list(files(tmp_path / "nowhere")) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from floe_chat.app.actions import OWN
+from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
@@ -14,7 +14,7 @@ from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Pros
 from floe_chat.models import catalog
 from textual.pilot import Pilot
 
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, until, write
+from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, status, until, write
 from .wizardry import see
 
 
@@ -25,8 +25,7 @@ def shown_fields(pilot: Pilot[Any]) -> dict[str, Field]:
 
 
 async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
-    composer(pilot).put("/settings")
-    await pilot.press("enter")
+    await order(pilot, "/settings")
     await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
     return shown_fields(pilot)
 
@@ -34,16 +33,12 @@ async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
 async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
-    client = ScriptedClient()
-    async with ready(client, settings=file) as pilot:
+    async with chatting(settings=file) as (client, pilot):
         await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
         await pilot.press("f12")
-        await until(
-            pilot, lambda: "The panel's words" in " ".join(str(w.render()) for w in pilot.app.screen.query("*"))
-        )
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         await pilot.press("escape")
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
+        await order(pilot, "/settings")
         await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
         fields = shown_fields(pilot)
         fields["sampling.top_k"].focus()
@@ -89,8 +84,7 @@ async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_pa
         )
         (toast,) = pilot.app.screen.query("Toast")
         assert not toast.region.overlaps(composer(pilot).region)
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
+        await order(pilot, "/settings")
         await see(pilot, f"line 2: keys.{next(iter(OWN))} cannot be '?'", "model")
         await pilot.press("shift+tab", "end")
         await see(pilot, f"line {len(OWN) + 1}: keys.{list(OWN)[-1]}")
@@ -123,11 +117,29 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
         assert read(file).problems == ()
 
 
-async def test_up_and_down_go_through_all_fields(tmp_path: Path) -> None:
+WRONG = (
+    ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be a number from 0 to 5."),
+    ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
+    ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),
+)
+
+
+async def test_fields_are_gone_through_and_wrong_values_explained_and_not_saved(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.touch()
-    async with ready(ScriptedClient(), settings=file) as pilot:
+    file.write_text(text := '[chat]\nsystem_prompt = """\nBe brief.\nBe kind.\n"""\n')
+    async with ready(ScriptedClient(), settings=file, size=(120, 36)) as pilot:
         fields = await opened(pilot)
+        for setting, typed, said in WRONG:
+            field = fields[setting]
+            assert isinstance(field, Written)
+            field.focus()
+            before, field.value = field.value, typed
+            await pilot.press("enter")
+            await see(pilot, said)
+            field.value = before
+        assert file.read_text() == text
+        fields["chat.model"].focus()
+        await pilot.pause()
         seen = [pilot.app.focused]
         for _ in range(4):
             await pilot.press("down")
@@ -135,47 +147,14 @@ async def test_up_and_down_go_through_all_fields(tmp_path: Path) -> None:
         assert seen == [fields[f"chat.{name}"] for name in ("model", "preset", "device", "vram", "max_tokens")]
         await pilot.press("up")
         assert pilot.app.focused is seen[-2]
-
-
-async def test_a_prompt_of_several_lines_keeps_them(tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text('[chat]\nsystem_prompt = """\nBe brief.\nBe kind.\n"""\n')
-    async with ready(ScriptedClient(), settings=file) as pilot:
-        field = (await opened(pilot))["chat.system_prompt"]
-        assert isinstance(field, Prose)
-        field.focus()
-        field.move_cursor(field.document.end)
+        prompt = fields["chat.system_prompt"]  # of several lines, which stay
+        assert isinstance(prompt, Prose)
+        prompt.focus()
+        prompt.move_cursor(prompt.document.end)
         await write(pilot, "Be right.")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
     assert read(file).settings.system_prompt == "Be brief.\nBe kind.\nBe right."
-
-
-@pytest.mark.parametrize(
-    ("setting", "typed", "said"),
-    [
-        ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be a number from 0 to 5."),
-        ("chat.max_tokens", "1e3", "chat.max_tokens cannot be '1e3'. It must be a whole number from 1 to 1,000,000."),
-        ("chat.vram", "lots", "chat.vram cannot be 'lots'. It must be a size such as 10gb."),
-        ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
-        ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),
-        ("keys.quit", "q", "keys.quit cannot be q, which types a character"),
-    ],
-)
-async def test_a_wrong_value_is_explained_and_not_saved(tmp_path: Path, setting: str, typed: str, said: str) -> None:
-    file = tmp_path / "settings.toml"
-    file.touch()
-    async with ready(ScriptedClient(), settings=file, size=(120, 36)) as pilot:
-        field = (await opened(pilot))[setting]
-        assert isinstance(field, Written)
-        field.focus()
-        field.value = typed
-        await pilot.press("enter")
-        await see(pilot, said)
-        assert file.read_text() == ""
-        await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
-    assert file.read_text() == ""
 
 
 async def test_a_theme_is_chosen_where_the_file_has_no_table_for_it(tmp_path: Path) -> None:

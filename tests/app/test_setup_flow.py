@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +20,12 @@ from floe_chat.engine.planning import plan
 from floe_chat.engine.quality import text_windows
 from floe_chat.engine.quality_presets import LEVELS
 from floe_chat.models import catalog
-from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
+from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .made_up import ENTRIES
 from .wizardry import IMPATIENT, REPO, ended, machine_of, reached
 
 
@@ -105,18 +99,6 @@ def test_the_second_of_two_is_told(hub: FakeHub) -> None:
         assert first.error is None and first.progress().state == "working"
 
 
-def test_terms_have_to_be_accepted_first(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeHub({REPO: published}, gated=[REPO]) as hub:
-        hub.used_by(monkeypatch, tmp_path / "hub home")
-        with Setup(wish(REPO)) as running:
-            ended(running.start())
-        assert isinstance(running.error, AccessError) and hub.url in running.error.hint
-        with Setup(unfinished()[0], hub.token) as running:
-            assert ended(running.start()).error is None
-        kept = [path for path in catalog.models_folder().rglob("*") if path.is_file()]
-        assert kept and not any(hub.token.encode() in path.read_bytes() for path in kept)
-
-
 def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     for model, name, words in (
         ("no such model", None, "no model 'no such model'"),
@@ -187,66 +169,6 @@ def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
     assert 0 < hub.sent("model-") - all_of_it < all_of_it  # not what only the other layer needs
 
 
-PARENT = """
-import os, sys
-from pathlib import Path
-from floe_chat.app.setup import flow, wish
-from floe_chat.models import checkpoint
-from floe_chat.models.hub import remote_checkpoint
-from floe_chat.models.modules import library_model
-from floe_chat.models.pack import packed_model
-from floe_chat.models.packing import pack
-from floe_chat.models.hub.fetch_loop import Patience
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
-
-for line in sys.stdin:
-    os.environ["HF_ENDPOINT"] = line.strip()
-    child = os.fork()
-    if child == 0:
-        running = flow.Setup(
-            (wish.unfinished() or [wish.wish("floe/tiny")])[0],
-            tuning=Patience(piece=100_000, first_wait=0.01, longest_wait=0.05, sync=0.01),
-        )
-        running.start()
-        running.wait(600)
-        print(running.error, file=sys.stderr)
-        os._exit(0 if running.error is None else 1)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
-@pytest.mark.thorough
-def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_folders: Path) -> None:
-    dice = random.Random(7)
-    # Bytes are compared: the child has to round as this process does.
-    rounding = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FLOE_CPU_ISA")
-    environment = {name: os.environ[name] for name in rounding if name in os.environ}
-    environment |= {"NO_PROXY": "127.0.0.1", "HOME": str(own_folders), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        kills, code = 0, 1
-        for _start in range(40):
-            parent.stdin.write(hub.url + "\n")
-            parent.stdin.flush()
-            child = int(parent.stdout.readline())
-            if kills < 5:
-                time.sleep(dice.uniform(0.02, 1.2))
-                with suppress(ProcessLookupError):  # it was faster
-                    os.kill(child, signal.SIGKILL)
-            code = int(parent.stdout.readline())
-            kills += code == -signal.SIGKILL
-            if code == 0:
-                break
-        assert code == 0 and kills >= 1
-        parent.stdin.close()
-    os.environ["HOME"] = str(own_folders)
-    assert same_weights(catalog.models_folder() / "tiny", undisturbed)
-    assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny"]
-
-
 @pytest.mark.usefixtures("rates_known")
 def test_the_command(hub: FakeHub) -> None:
     runner = CliRunner()
@@ -272,14 +194,10 @@ def test_the_command_measures_presets_if_asked(hub: FakeHub, published: Path, mo
     assert "tuned on itself" in done.stderr
 
 
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine is one of 12 GB without a GPU."""
+def test_without_a_name_the_recommended_model_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "PUBLISHED", ENTRIES)
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(12 << 30))
-
-
-def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, first = CliRunner(), plan.recommended(plan.offers(machine_of(12 << 30)))
+    runner, first = CliRunner(), plan.recommended(plan.offers(machine_of(12 << 30), ENTRIES))
     assert first is not None
     for more in ([], ["--yes"]):
         which = runner.invoke(cli, ["setup", *more], standalone_mode=False)
@@ -300,6 +218,7 @@ def test_without_a_name_the_recommended_model_is_offered(notebook: None, monkeyp
 
 
 def test_without_a_name_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "PUBLISHED", ENTRIES)
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(1 << 29))
     which = CliRunner().invoke(cli, ["setup"], standalone_mode=False)
     assert isinstance(which.exception, UsageError) and "fits this machine" in which.exception.title

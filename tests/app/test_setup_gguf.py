@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.setup import setups
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.wish import forget, unfinished, wish
@@ -29,9 +21,6 @@ from ..families import one_shard
 from ..helpers import explained, make_checkpoint, run_cli
 from ..models.gguf.converting import convert
 from .wizardry import ended, machine_of, reached
-
-KILLS = int(os.environ.get("FLOE_GGUF_KILLS", "5"))
-"""Moments at which a setup is killed; 200 take some minutes."""
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -115,20 +104,6 @@ def test_what_was_rounded_before_is_said(kind: str, recommended: bool, files: di
     assert (fields["name"], fields["rounding"], fields["coarse"]) == (f"tiny-model-{kind.lower()}", kind, recommended)
 
 
-def test_the_chat_says_it_too(files: dict[str, Path], tmp_path: Path) -> None:
-    done = run_cli("pack", str(files["Q8_0"]), str(tmp_path / "pack"))
-    assert done.code == 0, done.err
-    client = ChatClient(tmp_path / "pack", None, "cpu", None)
-    client.start()
-    try:
-        deadline, source = time.monotonic() + 120, ""
-        while not source and time.monotonic() < deadline:
-            source = next((getattr(update, "source", "") for update in client.poll(timeout=0.2)), "")
-        assert source == f"{files['Q8_0'].name} (Q8_0)"
-    finally:
-        client.close()
-
-
 def test_a_pack_of_a_file_is_repaired_from_it(files: dict[str, Path], tmp_path: Path) -> None:
     pack = tmp_path / "pack"
     assert run_cli("pack", str(files["F16"]), str(pack)).code == 0
@@ -177,63 +152,3 @@ def test_forgetting_a_setup_leaves_the_file(files: dict[str, Path]) -> None:
     (begun,) = unfinished()
     forget(begun)
     assert not unfinished() and files["F16"].is_file() and not list(catalog.models_folder().iterdir())
-
-
-PARENT = """
-import os, sys
-from pathlib import Path
-from floe_chat.app.setup import flow, wish
-from floe_chat.models import checkpoint
-from floe_chat.models.gguf import shelf
-from floe_chat.models.modules import library_model
-from floe_chat.models.pack import packed_model
-from floe_chat.models.packing import pack
-import gguf
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        running = flow.Setup((wish.unfinished() or [wish.wish(line.strip())])[0])
-        running.start()
-        running.wait(600)
-        print(running.error, file=sys.stderr)
-        os._exit(0 if running.error is None else 1)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
-def test_killed_again_and_again(files: dict[str, Path], undisturbed: dict[str, str], own_folders: Path) -> None:
-    """At seeded moments, in setups one after the other until there were enough."""
-    dice, kills, setups_done, code = random.Random(11), 0, 0, 0
-    # Bytes are compared: the child has to round as this process does.
-    rounding = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FLOE_CPU_ISA")
-    environment = {name: os.environ[name] for name in (*rounding, "PYTHONPATH") if name in os.environ}
-    environment |= {"HOME": str(own_folders), "OMP_NUM_THREADS": "1"}
-    before = digest(files["F16"].parent)
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        while kills < KILLS or code:
-            parent.stdin.write(f"{files['F16']}\n")
-            parent.stdin.flush()
-            child = int(parent.stdout.readline())
-            if kills < KILLS:
-                time.sleep(dice.uniform(0.0, 0.5))
-                with suppress(ProcessLookupError):  # it was faster
-                    os.kill(child, signal.SIGKILL)
-            code = int(parent.stdout.readline())
-            assert code in (0, -signal.SIGKILL)
-            kills += code == -signal.SIGKILL
-            if code == 0:
-                setups_done += 1
-                folder = catalog.models_folder() / "tiny-model-f16"
-                assert digest(folder) == undisturbed
-                assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny-model-f16"]
-                assert run_cli("models", "remove", "tiny-model-f16", "--yes").code == 0
-        parent.stdin.close()
-    assert setups_done and digest(files["F16"].parent) == before

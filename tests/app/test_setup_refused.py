@@ -67,12 +67,6 @@ def quantized(method: str) -> dict[str, Any]:
     ("changed", "said"),
     [
         (quantized("awq"), f"{REPO} has AWQ weights, which cannot be read yet"),
-        (quantized("gptq"), "has GPTQ weights"),
-        (quantized("fp8"), "has FP8 weights"),
-        (quantized("bitsandbytes"), "has bitsandbytes weights"),
-        (quantized("compressed-tensors"), "has compressed-tensors weights"),
-        (quantized("mxfp4"), "has MXFP4 weights"),
-        (quantized("brand-new"), "has 'brand-new' weights"),
         ({"quantization_config": {"bits": 4}}, "has quantized weights"),
         ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
         ({"model_type": "brand_new_moe"}, "'brand_new_moe' is not supported yet"),
@@ -115,17 +109,12 @@ def as_integers(part: str) -> Callable[[Tensors], Tensors]:
     ("change", "said"),
     [
         (without("layers.1.mlp.shared_expert.up_proj"), "layers.1.mlp.shared_expert.up_proj.weight is missing"),
-        (without("mlp.shared_expert"), "shared_expert"),
-        (without("self_attn.o_proj"), "o_proj.weight is missing"),
         (without("layers.1.mlp.experts.3.down_proj"), "No shard holds model.layers.1.mlp.experts.3.down_proj.weight"),
         (reshaped("experts.2.up_proj"), "experts.2.up_proj.weight is BF16 of (64, 63)"),
         (reshaped("shared_expert_gate"), "shared_expert_gate.weight is of shape (1, 63)"),
-        (reshaped("mlp.gate.weight"), "mlp.gate.weight is of shape (4, 63)"),
-        (reshaped("lm_head"), "lm_head.weight is of shape"),
         (as_integers("experts.0.gate_proj"), "experts.0.gate_proj.weight is I8"),
-        (as_integers("shared_expert.gate_proj"), "shared_expert.gate_proj.weight is I8"),
     ],
-    ids=range(10),
+    ids=range(5),
 )
 def test_headers_say_why(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Tensors], said: str

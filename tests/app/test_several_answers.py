@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,22 +86,6 @@ def test_more_whole_answers_than_are_computed_at_once_are_refused(client: ChatCl
     client.cancel()
     _, ended = ends(client, len(requests))
     assert sorted(end.request for end in ended if isinstance(end, Finished)) == requests
-
-
-def test_whole_answers_do_not_mix(client: ChatClient) -> None:
-    """Each has its text, its constraint, and the limit that was asked for."""
-    schema = '{"enum": ["one", "two"]}'
-    apart: list[str] = []
-    for seed in (1, 2):
-        client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=seed), 30 + seed)
-        (text,) = ends(client, 1)[0].values()
-        apart.append(text)
-    first = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=1), 31).request
-    form = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=3), 60, None, schema).request
-    second = client.submit_whole(HI.messages, Sampling(temperature=1.0, seed=2), 32).request
-    texts, _ = ends(client, 3)
-    assert [texts[first], texts[second]] == apart
-    assert json.loads(texts[form]) in ("one", "two")
 
 
 def test_a_server_is_asked_for_all_at_once() -> None:

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.app.widgets.common.themes import THEMES
+from floe_chat.app.widgets.common.themes import FLOE_CONTRAST, THEMES
+from rich.color import Color as Drawn
+from rich.color import ColorSystem
+from textual.color import Color
 from textual.pilot import Pilot
+from textual.strip import Strip
 
-from .contrast import too_faint
 from .scenes import SCENES, showing, still
-from .wizardry import lines
+from .scripted import until
+from .wizardry import lines, shown
 
 _FILES = Path(__file__).parent / "snapshots"
 _RECKONED = ("wizard-choice", "wizard-folder")
@@ -62,3 +67,140 @@ async def too_faint_anywhere(pilot: Pilot[int]) -> set[str]:
         faint |= too_faint(pilot)
     pilot.app.theme = before
     return faint
+
+
+# The palette, and terminals of few colours or none, can be read too
+
+
+async def test_the_palette_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its colours when it is opened."""
+    faint: set[str] = set()
+    async with showing("chat-empty", (120, 36), monkeypatch) as pilot:
+        for theme in THEMES:
+            pilot.app.theme = theme.name
+            await pilot.press("ctrl+p")
+            await until(pilot, lambda: "Answer again" in shown(pilot))
+            faint |= too_faint(pilot)
+            await pilot.press("escape")
+    assert not faint, "\n".join(sorted(faint))
+
+
+@pytest.mark.parametrize(
+    ("scene", "chosen"), [("chat-commands", "/preset"), ("quality", "Balanced"), ("palette", "Attach")]
+)
+async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
+    scene: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with showing(scene, (120, 36), monkeypatch) as pilot:
+        await pilot.press("down")
+        await pilot.pause()
+        said = list(drawn(pilot))
+        assert said and all(front.is_default and back.is_default for _text, front, back in said)
+        strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+        pieces = [(text, style) for strip in strips for text, style, _control in strip if style is not None]
+        assert chosen in " ".join(text for text, style in pieces if style.reverse or (style.underline and style.bold))
+
+
+# Without the colours of a theme's own: what the terminal makes of them is not known, but never two alike.
+
+
+async def test_every_theme_can_be_read_with_16_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: set[str] = set()
+    async with showing("panel-full", (120, 36), monkeypatch) as pilot:
+        for theme in pilot.app.available_themes:
+            pilot.app.theme = theme
+            await pilot.pause()
+            assert "What is an expert?" in shown(pilot) and "Ctrl+Q quit" in shown(pilot)
+            lost |= alike(pilot, ColorSystem.STANDARD)
+    assert not lost, "\n".join(sorted(lost))
+
+
+@pytest.mark.parametrize("theme", ["ansi-dark", "ansi-light"])
+async def test_the_terminals_own_colours_stay_on_its_own_ground(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colour of ours under the terminal's own text could be any: whoever has dark letters could not read them."""
+    async with showing("chat-streaming", (120, 36), monkeypatch) as pilot:
+        pilot.app.theme = theme
+        await pilot.pause()
+        said = [(text, front, back) for text, front, back in drawn(pilot) if any(map(str.isalnum, text))]
+        assert any("def expert" in text for text, _front, _back in said)
+        mixed = {text.strip() for text, front, back in said if front.is_default and back.triplet is not None}
+        assert not mixed, mixed
+
+
+# How well what is on the screen can be read: the contrast of each piece of text as it is drawn, by WCAG 2.2
+
+
+_TEXT, _MOST, _MARKS = 4.5, 7.0, 3.0
+_SAYING = "●▌█▓▒░━◂▸"
+
+
+def ratio(first: Color, second: Color) -> float:
+    """The contrast ratio of two colours, 1..21 (WCAG 2.2, "contrast ratio")."""
+    lighter, darker = sorted((_luminance(first), _luminance(second)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(color: Color) -> float:
+    parts = [part / 255 for part in color.rgb]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def pieces(pilot: Pilot[int]) -> Iterator[tuple[str, Color, Color]]:
+    """What is on the screen: text, its colour, and the one under it. What a page lies over is dark and left out."""
+    screen = pilot.app.screen
+    places = [child.region for child in screen.children] if screen.is_modal else [screen.region]
+    for y, strip in enumerate(screen._compositor.render_strips()):  # pyright: ignore[reportPrivateUsage]
+        for place in places:
+            if place.y <= y < place.bottom:
+                yield from _pieces(strip.crop(place.x, place.right))
+
+
+def _pieces(strip: Strip) -> Iterator[tuple[str, Color, Color]]:
+    for text, front, back in _drawn(strip):
+        yield text, _color(front), _color(back)
+
+
+def drawn(pilot: Pilot[int]) -> Iterator[tuple[str, Drawn, Drawn]]:
+    """Likewise, with colours as they are sent; some can be the terminal's own."""
+    for strip in pilot.app.screen._compositor.render_strips():  # pyright: ignore[reportPrivateUsage]
+        yield from _drawn(strip)
+
+
+def _drawn(strip: Strip) -> Iterator[tuple[str, Drawn, Drawn]]:
+    for text, style, control in strip:
+        if not control and style is not None and text.strip():
+            front, back = style.color or Drawn.default(), style.bgcolor or Drawn.default()
+            yield text, *((back, front) if style.reverse else (front, back))
+
+
+def _color(drawn: Drawn) -> Color:
+    assert drawn.triplet is not None, "a colour of the terminal's own choice"
+    return Color(*drawn.triplet)
+
+
+def too_faint(pilot: Pilot[int]) -> set[str]:
+    """What cannot be read well enough."""
+    theme, faint = pilot.app.theme, set[str]()
+    least = _MOST if theme == FLOE_CONTRAST.name else _TEXT
+    for text, front, back in pieces(pilot):
+        said = any(character.isalnum() for character in text)
+        wanted = least if said else _MARKS if any(mark in text for mark in _SAYING) else 0.0
+        if (found := ratio(front, back)) < wanted:
+            faint.add(f"{theme}: {found:.1f} {text.strip()!r} {front.hex} on {back.hex}")
+    return faint
+
+
+def alike(pilot: Pilot[int], system: ColorSystem) -> set[str]:
+    """Words on a ground of their own colour, in a terminal with no more colours than `system`'s."""
+    found: set[str] = set()
+    for text, front, back in drawn(pilot):
+        if any(character.isalnum() for character in text) and _seen(front, system) == _seen(back, system) != "default":
+            found.add(f"{pilot.app.theme}: {text.strip()!r} {front.name} on {back.name}")
+    return found
+
+
+def _seen(color: Drawn, system: ColorSystem) -> str:
+    # Default on default is the terminal's own text on its own ground.
+    return color.downgrade(system).name if not color.is_default else "default"

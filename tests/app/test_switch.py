@@ -12,8 +12,6 @@ from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.settings.file import change, read
-from floe_chat.app.setup.setups import Setups
-from floe_chat.app.setup.wish import wish
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.panel.status_line import StatusLine
@@ -22,9 +20,8 @@ from floe_chat.models import catalog
 from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
-from ..models.fakehub import FakeHub
-from .scripted import until, write
-from .wizardry import REPO, see, shown
+from .scripted import order, until
+from .wizardry import see, shown
 
 
 @pytest.fixture
@@ -43,15 +40,12 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
         chat = app.screen
         assert isinstance(chat, ChatScreen)
         await until(pilot, lambda: chat.controller.model.name == "tiny")
-        await write(pilot, "one")
-        await pilot.press("enter")
+        await order(pilot, "one")
         await until(pilot, lambda: len(chat.query(AnswerTurn)) == 1 and "ready" in chat.query_one(StatusLine).state)
         # While the next answer runs: it is stopped, then the other model answers what was asked meanwhile.
-        await write(pilot, "two")
-        await pilot.press("enter")
+        await order(pilot, "two")
         chat.controller.model.switch(other)
-        await write(pilot, "what is next?")
-        await pilot.press("enter")
+        await order(pilot, "what is next?")
         await until(
             pilot,
             lambda: chat.controller.model.name == "other" and not chat.query_one(StatusLine).state.startswith("load"),
@@ -131,8 +125,7 @@ async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Pat
         await see(pilot, "This chat was answered by other, which is not installed", "tiny answers instead.")
         assert is_ready(app, "tiny")
         # Asked there, the chat still belongs to its model: installed again, that answers.
-        await write(pilot, "one")
-        await pilot.press("enter")
+        await order(pilot, "one")
         await until(pilot, lambda: len(app.screen.query(AnswerTurn)) == 1 and is_ready(app, "tiny"))
         assert history.settle()
         assert [one.model for one in history.conversations()] == ["other", str(tiny_pack)]
@@ -140,13 +133,14 @@ async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Pat
     client.close()
 
 
-@pytest.mark.parametrize("start", ["first", "second"])
+@pytest.mark.parametrize("start", ["first", "second", "named"])
 async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path, tmp_path: Path) -> None:
+    """And not to who named a model."""
     settings = tmp_path / "config" / "settings.toml"
     if start == "second":
         change(settings, {})
     client = ChatClient(tiny_pack)
-    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings)
+    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings, named=start == "named")
     async with app.run_test(size=(100, 30)) as pilot:
         if start == "first":
             await until(pilot, lambda: isinstance(app.screen, WizardScreen))
@@ -155,18 +149,7 @@ async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path,
         await until(pilot, lambda: "ready" in app.screen.query_one(StatusLine).state)
     client.close()
     app.setups.close()
-    assert settings.exists()
-
-
-async def test_who_names_a_model_is_not_asked_for_one(tiny_pack: Path, tmp_path: Path) -> None:
-    settings = tmp_path / "config" / "settings.toml"
-    client = ChatClient(tiny_pack)
-    app = FloeChatApp(client, sampling=Sampling(), max_new_tokens=6, settings=settings, named=True)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: "ready" in app.screen.query_one(StatusLine).state)
-        assert isinstance(app.screen, ChatScreen)
-    client.close()
-    app.setups.close()
+    assert settings.exists() == (start != "named")
 
 
 async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) -> None:
@@ -182,25 +165,4 @@ async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) ->
         await pilot.press("ctrl+n")
         await see(pilot, "Try:")
         assert "sets up a real model" not in shown(pilot)
-    client.close()
-
-
-async def test_a_finished_setup_names_the_key_that_leads_to_its_chat(
-    hub: FakeHub, setups: Setups, tiny_pack: Path, tmp_path: Path
-) -> None:
-    settings = tmp_path / "settings.toml"
-    change(settings, {})
-    client = ChatClient(tiny_pack)
-    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6, settings=settings)
-    app.setups = setups
-    async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: is_ready(app, "tiny"))
-        setups.start(wish(REPO, "mine"))
-        await app._switch(None)  # pyright: ignore[reportPrivateUsage] - as leaving the wizard does
-        await see(pilot, "mine is ready: F6 chats with it")
-        await pilot.press("f6")
-        await see(pilot, "mine is ready: choose it and press Enter to chat with it")
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: is_ready(app, "mine"))
-        assert read(settings).settings.model == "mine"
     client.close()

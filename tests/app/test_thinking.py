@@ -9,11 +9,10 @@ from floe_chat.app.client.interface import PromptTurn, TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.settings.file import read
 from floe_chat.app.widgets.chat.answer import AnswerTurn
-from floe_chat.app.widgets.chat.thought import Thought
 from floe_chat.engine.events import Failed
 from textual.pilot import Pilot
 
-from .scripted import LOADED, ScriptedClient, ask, composer, finish, ready, screen_text, until
+from .scripted import LOADED, ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, until
 
 WORDS = "They ask about ice.\n\x1b[31mSo: frozen."
 
@@ -38,15 +37,8 @@ async def answer(pilot: Pilot[int], client: ScriptedClient, thought: str = WORDS
     await finish(pilot, client, request)
 
 
-async def command(pilot: Pilot[int], text: str) -> None:
-    composer(pilot).put(text)
-    await pilot.press("enter")
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_thinking_is_one_line_that_opens(size: tuple[int, int]) -> None:
-    client = ScriptedClient()
-    async with ready(client, size) as pilot:
+async def test_thinking_is_one_line_that_opens() -> None:
+    async with chatting((80, 24)) as (client, pilot):
         request = await ask(pilot, client)
         client.say(ThoughtDelta(request, "They ", 1))
         await see(pilot, "Thinking, 1 token ▸", "● thinking", absent="They")
@@ -58,7 +50,7 @@ async def test_thinking_is_one_line_that_opens(size: tuple[int, int]) -> None:
         await see(pilot, "Thought for 1,234 tokens ▸", "Frozen water.", absent="They ask")
         await pilot.click(last(pilot).query_one(".thought-line"))
         await see(pilot, "Thought for 1,234 tokens ▾", "They ask about ice.", "�[31mSo: frozen.")
-        await command(pilot, "/thinking")
+        await order(pilot, "/thinking")
         await see(pilot, "tokens ▸", absent="They ask")
         await pilot.press("ctrl+up", "t")
         await see(pilot, "tokens ▾", "They ask")
@@ -67,11 +59,10 @@ async def test_thinking_is_one_line_that_opens(size: tuple[int, int]) -> None:
 
 
 async def test_an_answer_without_thinking_has_no_line() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await answer(pilot, client, "")
         assert "Thought" not in screen_text(pilot)
-        await command(pilot, "/thinking")
+        await order(pilot, "/thinking")
         await see(pilot, "No answer here has thinking")
         await pilot.press("ctrl+up")
         await pilot.pause()
@@ -95,7 +86,7 @@ async def test_an_answer_that_ends_inside_its_thinking_is_kept_and_goes_on(end: 
             await finish(pilot, client, request, end)
             await see(pilot, "Thought for 2 tokens ▸", "stopped by you" if end == "cancelled" else "length limit")
             await see(pilot, "/more lets the model think on")
-        await command(pilot, "/more")
+        await order(pilot, "/more")
         await until(pilot, lambda: len(client.asked) == 2)
         assert client.thoughts == ["", "They ask"] and client.begun == ["", ""]
         client.say(ThoughtDelta(2, " about ice.", 3), TextDelta(2, "Frozen."))
@@ -111,38 +102,30 @@ async def test_an_answer_that_ends_inside_its_thinking_is_kept_and_goes_on(end: 
     history.close()
 
 
-async def test_a_question_whose_answer_never_began_is_not_sent_again() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        await answer(pilot, client, text="")
-        await ask(pilot, client, "again")
-        assert client.asked[1] == (PromptTurn("user", "again"),)
-
-
 async def test_the_choice_is_applied_at_once_and_saved(tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"
     client.kind = "optional"
     async with ready(client, settings=file) as pilot:
         await pilot.press("escape")
         await answer(pilot, client)
-        await command(pilot, "/thinking show")
+        await order(pilot, "/thinking show")
         await see(pilot, "Thinking is shown", "They ask about ice.", "▾")
         assert read(file).settings.thinking == "show" and client.think
         await answer(pilot, client, "Again, ice.")
         await see(pilot, "Again, ice.")
-        await command(pilot, "/thinking off")
+        await order(pilot, "/thinking off")
         await see(pilot, "Answers come without thinking", absent="Again, ice.")
         assert read(file).settings.thinking == "off" and not client.think
-        await command(pilot, "/thinking loud")
+        await order(pilot, "/thinking loud")
         await see(pilot, "Thinking cannot be 'loud'", "fold, show, off")
-        await command(pilot, "/thinking fold")
+        await order(pilot, "/thinking fold")
         await see(pilot, "Thinking is folded")
         assert client.think
 
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [("less", "cannot answer without thinking"), ("always", "has no switch"), ("never", ""), ("optional", "")],
+    [("less", "cannot answer without thinking"), ("optional", "")],
 )
 async def test_a_model_that_cannot_do_without_says_so(kind: str, told: str, tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"
@@ -153,15 +136,14 @@ async def test_a_model_that_cannot_do_without_says_so(kind: str, told: str, tmp_
             await see(pilot, told)
         assert not client.think
         client.say(LOADED)
-        await command(pilot, "/thinking off")
+        await order(pilot, "/thinking off")
         await see(pilot, told or "Answers come without thinking")
 
 
 async def test_copies_and_edits_are_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     monkeypatch.setattr("floe_chat.app.screens.chat.copying.copy", lambda _app, text: copied.append(text))  # pyright: ignore[reportUnknownLambdaType,reportUnknownArgumentType]
-    client = ScriptedClient()
-    async with ready(client) as pilot:
+    async with chatting() as (client, pilot):
         await answer(pilot, client)
         await pilot.press("ctrl+o")
         await until(pilot, lambda: copied == ["Frozen water."])
@@ -176,21 +158,11 @@ async def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
     history.close()
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, history=history) as pilot:
-        await command(pilot, "/last")
+        await order(pilot, "/last")
         await see(pilot, "Thought for 1,234 tokens ▸", "Frozen water.")
-        await command(pilot, "/thinking")
+        await order(pilot, "/thinking")
         await see(pilot, "They ask about ice.")
-        await command(pilot, f"/export {tmp_path / 'chat.md'}")
+        await order(pilot, f"/export {tmp_path / 'chat.md'}")
         await see(pilot, "Exported")
     assert "> *Thought for 1,234 tokens*\n>\n> They ask" in (tmp_path / "chat.md").read_text()
     history.close()
-
-
-async def test_folded_thinking_is_not_painted() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        request = await ask(pilot, client)
-        client.say(ThoughtDelta(request, "word " * 20_000, 20_000))
-        await see(pilot, "Thinking, 20,000 tokens")
-        assert last(pilot).query_one(Thought).region.height == 1
-        await finish(pilot, client, request)

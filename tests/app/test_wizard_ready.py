@@ -56,11 +56,8 @@ async def test_two_keys_from_the_plan_to_the_chat(published: Path, hub: FakeHub,
     assert (catalog.find("tiny") / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("size", [(60, 24), (120, 36)], ids=str)
-async def test_packing_it_here_is_the_next_line(
-    published: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]
-) -> None:
-    async with around(wizard(setups, published), size) as pilot:
+async def test_packing_it_here_is_the_next_line(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(wizard(setups, published), (60, 24)) as pilot:
         await to_choice(pilot)
         await see(pilot, "12.3 GB")
         await pilot.press("down")
@@ -68,19 +65,6 @@ async def test_packing_it_here_is_the_next_line(
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
     assert Manifest.read(catalog.find("tiny")).source.name == REPO
-
-
-async def test_the_folder_can_be_chosen_first(published: Path, hub: FakeHub, setups: Setups, tmp_path: Path) -> None:
-    async with around(wizard(setups, published)) as pilot:
-        await to_choice(pilot)
-        await pilot.press("f")
-        await see(pilot, "Models folder", "are free")
-        await pilot.press("ctrl+a", "ctrl+k")
-        paste(pilot, str(tmp_path / "another"))
-        await see(pilot, str(tmp_path / "another"), "are free")
-        await pilot.press("enter")
-        await see(pilot, "tiny is ready")
-    assert (tmp_path / "another" / "tiny" / "manifest.json").exists()
 
 
 async def test_a_full_disk_asks_for_the_folder(published: Path, hub: FakeHub, setups: Setups) -> None:
@@ -125,18 +109,3 @@ async def test_a_pack_that_is_typed(tiny_pack: Path, published: Path, hub: FakeH
         assert (catalog.models_folder() / name / "manifest.json").read_bytes() == (
             tiny_pack / "manifest.json"
         ).read_bytes()
-
-
-async def test_stopped_and_continued(published: Path, hub: FakeHub, setups: Setups) -> None:
-    hub.faults.append(Fault("GET /storage/.*layer_01", times=ALWAYS, rate=10_000))
-    async with around(wizard(setups, published)) as pilot:
-        await to_choice(pilot)
-        await pilot.press("enter")
-        await see(pilot, "Setting up tiny", "Space pauses", "/s")
-        await pilot.press("space")
-        await see(pilot, "tiny is paused")
-        await pilot.press("s")
-        await see(pilot, "is stopped", "Enter continues")
-        hub.faults.clear()
-        await pilot.press("enter")
-        await see(pilot, "tiny is ready")

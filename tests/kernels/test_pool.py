@@ -214,6 +214,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[StepTable])
         "slots must be": lambda: table.settle(np.array([[0]], np.int32), arrived=True),
         "cannot visit": lambda: table.visit(-1),
         "keep 1 / 0": lambda: table.keep(0, keys_of(), moving[:0], 0),
+        "keep 1 / -": lambda: table.keep(0, keys_of(), moving[:0], 1 - (1 << 64)),
         "keys must be": lambda: table.reserve(0, np.array([[1]]), urgent=True),
         "layer": lambda: table.reserve(1 << 64, one, urgent=True),
         "layer index": lambda: table.locate(3, one, ends, np.array([0, 1]), 30),

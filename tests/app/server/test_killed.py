@@ -14,12 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from floe_chat.app.client.interface import PromptTurn, Question, TextDelta
-from floe_chat.app.client.remote.address import Address, Key
-from floe_chat.app.client.remote.client import RemoteClient
-from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 
-from .test_own_client import heard
 from .test_serve_process import address, start
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGKILL on Windows")
@@ -84,29 +79,6 @@ def test_it_starts_again_on_the_same_port_and_nothing_is_damaged(long_winded: Pa
 def run_once(pack: Path, port: str) -> str:
     with start("--model", str(pack), "--port", port) as process:
         return address(process)
-
-
-@pytest.mark.thorough
-def test_our_own_client_keeps_what_came_and_connects_again(long_winded: Path) -> None:
-    with start("--model", str(long_winded), "--port", "0") as process:
-        url = address(process)
-        client = RemoteClient(Address.parse(url), Key())
-        client.start()
-        heard(client, Loaded)
-        client.submit(Question([PromptTurn("user", "hi")], Sampling(temperature=5.0), 30_000))
-        heard(client, TextDelta)
-        process.kill()
-        updates = heard(client, Finished)
-        failed = updates[-1]
-        assert isinstance(failed, Failed) and failed.request == 1 and "broke the connection" in failed.title
-        assert "What came so far is kept" in f"{failed.cause} {failed.hint}"
-    try:
-        with start("--model", str(long_winded), "--port", url.rpartition(":")[2].removesuffix("/v1")) as process:
-            address(process)
-            client.submit(Question([PromptTurn("user", "hi")], Sampling(temperature=5.0), 3))
-            assert isinstance(heard(client, Finished)[-1], Finished)
-    finally:
-        client.close()
 
 
 @pytest.mark.thorough

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,20 +22,6 @@ from floe_chat.models.tokenizer.chat_process import ChatProcess
 from openai import RateLimitError
 
 from .serving import Served, serving, user
-from .test_sturdy import asking, connected, head
-
-
-def test_a_closed_connection_frees_the_line(slow: Served) -> None:
-    body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
-    with httpx2.stream("POST", f"{slow.url}/chat/completions", json=body, timeout=60) as reply:
-        lines = reply.iter_lines()  # whose end would close the connection
-        assert next(lines)
-        assert slow.metric("floe_running") == 1
-    slow.until("floe_running", 0)
-    whole = asking(slow, temperature=5, max_tokens=30_000)
-    with closing(connected(slow, head(len(whole)) + whole)):
-        slow.until("floe_running", 1)
-    slow.until("floe_running", 0)
 
 
 def test_a_full_line_says_when_to_come_again(slow: Served) -> None:

@@ -8,7 +8,6 @@ from floe_chat.app.client.interface import PromptTurn, Question, TextDelta, Upda
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
-from floe_chat.models.catalog import asset
 
 from .serving import Served, serving
 
@@ -53,20 +52,6 @@ def test_a_talk_is_answered_as_here(demo: Served) -> None:
         client.close()
 
 
-def test_stopping_frees_the_server(slow: Served) -> None:
-    client = connected(slow)
-    try:
-        heard(client, Loaded)
-        client.submit(Question(ASKED, Sampling(temperature=5.0), 30_000))
-        heard(client, TextDelta)
-        client.cancel()
-        finished = heard(client, Finished)[-1]
-        assert isinstance(finished, Finished) and finished.reason == "cancelled"
-        slow.until("floe_running", 0)
-    finally:
-        client.close()
-
-
 def test_a_server_that_ends_says_so(long_winded: Path) -> None:
     with serving(long_winded) as served:
         client = connected(served)
@@ -78,11 +63,3 @@ def test_a_server_that_ends_says_so(long_winded: Path) -> None:
         assert isinstance(failed, Failed) and "ending" in f"{failed.title} {failed.cause}"
     finally:
         client.close()
-
-
-def test_the_key_is_asked_for() -> None:
-    with serving(asset("demo", "packed"), key="a-long-secret") as served:
-        for key, end in (("", Failed), ("wrong", Failed), ("a-long-secret", Loaded)):
-            client = connected(served, key)
-            assert isinstance(heard(client, end)[-1], end)
-            client.close()

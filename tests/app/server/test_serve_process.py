@@ -17,6 +17,8 @@ import httpx2
 import pytest
 from floe_chat.app.cli.serve import listen_at
 
+from ...helpers import explained, run_cli
+
 PROGRAM = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from floe_chat.app.start import command
@@ -46,12 +48,16 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to another process on Windows")
-def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path) -> None:
-    with start("--model", str(long_winded), "--port", "0") as process:
-        url = address(process)
-        model = httpx2.get(f"{url}/models").json()["data"][0]["id"]
+def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path, tmp_path: Path) -> None:
+    """It answers who sends the key in the file."""
+    (tmp_path / "key").write_text("a-secret\n")
+    (tmp_path / "key").chmod(0o600)
+    with start("--model", str(long_winded), "--port", "0", "--key-file", str(tmp_path / "key")) as process:
+        url, headers = address(process), {"Authorization": "Bearer a-secret"}
+        assert httpx2.get(f"{url}/models").status_code == 401
+        model = httpx2.get(f"{url}/models", headers=headers).json()["data"][0]["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 5}
-        with httpx2.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as reply:
+        with httpx2.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
             lines = reply.iter_lines()
             assert next(lines)
             process.send_signal(signal.SIGINT)
@@ -62,32 +68,23 @@ def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path) -> N
         assert process.stderr.read().strip() == "floe-chat: interrupted"
 
 
-def test_a_key_from_a_file(tiny_pack: Path, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("a-secret\n")
-    (tmp_path / "key").chmod(0o600)
-    with start("--model", str(tiny_pack), "--port", "0", "--key-file", str(tmp_path / "key")) as process:
-        url = address(process)
-        assert httpx2.get(f"{url}/models").status_code == 401
-        assert httpx2.get(f"{url}/models", headers={"Authorization": "Bearer a-secret"}).status_code == 200
-
-
 @pytest.mark.parametrize(
-    ("options", "variables", "said"),
+    ("options", "key", "said"),
     [
-        (("--host", "0.0.0.0"), {}, "only with a key"),
-        (("--key-file", "missing"), {}, "cannot be read"),
-        ((), {"FLOE_CHAT_KEY": "two words"}, "does not hold a key"),
-        ((), {"FLOE_CHAT_KEY": " "}, "holds no key"),
-        (("--queue", "0"), {}, "--queue"),
-        (("--preset", "Best"), {}, "There is no preset"),
+        (("--host", "0.0.0.0"), None, "only with a key"),
+        (("--key-file", "missing"), None, "cannot be read"),
+        ((), "two words", "does not hold a key"),
+        ((), " ", "holds no key"),
+        (("--queue", "0"), None, "--queue"),
+        (("--preset", "Best"), None, "There is no preset"),
     ],
 )
 def test_what_cannot_be_is_said(
-    tiny_pack: Path, options: tuple[str, ...], variables: dict[str, str], said: str
+    tiny_pack: Path, options: tuple[str, ...], key: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with start("--model", str(tiny_pack), "--port", "0", *options, **variables) as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and said in err and not out and "Traceback" not in err
+    if key is not None:
+        monkeypatch.setenv("FLOE_CHAT_KEY", key)
+    assert said in explained(run_cli("serve", "--model", str(tiny_pack), "--port", "0", *options), 2)
 
 
 def test_a_port_that_is_taken(tiny_pack: Path) -> None:
@@ -95,9 +92,8 @@ def test_a_port_that_is_taken(tiny_pack: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with start("--model", str(tiny_pack), "--port", str(port)) as process:
-            _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and f"127.0.0.1:{port}" in err and "--port" in err
+        err = explained(run_cli("serve", "--model", str(tiny_pack), "--port", str(port)), 1)
+    assert f"127.0.0.1:{port}" in err and "--port" in err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a connection does not inherit this")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import socket
 from collections.abc import Iterator
@@ -13,9 +12,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from floe_chat.app.client.interface import PromptTurn
-from floe_chat.app.server.desk import Order
-from floe_chat.engine.events import MOST_TOGETHER, Sampling
 from floe_chat.models.catalog import asset
 
 from .serving import QUESTIONS, Served, serving, user
@@ -117,23 +113,6 @@ def test_a_body_that_stops_is_refused(hasty: Served) -> None:
     assert came.startswith(b"HTTP/1.1 408 ") and json.loads(came.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_a_body_that_drips_is_refused(hasty: Served) -> None:
-    with closing(connected(hasty, head(1 << 20))) as made:
-        made.settimeout(PAUSE / 5)
-        came = b""
-        for _ in range(int(NEVER_S / PAUSE * 5)):
-            try:
-                made.sendall(b" ")
-                came += made.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
-            if came:
-                break
-    assert came.startswith(b"HTTP/1.1 408 ")
-
-
 def test_a_large_body_may_take_its_time(hasty: Served) -> None:
     """Longer than one pause in all, without one in between: a line that is slow, not a client that is gone."""
     text = "word " * 2_000_000
@@ -184,7 +163,7 @@ def test_a_refusal_is_not_lost_with_a_body_that_still_comes(
 
 def test_hundreds_of_idle_connections_keep_nobody_out(hasty: Served) -> None:
     with ExitStack() as opened:
-        crowd = [opened.enter_context(closing(connected(hasty))) for _ in range(400)]
+        crowd = [opened.enter_context(closing(connected(hasty))) for _ in range(200)]
         assert is_served(hasty)
         for made in crowd:
             assert everything(made) == b""
@@ -219,12 +198,11 @@ def test_a_reader_that_is_slow_gets_all(hasty: Served, expected: dict[str, str])
 # Who goes
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_going_while_waiting_leaves_the_line(slow: Served, stream: bool) -> None:
+def test_going_while_waiting_leaves_the_line(slow: Served) -> None:
     long = asking(slow, stream=True, max_tokens=30_000, temperature=5)
     with closing(connected(slow, head(len(long)) + long)) as first:
         slow.until("floe_running", 1)
-        whole = asking(slow, stream=stream)
+        whole = asking(slow)
         with closing(connected(slow, head(len(whole)) + whole)):
             slow.until("floe_waiting", 1)
         slow.until("floe_waiting", 0)
@@ -234,9 +212,8 @@ def test_going_while_waiting_leaves_the_line(slow: Served, stream: bool) -> None
     assert slow.desk.counts.answers == {"failed": 1}
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_going_while_the_prompt_is_read_ends_it(slow: Served, stream: bool) -> None:
-    whole = asking(slow, messages=user("word " * 6_000), stream=stream, max_tokens=1)
+def test_going_while_the_prompt_is_read_ends_it(slow: Served) -> None:
+    whole = asking(slow, messages=user("word " * 6_000), stream=True, max_tokens=1)
     made = connected(slow, head(len(whole)) + whole)
     slow.until("floe_running", 1)
     made.close()
@@ -258,7 +235,7 @@ def test_going_in_the_middle_of_an_answer_ends_it(slow: Served, stream: bool) ->
     assert slow.desk.counts.answers == {"failed": 1}
 
 
-@pytest.mark.parametrize("part", [0.0, 0.2, 0.6, 0.95])
+@pytest.mark.parametrize("part", [0.2, 0.95])
 def test_going_in_the_middle_of_a_request_is_no_failure(hasty: Served, part: float) -> None:
     whole = head(len(body := asking(hasty))) + body
     answers = dict(hasty.desk.counts.answers)
@@ -288,51 +265,3 @@ def test_one_who_goes_does_not_disturb_those_who_stay(hasty: Served, expected: d
 
 
 # Presets side by side
-
-
-def test_presets_at_once_are_those_of_each_alone(demo: Served) -> None:
-    """By the probabilities of their tokens too: the text of several presets is often the same."""
-    presets = [*demo.desk.loaded.presets, {"sparsity": 0.9}]
-    asked = [(question, preset) for question in QUESTIONS[:3] for preset in presets]
-
-    def body(question: str, preset: str | dict[str, float]) -> dict[str, Any]:
-        floe = {"preset": preset} if isinstance(preset, str) else {"rule": preset}
-        form = {"max_tokens": 30, "logprobs": True, "user": str(preset)}
-        return {"model": demo.model, "messages": user(question), "floe": {"figures": True, **floe}, **form}
-
-    def told(reply: httpx2.Response) -> tuple[str, str, list[float]]:
-        choice = reply.json()["choices"][0]
-        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        return choice["floe"]["preset"], choice["message"]["content"], logprobs
-
-    alone = [told(demo.post(body(*one))) for one in asked]
-
-    async def at_once() -> list[tuple[str, str, list[float]]]:
-        async with httpx2.AsyncClient(timeout=NEVER_S) as client:
-            replies = [client.post(f"{demo.url}/chat/completions", json=body(*one)) for one in asked]
-            return [told(reply) for reply in await asyncio.gather(*replies)]
-
-    def apart(one: list[float], other: list[float]) -> float:
-        return sum(abs(mine - its) for mine, its in zip(one, other, strict=False))
-
-    count = len(presets)
-    for at, (mine, before) in enumerate(zip(asyncio.run(at_once()), alone, strict=True)):
-        assert mine[:2] == before[:2]
-        same = alone[at // count * count :][:count]  # of the same question; sums run in another order than alone
-        assert min(same, key=lambda one: apart(mine[2], one[2])) is before
-    names = [preset if isinstance(preset, str) else "Custom" for _, preset in asked]
-    assert [name for name, *_ in alone] == names
-    for one, other in itertools.combinations(alone[: len(presets)], 2):  # of the same question
-        assert one[2] != pytest.approx(other[2], abs=1e-4)
-
-
-def test_a_ticket_that_left_is_not_answered(demo: Served) -> None:
-    order = Order([PromptTurn("user", "hi")], Sampling(temperature=0.0), 3)
-    before = sum(demo.desk.counts.answers.values())
-    tickets = demo.desk.take([order] * 6, lambda _, __: None)
-    for ticket in tickets:
-        ticket.leave()
-        ticket.leave()  # once is enough
-    demo.until("floe_waiting", 0)
-    demo.until("floe_running", 0)
-    assert sum(demo.desk.counts.answers.values()) - before <= MOST_TOGETHER  # those that had their turn already
