@@ -17,8 +17,9 @@ from ..helpers import relative_rms
 from .oracle import BACKENDS, FORMS, INTERPRETED, Form, Layer, Size, Subject, Widths, make_calls, make_layer, make_x
 
 WHERE = ["reference", "native"] * (BACKENDS != ["triton"]) + ["triton"] * ("triton" in BACKENDS)
-COMPILED: list[Size] = [] if INTERPRETED else [(5, 19, 96, 32), (2, 520, 64, 64)]
-SIZES: list[Size] = [(3, 7, 40, 20), (1, 1, 1, 1), (3, 19, 128, 64), *COMPILED]
+SIZES: list[Size] = [(3, 7, 40, 20), (1, 1, 1, 1), (3, 19, 128, 64)]
+if not INTERPRETED:
+    SIZES.extend([(5, 19, 96, 32), (2, 520, 64, 64)])
 HOW: list[tuple[Widths, Form]] = [((3, 4, 2), FORMS[0]), ((2, 2, 3), FORMS[2]), ((2, 16, 16), FORMS[1])]
 DTYPES = [torch.float32, torch.bfloat16]
 BAD = 1 << 24  # no such neuron, position or row

@@ -14,10 +14,11 @@ from floe_chat.kernels import operations, triton
 from floe_chat.kernels.operations import Backend
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import asset
+from floe_chat.models.packing.pack import EXACT, PackSpec
 from torch import Tensor
 
 from ...engine.offloading import offloaded
-from ...helpers import relative_rms
+from ...helpers import make_checkpoint, make_pack, relative_rms
 from .conftest import INTERPRETED
 
 OPERATIONS = ("select", "moe_step", "attend_one", "linear", "list_active", "add_listed")
@@ -32,23 +33,23 @@ def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
     """Logits of some tokens in a row, and how many neurons each layer computed."""
     kv, logits = KVCache(), list[Tensor]()
     loaded.control.counting = True
-    for token in (1, 200):
+    for token in (1, 5, 200, 17):
         logits.append(loaded.decoder.forward([token], kv).float().cpu())
         kv.computed([token], loaded.control.preset)
     loaded.telemetry.settle()
     return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
 
 
-@pytest.fixture(
-    scope="module", params=[True, pytest.param(False, marks=pytest.mark.thorough)], ids=["skips", "skips nothing"]
-)
-def pack(request: pytest.FixtureRequest) -> tuple[Path, bool]:
+@pytest.fixture(scope="module", params=[True, False], ids=["skips", "skips nothing"])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     """A pack, and whether to skip anything. Made before a test's memory is poisoned."""
     skips: bool = request.param
     if not INTERPRETED:  # a machine with a GPU may not have what makes the small models
         return asset("demo", "packed"), skips
-    small: Path = request.getfixturevalue("tiny_pack" if skips else "exact_pack")
-    return small, skips
+    folder = tmp_path_factory.mktemp("token")
+    source = make_checkpoint(folder / "source", hidden=32, intermediate=24, experts=3, layers=1)
+    make_pack(source, folder / "pack", PackSpec() if skips else EXACT)
+    return folder / "pack", skips
 
 
 def interpreted(device: torch.device, patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,6 @@ def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monk
     assert active == pytest.approx(as_active, rel=0.1)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_a_token_with_rows_in_a_pool_is_the_cpus(
     pack: tuple[Path, bool], share: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
