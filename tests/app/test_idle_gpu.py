@@ -17,7 +17,7 @@ from floe_chat.engine.machine import hardware, torch_build
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.planning import machine
 from floe_chat.engine.planning.rates import Measured
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import FloeError
 
 from ..engine.driver import silent
 from ..engine.fake_nvml import device, library
@@ -64,6 +64,6 @@ def test_the_panel(idle_card: str, tiny_pack: Path) -> None:
 
 
 def test_a_device_that_was_asked_for(idle_card: str, tiny_pack: Path) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(FloeError) as refused:
         load(tiny_pack, None, "cuda", silent)
-    assert refused.value.hint == idle_card
+    assert refused.value.hint == idle_card and refused.value.exit_code == 1
