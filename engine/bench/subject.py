@@ -74,7 +74,7 @@ class Subject:
         """
         kinds = [_kind(layer) for layer in self.model.model.layers]
         every = max(map(kinds.index, kinds)) + 1
-        for period in range(1, len(kinds)):
+        for period in range(1, len(kinds) // 2 + 1):  # it fits twice, or the last layer is like the first by chance
             if kinds[period:] == kinds[:-period]:
                 return every + (len(kinds) - every) % period
         return every

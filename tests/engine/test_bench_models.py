@@ -102,6 +102,36 @@ def test_the_first_layers_alone_are_a_smaller_model() -> None:
     assert one.read < whole.read <= subject.weight_bytes(3, experts=1.0) + 3 * 11 * 2 * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("kinds", "fewest"),
+    [
+        ("aaaa", 1),
+        ("aaabaaab", 4),
+        ("aabaabaa", 5),
+        ("aba", 2),
+        ("abbbbb", 2),
+        ("abaaaa", 2),
+        ("abbabbba", 2),
+        ("a", 1),
+    ],
+)
+def test_the_layers_that_stand_for_all_leave_whole_periods(
+    kinds: str, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind(layer: str) -> str:
+        return layer
+
+    def nothing(*_model: object) -> None:
+        pass
+
+    monkeypatch.setattr("floe_chat.engine.bench.subject._kind", kind)
+    model = SimpleNamespace(model=SimpleNamespace(layers=list(kinds)))
+    monkeypatch.setattr("floe_chat.engine.bench.subject.choose", nothing)
+    manifest: Any = None
+    subject = Subject("", model, manifest, manifest, manifest, 0, "cpu")
+    assert subject.fewest == fewest
+
+
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
 def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
