@@ -16,7 +16,6 @@ from floe_chat.models.families.storage import BLOCK
 from floe_chat.models.packing.dense_part import DensePart
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from .helpers import edit_json, write_tokenizer
 
@@ -198,6 +197,9 @@ def random_blocks(*rows: int) -> tuple[Tensor, Tensor]:
 
 def make_coded(folder: Path, neurons: int = 32) -> tuple[Path, Path]:
     """A gpt-oss at 16 bits, and the same with its experts in blocks."""
+
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     with pytest.MonkeyPatch.context() as patch:
         sizes = {**MODELS["gpt_oss"], "hidden_size": 64, "intermediate_size": neurons, "head_dim": 16}
         patch.setitem(MODELS, "gpt_oss", sizes)

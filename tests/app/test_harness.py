@@ -11,18 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
-from datasets import config as datasets_config
-from floe_chat.app.cli.harness import harness_tasks
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks import manager as tasks_manager
 
 from ..helpers import Ran, edit_json, edit_tensors, explained, reseal, run_cli
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
 
 TEXT = "A crane stood with its arm raised against a grey sky – and nobody came. "
 LONG = TEXT * 20  # 1480 tokens of the test's tokenizer, which has one per byte; the window is 512
@@ -62,6 +59,9 @@ QUESTIONS = [
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the library keeps the data it has read; it was imported before any test had a home of its own."""
+
+    from datasets import config as datasets_config
+
     folder = tmp_path_factory.mktemp("datasets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets_config, "HF_DATASETS_CACHE", folder)
@@ -92,11 +92,17 @@ def run_harness(pack: Path | str, folder: Path, *options: str) -> Ran:
 
 def by_transformers(checkpoint: Path) -> HFLM:
     """The harness's own model, computing in float32."""
+
+    from lm_eval.models.huggingface import HFLM
+
     make: Any = HFLM  # its registration hides what it takes
     return make(pretrained=str(checkpoint), dtype="float32", device="cpu")
 
 
 def test_the_figures_are_those_of_the_harness_itself(tiny_checkpoint: Path, exact_pack: Path, tasks: Path) -> None:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     names = ["tiny_choice", "tiny_answer", "tiny_text"]
     ran = run_harness(exact_pack, tasks, "-t", ",".join(names), "-p", "Exact", "--fewshot", "2", "--json")
     assert (ran.code, ran.err) == (0, "")
@@ -154,6 +160,8 @@ def test_groups_and_names_that_mean_nothing(
     tiny_pack: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of the harness's own tasks those of ARC alone: to read all 14,000 takes ten seconds and more.
+    from lm_eval.tasks import manager as tasks_manager
+
     installed = Path(str(tasks_manager.__file__)).parent
     shutil.copytree(installed / "arc", tmp_path / "installed" / "arc")
     monkeypatch.setattr(tasks_manager, "__file__", str(tmp_path / "installed" / "manager.py"))
@@ -274,6 +282,8 @@ def test_tasks_that_run_programs_are_refused(
 def test_a_library_that_would_run_programs_is_too_old(
     tiny_pack: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from floe_chat.app.cli.harness import harness_tasks
+
     monkeypatch.setattr(harness_tasks, "SCRIPTLESS", 1000)
     told = explained(run_harness(tiny_pack, tasks, "--tasks", "tiny_choice"), 1)
     assert "too old" in told and "pip install 'datasets>=1000'" in told

@@ -5,17 +5,18 @@ from __future__ import annotations
 import shutil
 import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from floe_chat.app.cli.harness import harness_model
-from floe_chat.app.cli.harness.harness_model import PackLM, read_tokenizer
 from floe_chat.engine.loader import load
 from floe_chat.models.errors import FloeError, UsageError
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
 from ..helpers import edit_json, reseal
+
+if TYPE_CHECKING:
+    from floe_chat.app.cli.harness.harness_model import PackLM
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
 
 TEXT = "A crane stood with its arm raised against a grey sky – and nobody came. "
 LONG = TEXT * 20  # 1480 tokens of the test's tokenizer, which has one per byte; the window is 512
@@ -23,6 +24,9 @@ LONG = TEXT * 20  # 1480 tokens of the test's tokenizer, which has one per byte;
 
 def by_transformers(checkpoint: Path) -> HFLM:
     """The harness's own model, computing in float32."""
+
+    from lm_eval.models.huggingface import HFLM
+
     make: Any = HFLM  # its registration hides what it takes
     return make(pretrained=str(checkpoint), dtype="float32", device="cpu")
 
@@ -32,6 +36,9 @@ def both(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, exact_pack: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PackLM, HFLM]:
     """The pack without rounding through our class, the checkpoint through theirs; with both kinds of tokenizer."""
+
+    from floe_chat.app.cli.harness.harness_model import PackLM, read_tokenizer
+
     checkpoint, pack = tiny_checkpoint, exact_pack
     if request.param == "start token":
         base = tmp_path_factory.mktemp("start")
@@ -55,6 +62,8 @@ def both(
 
 
 def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, args, 0, ("task", index, 1)) for index, args in enumerate(arguments)]
 
 
@@ -62,6 +71,8 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
 def test_likelihoods_are_those_of_transformers(
     both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from floe_chat.app.cli.harness import harness_model
+
     ours, theirs = both
     monkeypatch.setattr(harness_model, "CHUNK", chunk)
     wanted = requests(
@@ -89,6 +100,8 @@ def test_likelihoods_are_those_of_transformers(
 def test_texts_longer_than_the_window_are_read_as_transformers_does(
     both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from floe_chat.app.cli.harness import harness_model
+
     ours, theirs = both
     monkeypatch.setattr(harness_model, "CHUNK", chunk)
     wanted = requests("loglikelihood_rolling", (LONG,), (TEXT,), ("",), (LONG[:512],))

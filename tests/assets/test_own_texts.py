@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from floe_chat.assets.demo.make.own_texts import OwnTexts
-from floe_chat.assets.demo.make.vocabulary import build_tokenizer
-
 
 def test_what_is_kept_out_is_never_trained_on(tmp_path: Path) -> None:
+    from floe_chat.assets.demo.make.own_texts import OwnTexts
+    from floe_chat.assets.demo.make.vocabulary import build_tokenizer
+
     (tmp_path / "tests").mkdir()
     for number in range(120):
         (tmp_path / f"part{number}.py").write_text(f"# the word{number} is here\n" * 12, encoding="utf-8")
@@ -29,6 +29,9 @@ def test_what_is_kept_out_is_never_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_rows(tmp_path: Path) -> None:
+    from floe_chat.assets.demo.make.own_texts import OwnTexts
+    from floe_chat.assets.demo.make.vocabulary import build_tokenizer
+
     for number in range(30):
         (tmp_path / f"part{number}.py").write_text(f"part {number} of thirty\n" * 40, encoding="utf-8")
     texts = OwnTexts(tmp_path)

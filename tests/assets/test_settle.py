@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.assets.demo.make import settle
-from floe_chat.assets.demo.make.shapes import demo, trained
-from floe_chat.assets.demo.make.train import save
-from floe_chat.assets.demo.make.vocabulary import build_tokenizer
-from transformers import MixtralForCausalLM
 
 
 def test_all_weights_learn_on_and_always_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from floe_chat.assets.demo.make import settle
+    from floe_chat.assets.demo.make.shapes import demo, trained
+    from floe_chat.assets.demo.make.train import save
+    from floe_chat.assets.demo.make.vocabulary import build_tokenizer
+    from transformers import MixtralForCausalLM
+
     threads = torch.get_num_threads()
     monkeypatch.setattr(settle, "STEPS", 2)
     monkeypatch.setattr(settle, "keep_freed_memory", lambda: None)  # this process goes on with other tests
@@ -40,6 +41,8 @@ def test_all_weights_learn_on_and_always_alike(tmp_path: Path, monkeypatch: pyte
 
 
 def test_errors_are_those_of_rounding() -> None:
+    from floe_chat.assets.demo.make import settle
+
     weights = torch.randn(5, 2 * settle.GROUP, generator=torch.Generator().manual_seed(0))
     step = (weights.view(-1, settle.GROUP).amax(1) - weights.view(-1, settle.GROUP).amin(1)) / (2**settle.BITS - 1)
     found = settle.rounding(weights).view(-1, settle.GROUP)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from floe_chat.kernels import sampling as warpers
 
 VALUES: list[tuple[str, float]] = [
@@ -34,6 +33,8 @@ def distributions() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_each_is_transformers_own(name: str, value: float) -> None:
+    import transformers
+
     own, theirs = getattr(warpers, name)(value), getattr(transformers, name)(value)
     ids: Any = torch.tensor([[3, 4, 3, 49, 0]])
     for scores in distributions():
@@ -45,6 +46,8 @@ def test_each_is_transformers_own(name: str, value: float) -> None:
 
 
 def test_together_they_are_applied_in_order() -> None:
+    import transformers
+
     own, theirs = warpers.LogitsProcessorList(), transformers.LogitsProcessorList()
     for name, value in VALUES[0:2] + VALUES[3:4] + VALUES[5:6] + VALUES[9:11]:
         own.append(getattr(warpers, name)(value))

@@ -11,7 +11,6 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import load
 from floe_chat.models.modules import light_modules
 from floe_chat.models.packing.pack import EXACT, PackSpec
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig
 
 from ..helpers import edit_json, make_checkpoint, make_pack, relative_rms
 
@@ -24,14 +23,13 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
 }
-CONFIGS: dict[str, PretrainedConfig] = {
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=3, head_dim=10),
-    "olmoe": OlmoeConfig(**SIZES, num_experts=5),
-    "olmoe, biases": OlmoeConfig(**SIZES, num_experts=5, attention_bias=True, norm_topk_prob=True),
-    "linear rope": MixtralConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
-    "llama3 rope": MixtralConfig(
-        **SIZES,
-        rope_parameters={
+CONFIGS: dict[str, dict[str, Any]] = {  # model_type first
+    "mixtral": {"num_local_experts": 3, "head_dim": 10},
+    "olmoe": {"num_experts": 5},
+    "olmoe biases": {"num_experts": 5, "attention_bias": True, "norm_topk_prob": True},
+    "mixtral linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    "mixtral llama3 rope": {
+        "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 5e5,
             "factor": 8.0,
@@ -39,13 +37,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         },
-    ),
+    },
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_names_shapes_and_rope_as_the_librarys(name: str) -> None:
-    config = CONFIGS[name]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name.partition(" ")[0], **SIZES, **CONFIGS[name])
     theirs: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ours: Any = light_modules.tree(config, torch.bfloat16)
     assert light_modules.knows(config)
@@ -78,6 +78,8 @@ def test_a_chat_computes_what_the_library_does(family: str, spec: PackSpec, tmp_
 
 
 def test_a_rope_that_changes_with_the_length_takes_the_library(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     pack = tmp_path / "pack"
     source = make_checkpoint(tmp_path / "source")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

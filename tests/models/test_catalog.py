@@ -19,7 +19,6 @@ from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.published import PUBLISHED
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 @pytest.fixture
@@ -117,6 +116,9 @@ class TestDescribed:
 
     def test_a_download_counts_what_a_model_sees_with(self) -> None:
         """To a tenth of a gigabyte, as the hub shows it; a pack has none of it."""
+
+        from transformers import AutoConfig, AutoModelForImageTextToText
+
         for name, shown in (("qwen3.5-35b-a3b", 719), ("qwen3.6-35b-a3b", 719), ("gemma-4-26b-a4b-it", 516)):
             entry = published(name)
             assert entry is not None and round(entry.checkpoint_bytes / 1e8) == shown
@@ -131,6 +133,8 @@ class TestDescribed:
 
     @pytest.mark.parametrize("name", CONFIGS)
     def test_their_sizes_are_those_of_the_published_configuration(self, name: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         fields = CONFIGS[name]
         entry = published(name) or described(fields)
         assert described(fields).sizes == entry.sizes

@@ -9,7 +9,6 @@ import pytest
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from .chat_families import FAMILIES, write_family
 
@@ -22,6 +21,8 @@ SAID = [{name: text for name, text in turn.items() if name != "thought"} for tur
 
 
 def theirs(folder: Path, messages: list[dict[str, str]], **options: Any) -> str:
+    from transformers import AutoTokenizer
+
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from floe_chat.models.tokenizer.chat_template import ChatTemplate
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from .chat_families import FAMILIES, TEMPLATES
 
@@ -94,6 +93,9 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "[C]"}
 
 def theirs(template: str, messages: Messages, tokens: dict[str, str]) -> str:
     """What transformers makes of it, or the error it ends in."""
+
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         given: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, **tokens}
         rendered, _ = render_jinja_template([messages], **given)

@@ -14,7 +14,6 @@ from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted
 from floe_chat.models.tokenizer.tokens import Tokens
 from tokenizers import Tokenizer, processors
-from transformers import AutoTokenizer
 
 from ..helpers import TEMPLATE, edit_json, write_tokenizer
 from .test_chat_format import sentencepiece_like
@@ -71,6 +70,9 @@ def folder(tmp_path: Path) -> Path:
 
 def same(folder: Path) -> ChatFormat:
     """Ours, after a comparison with theirs; what theirs adds to the vocabulary is nothing that the model knows."""
+
+    from transformers import AutoTokenizer
+
     own, theirs, tokens = ChatFormat(folder), AutoTokenizer.from_pretrained(folder), vocabulary(folder)
     prompt = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     tokens.no_padding()
@@ -165,6 +167,8 @@ def decoded(chat: ChatFormat, ids: list[int]) -> str:
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 def test_text_is_the_same_both_ways(kind: str, clean: bool, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = vocabulary(folder) if kind == "byte-level" else sentencepiece_like()
     tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]

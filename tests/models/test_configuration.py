@@ -14,7 +14,6 @@ from floe_chat.models.configuration import Config, parse
 from floe_chat.models.errors import PackError
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.modules import light_modules
-from transformers import AutoConfig
 
 Fields = dict[str, Any]
 
@@ -136,6 +135,8 @@ def write(folder: Path, fields: Fields) -> Path:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_value_is_transformers_own(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     own, theirs = configuration.read(write(tmp_path, PLAIN[name])), AutoConfig.from_pretrained(tmp_path)
     assert isinstance(own, Config)
     for field in dataclasses.fields(own):
@@ -157,6 +158,8 @@ def test_every_family_that_needs_no_library_is_read_here() -> None:
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_what_is_not_plain_is_transformers_to_read(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoConfig
+
     write(tmp_path, {"model_type": "mixtral", **UNUSUAL[name]})
     with caplog.at_level(logging.INFO, "floe_chat.models"):
         read = configuration.read(tmp_path)

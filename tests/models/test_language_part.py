@@ -16,7 +16,6 @@ from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.packing.dense_part import DensePart
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from .. import families
 from ..helpers import edit_json
@@ -65,6 +64,9 @@ def test_what_it_sees_with_is_not_packed(source: Path) -> None:
 @pytest.mark.parametrize("kind", [NESTED, ALONE])
 def test_experts_are_read_wherever_they_are_stored(published: Path, tmp_path: Path, kind: str, layout: str) -> None:
     """Published together; transformers writes them apart."""
+
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     loader: Any = AutoModelForCausalLM if kind == ALONE else AutoModelForImageTextToText
     theirs = loader.from_pretrained(published, dtype=torch.bfloat16)
     fresh = loader.from_config(theirs.config, dtype=torch.bfloat16)  # it does not know how it was published

@@ -7,7 +7,6 @@ import torch
 from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models.pack.quantize import MOST_BITS, quantize, store
-from hqq.core.quantize import Quantizer
 
 from ..helpers import relative_rms
 
@@ -21,6 +20,8 @@ def gaussian(rows: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("tails", ["light", "heavy"])
 @pytest.mark.parametrize("bits", GAUSSIAN)
 def test_no_more_is_lost_than_by_hqq(bits: int, tails: str) -> None:
+    from hqq.core.quantize import Quantizer
+
     matrix = gaussian(200, 256)
     matrix = matrix if tails == "light" else matrix * (1 + gaussian(201, 256)[:200].abs().square())
     codes, meta = Quantizer.quantize(

@@ -15,7 +15,6 @@ from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from .. import families
 from ..engine.driver import open_model
@@ -24,6 +23,8 @@ from ..helpers import make_pack, reference_model, relative_rms
 
 
 def test_values_are_the_librarys() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     blocks, scales = random_blocks(3, 10, 4)
     theirs = convert_moe_packed_tensors(blocks, scales)  # (E, columns, rows)
     for expert in range(3):

@@ -13,7 +13,6 @@ import torch
 from floe_chat.models.packing.pack import EXACT
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from ...helpers import edit_tensors, make_pack
 from ...models.chat_families import write_tools
@@ -27,6 +26,9 @@ def make_reciter(folder: Path, family: str, scripts: Mapping[str, Sequence[str]]
     Args:
         scripts: what follows a prompt's last token, piece by piece; all pieces differ. The end of the turn comes last.
     """
+
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     source = folder / "source"
     source.mkdir(parents=True)
     write_tools(source, family)

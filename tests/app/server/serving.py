@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx2
 from floe_chat.app.client.chat_client import ChatClient
@@ -18,8 +19,10 @@ from floe_chat.app.server.connections import PAUSE_S, Server
 from floe_chat.app.server.desk import Desk
 from floe_chat.app.server.guard import LOOPBACK, Guard
 from floe_chat.engine.events import MOST_TOGETHER, Sampling
-from openai import AsyncOpenAI, OpenAI
-from openai.types.chat import ChatCompletionMessageParam
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from openai.types.chat import ChatCompletionMessageParam
 
 QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router", "a layer", "attention")]
 
@@ -46,9 +49,13 @@ class Served:
         return self.desk.loaded.model
 
     def client(self) -> OpenAI:
+        from openai import OpenAI
+
         return OpenAI(base_url=self.url, api_key=self.key or "none", max_retries=0)
 
     def async_client(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
         return AsyncOpenAI(base_url=self.url, api_key=self.key or "none", max_retries=0)
 
     def post(self, body: object, path: str = "/chat/completions", **headers: str) -> httpx2.Response:

@@ -19,12 +19,13 @@ from floe_chat.app.server.spoken import Text
 from floe_chat.engine.events import Rule, Sampling
 from floe_chat.models.catalog import asset
 from floe_chat.models.tokenizer.chat_process import ChatProcess
-from openai import RateLimitError
 
 from .serving import Served, serving, user
 
 
 def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
+    from openai import RateLimitError
+
     body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
     url = f"{slow.url}/chat/completions"
     with httpx2.Client(timeout=60) as client:

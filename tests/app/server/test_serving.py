@@ -14,7 +14,6 @@ from floe_chat.app.server import openapi
 from floe_chat.app.server.requests import ChatRequest, CompletionRequest
 from floe_chat.app.server.stops import Stops
 from floe_chat.models.catalog import asset
-from openai import BadRequestError, NotFoundError
 
 from .serving import QUESTIONS, Served, serving, user
 
@@ -156,6 +155,8 @@ def test_content_may_come_in_parts(demo: Served, expected: dict[str, str]) -> No
 
 
 def test_a_prompt_too_long_is_refused_whole(demo: Served) -> None:
+    from openai import BadRequestError
+
     with pytest.raises(BadRequestError) as caught:
         demo.client().chat.completions.create(model="demo", messages=user("token " * 2000))
     assert caught.value.code == "context_length_exceeded"
@@ -164,6 +165,8 @@ def test_a_prompt_too_long_is_refused_whole(demo: Served) -> None:
 
 
 def test_another_model_is_not_here(demo: Served) -> None:
+    from openai import NotFoundError
+
     with pytest.raises(NotFoundError):
         demo.client().chat.completions.create(model="gpt-4", messages=user("Hi"))
     assert [model.id for model in demo.client().models.list()] == ["demo"]

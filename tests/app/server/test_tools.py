@@ -9,7 +9,6 @@ import httpx2
 import pytest
 from floe_chat.app.client.interface import CallDelta, TextDelta, Tools
 from floe_chat.app.server.spoken import Called, Spoken, Text
-from openai import pydantic_function_tool
 from pydantic import BaseModel, Field
 
 from .serving import QUESTIONS, Served, user
@@ -137,6 +136,8 @@ class Turn(BaseModel):
 
 
 def test_the_clients_own_helpers_understand_it(demo: Served) -> None:
+    from openai import pydantic_function_tool
+
     given: Any = {"model": "demo", "messages": user("Turn!"), "tools": [pydantic_function_tool(Turn)]}
     whole = demo.client().chat.completions.parse(**given, tool_choice="required", parallel_tool_calls=False)
     with demo.client().chat.completions.stream(**given, tool_choice="required", n=2) as stream:

@@ -19,9 +19,6 @@ from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.tokens import Tokens
 from gguf import GGUFWriter
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer, Qwen2Tokenizer
-from transformers.models.llama.tokenization_llama import LlamaTokenizer
-from transformers.tokenization_utils_base import generate_merges
 
 from ... import families
 from ...helpers import TEMPLATE
@@ -65,9 +62,11 @@ def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
-def by_class(kind: Any) -> Tokenizer:
+def by_class(name: str) -> Tokenizer:
+    import transformers
+
     vocab, merges = trained()
-    return kind(vocab=vocab, merges=merges).backend_tokenizer
+    return getattr(transformers, name)(vocab=vocab, merges=merges).backend_tokenizer
 
 
 def by_hand(*parts: Any) -> Tokenizer:
@@ -80,6 +79,10 @@ def by_hand(*parts: Any) -> Tokenizer:
 
 def with_scores() -> Tokenizer:
     """Of sentencepiece's kind: transformers' merges for a vocabulary and its scores."""
+
+    from transformers.models.llama.tokenization_llama import LlamaTokenizer
+    from transformers.tokenization_utils_base import generate_merges
+
     pieces = ["▁", *sorted({sign for text in SAMPLE for sign in text.replace(" ", "▁")} - {"▁"})]
     words = sorted({f"▁{word}" for text in SAMPLE for word in text.split()}, key=len)
     pieces += sorted(
@@ -100,8 +103,8 @@ def pieces_with_scores(writer: GGUFWriter, source: Path, size: int) -> None:
 
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
 KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[..., None]]] = {
-    "gpt-2": (partial(by_class, GPT2Tokenizer), partial(vocabulary.byte_level, pre="gpt-2")),
-    "qwen2": (partial(by_class, Qwen2Tokenizer), partial(vocabulary.byte_level, pre="qwen2")),
+    "gpt-2": (partial(by_class, "GPT2Tokenizer"), partial(vocabulary.byte_level, pre="gpt-2")),
+    "qwen2": (partial(by_class, "Qwen2Tokenizer"), partial(vocabulary.byte_level, pre="qwen2")),
     "refact": (
         partial(by_hand, DIGITS, pre_tokenizers.ByteLevel(add_prefix_space=False)),
         partial(vocabulary.byte_level, pre="refact"),
