@@ -101,7 +101,7 @@ def test_a_hybrid_is_measured_by_whole_periods(family: str, tmp_path: Path, monk
     make_pack(families.make(family, tmp_path / "source"), pack, PackSpec())
     # By themselves gpt-oss's layers are of one kind: a window takes nothing away from so short a prompt.
     assert from_pack(pack, "cpu", "A text.").fewest == (1 if family == "gpt_oss" else len(kinds))
-    for bench in ("decode", "prefill"):
+    for bench in ("decode", "prefill") if family == "qwen3_5_moe" else ("decode",):
         ran = run_cli("bench", bench, str(pack), "--device", "cpu", "-p", "Balanced", "--tokens", "9", *ONCE)
         assert (ran.code, ran.err) == (0, ""), ran
         assert "one layer by" in ran.out or "was lost in noise" in ran.out
