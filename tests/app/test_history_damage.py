@@ -1,4 +1,4 @@
-"""Damaged files, files of other versions, full disks: kept aside, mended or left alone, always told, nothing lost."""
+"""Damaged files, files of other versions, full disks: kept aside, mended or left alone; reported, nothing lost."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_what_models_thought_is_carried_over(file: Path, tmp_path: Path, version
     store.close()
 
 
-# A history that may not be written, on a full disk, behind a link or taken away is told of, and nothing is lost
+# A history that may not be written, on a full disk, behind a link or taken away is reported, and nothing is lost
 
 
 def test_only_the_owner_may_read_it(file: Path) -> None:

@@ -494,7 +494,7 @@ def test_thousands_of_mistakes_are_counted_and_the_first_are_shown(file: Path) -
     assert str(last) == "4,950 more settings cannot be used" and found.settings.model == "a"
 
 
-# A settings file with the text that a test wants, and what is told of it
+# A settings file with the text that a test wants, and what is reported of it
 
 
 def written(file: Path, text: str) -> Path:

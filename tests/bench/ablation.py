@@ -197,15 +197,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
 
-    def told(step: str, _done: int = 0, _total: int = 1) -> None:
+    def show(step: str, _done: int = 0, _total: int = 1) -> None:
         print(step, file=sys.stderr)
 
     if options.synthetic:
-        steps = of_spec(Spec(options.synthetic, options.layers), told, quick=options.quick)
+        steps = of_spec(Spec(options.synthetic, options.layers), show, quick=options.quick)
     else:
         text = asset("calibration.txt").read_text(encoding="utf-8")
-        steps = of_pack(from_pack(find(options.model), "cpu", text), told, quick=options.quick)
-    finish(run(steps, threads=options.threads, runs=options.runs, report=told), as_json=False)
+        steps = of_pack(from_pack(find(options.model), "cpu", text), show, quick=options.quick)
+    finish(run(steps, threads=options.threads, runs=options.runs, report=show), as_json=False)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Part:
 
 
 def kernels(context: Context) -> None:
-    """The Triton kernels' own tests: on a GPU all cases of them, elsewhere a few under the interpreter."""
+    """The Triton kernels' own tests: on a GPU the default sample, elsewhere a few under the interpreter."""
     folder = ROOT / "tests" / "kernels"
     if not context.real:
         _run(context, "kernels", [str(folder / "test_select.py"), "-k", "triton"], {"TRITON_INTERPRET": "1"})

@@ -182,7 +182,7 @@ def test_the_compute_stream_waits_and_the_host_does_not(card: Card, source: Tens
         assert link.finished() == [prefetch] and prefetch.done and link.bytes_moved == 35 * NBYTES
         later = sender.make(1)
         link.submit(later)
-        # The stream's stand still is told once it is known: here 0.25 seconds for each event, as the stand-in counts.
+        # The wait of the stream is reported once it is known: here 0.25 s for each event, as the stand-in counts.
         assert link.wait(later) >= 0.25 and link.wait(prefetch) == 0.0
 
 

@@ -172,7 +172,7 @@ EVERYTHING = a_preset("", 0.0, lossless=True)
 
 
 def make_model(folder: Path, sizes: dict[str, Any], changes: dict[str, Any]) -> Path:
-    """A random checkpoint, made anew with another configuration."""
+    """A random checkpoint, made again with another configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make_checkpoint(folder, **sizes)

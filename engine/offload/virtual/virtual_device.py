@@ -16,10 +16,10 @@ from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
 from ...host_copies import Copy
 from ..asked import Asked
-from ..cards import DENSE_LAUNCHES, PREFIX, Card
+from ..cards import CHUNK_BYTES, DENSE_LAUNCHES, PREFIX, Card
 from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
-from . import virtual_link
+from ..links.link import Link
 from .virtual_clock import Clock
 
 
@@ -79,7 +79,7 @@ class VirtualDevice(Device):
         self._flops = 4.0 * hidden
         self._true = card.rates(self._flops / row_bytes)
         self._ends: dict[Future[Partial], float] = {}
-        link = virtual_link.open_link(card, self.clock, row_bytes, content=content)
+        link = _link(card, self.clock, row_bytes, content=content)
         super().__init__(f"{PREFIX}{card.name}", "cpu", link, card.rates(self._flops / row_bytes), cpu_share)
 
     def now(self) -> float:
@@ -248,3 +248,17 @@ class VirtualDevice(Device):
 def _read(rows: int, nbytes: int, found: Partial) -> float:
     """Bytes of so many rows, whose down halves are read only where the second threshold is reached."""
     return nbytes * (rows + int(found[1].sum())) / 2
+
+
+def _link(card: Card, clock: Clock, nbytes: int, *, content: bool) -> Link:
+    """The link of a card for rows of `nbytes`: bytes arrive at once, if `content` is moved at all; the clock counts the
+    queue's time. Raises NativeUnavailableError: there is no compiled library.
+    """
+    return Link(
+        *("virtual", PREFIX + card.name, nbytes),
+        chunk=max(1, CHUNK_BYTES // nbytes),
+        rate=min(card.link_bytes_s, card.pack_bytes_s),
+        latency=card.link_latency_s,
+        clock=clock.record,
+        content=content,
+    )
