@@ -203,7 +203,8 @@ class FloeChatApp(App[int]):
         """End with this exit code; signal handlers call it too, between any two steps of this thread."""
         if self._terminal is not None:
             if self._events is None:
-                self._terminal.end_now(code)
+                self._terminal.end_soon(code)
+                return
             self._terminal.expect_end(code)
         assert self._events is not None, "only the terminal ends a screen that does not run yet"
         self._events.call_soon_threadsafe(self._leave, code)

@@ -47,6 +47,7 @@ class Terminal:
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], object] | None = None
         self._over = threading.Event()
+        self._ending: threading.Thread | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Terminal:
@@ -59,6 +60,7 @@ class Terminal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
+        self._wait_for_end()
         if self._ours:
             _write(_LEAVE)
         self._reset()
@@ -82,6 +84,7 @@ class Terminal:
     def screen_ended(self) -> None:
         """The screen has ended by itself. What is left to do may take its time; Ctrl+C interrupts it."""
         self._over.set()
+        self._wait_for_end()
         if signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -93,6 +96,18 @@ class Terminal:
                 self.end_now(code)
 
         threading.Thread(target=end, name="floe-ending", daemon=True).start()
+
+    def end_soon(self, code: int) -> None:
+        """`end_now` on a thread of its own, for signal handlers: the thread that they interrupt goes on, as it may hold a
+        lock that saving needs.
+        """
+        if self._ending is None:
+            self._ending = threading.Thread(target=self.end_now, args=(code,), name="floe-ending", daemon=True)
+            self._ending.start()
+
+    def _wait_for_end(self) -> None:
+        if self._ending is not None:
+            self._ending.join()
 
     def end_now(self, code: int) -> None:
         """Save unsaved data, restore the terminal, and end this process, whatever the screen is doing."""
@@ -112,9 +127,11 @@ class Terminal:
     def _end(self, number: int, _frame: FrameType | None) -> None:
         code = EXIT_SIGNAL + number
         # Before there is a screen nothing is unsaved. Not by an exception: one raised while Python frees an object, as
-        # imports do all the time, is only reported. And if the terminal is gone, painting would block for ever.
-        if self._leave is None or code == _HUNG_UP or self._over.is_set():
+        # imports do all the time, is only reported.
+        if self._leave is None:
             self.end_now(code)
+        if code == _HUNG_UP or self._over.is_set():
+            self.end_soon(code)
             return
         self.expect_end(code)
         self._leave(code)
@@ -123,7 +140,8 @@ class Terminal:
         """A terminal that does not control this process can disappear without a signal."""
         while not self._over.wait(_LOOK_SECONDS):
             if not _is_there():
-                self.end_now(_HUNG_UP)
+                self.end_soon(_HUNG_UP)
+                return
 
     def _reset(self) -> None:
         if sys.platform != "win32" and self._attributes is not None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import string
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +157,28 @@ def test_one_terminal_after_the_other(endless: list[str], history: History) -> N
         window.close()
         assert (window.end(), is_gone(window)) == (129, True)
     assert last_answer(history).state == "stopped" and last_answer(history).text.startswith(shown)
+
+
+_HOLDING = """
+import os, signal, threading, time
+from floe_chat.app.terminal.terminal import Terminal
+
+lock = threading.Lock()
+with Terminal() as terminal:
+    terminal.serve(lambda code: None, lock.acquire)
+    {first}
+    with lock:
+        os.kill(os.getpid(), signal.{name})
+        time.sleep(0.2)
+print("the interrupted thread ended it")
+"""
+
+
+@pytest.mark.parametrize(("name", "first"), [("SIGHUP", ""), ("SIGTERM", "terminal.screen_ended()")])
+def test_a_signal_ends_it_although_saving_needs_what_it_interrupts(name: str, first: str) -> None:
+    script = _HOLDING.format(name=name, first=first)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (128 + getattr(signal, name), "")
 
 
 def test_a_signal_ends_it_before_there_is_a_screen(endless: list[str]) -> None:
