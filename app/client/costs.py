@@ -1,4 +1,4 @@
-"""What the presets of a pack cost, as measured on it."""
+"""What the presets and dials of a pack cost, as measured on it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ...engine import quality_presets
 from ...models.pack.manifest import SOURCE, Manifest
-from .interface import Cost
+from .interface import Cost, Costs
 
 
-def costs_of(pack: Path) -> tuple[Cost, ...]:
-    """The presets of a pack, best first, and what each was measured to cost.
+def costs_of(pack: Path) -> Costs:
+    """What the presets and dials of a pack were measured to cost.
 
     Raises:
         FloeError: the pack cannot be read .
@@ -25,4 +25,4 @@ def costs_of(pack: Path) -> tuple[Cost, ...]:
         else:
             on = known.text, known.tokens, known.against == SOURCE
             costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
-    return tuple(costs)
+    return Costs(tuple(costs), manifest.dials)
