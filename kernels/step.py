@@ -50,6 +50,7 @@ class Heads:
         q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
         sinks: (heads,) scores of a token that has no value, which every query sees besides; None where there is none.
         inside: how many of a key's first numbers are its value; None where values are stored behind keys.
+        gated: whether the first projection has a gate of each number of a head's output, behind the queries.
     """
 
     num_heads: int
@@ -63,6 +64,7 @@ class Heads:
     cache_dtype: torch.dtype = torch.float32
     sinks: Tensor | None = None
     inside: int | None = None
+    gated: bool = False
 
     @property
     def rows(self) -> int:
@@ -105,6 +107,35 @@ class Latent:
     def rank(self) -> int:
         """R."""
         return self.norm.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464, equation 10).
+
+    Each of the layer's heads, D wide, keeps a state (K, D) instead of keys and values, and belongs to one of its heads
+    of queries and keys, K wide. The first projection gives what a causal convolution takes, queries, keys and values of
+    all heads, and behind these the gates of the output, heads * D.
+
+    Attributes:
+        key_dim: K. conv: (taps, channels), the oldest token's factors first. decay: (heads,) how fast a state fades;
+            bias: (heads,) of the step that this is for. norm: (D,) of the output before its gate, with its eps. gates:
+            (2 * heads, H), of beta, then of the step. turned: what rope turns of other layers' heads.
+    """
+
+    key_dim: int
+    conv: Tensor
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
+    eps: float
+    gates: Projection
+    turned: int
+
+    def state(self, heads: Heads) -> int:
+        """Numbers of a text's state: the tokens before the convolution, then what the heads keep."""
+        taps, channels = self.conv.shape
+        return (taps - 1) * channels + heads.num_heads * self.key_dim * heads.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +247,7 @@ class DenseLayer:
         input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. qkv: to queries, keys and
             values of all heads. out: back to H. router: None where there are no experts. beside: what every token is
             given besides experts. latent: where keys and values are made of a vector; qkv then goes to queries, or
-            their vector, and what is cached.
+            their vector, and what is cached. delta: where the layer does not attend.
     """
 
     input_layernorm: Tensor
@@ -228,6 +259,7 @@ class DenseLayer:
     router: Router | None
     beside: Swiglu | None = None
     latent: Latent | None = None
+    delta: Delta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +316,19 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
         x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
         rope: (2, D) cosines and sines of the position, the first half of the sines negated; of what is turned alone
             where heads are made of a vector.
-        kv: (C, *heads.entry) keys, then values, of the tokens before; the token's own are written to its place.
+        kv: (C, *heads.entry) keys, then values, of the tokens before; the token's own are written to its place. Of a
+            layer with a state, (2, numbers): the one before a token is at its position modulo 2, the one after it at
+            the other place.
         position: of the token.
     """
     width = x.shape[-1]
     stream = x if added is None else x + added
-    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps))
-    if layer.latent is None:
+    hidden = F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)
+    qkv = layer.qkv(hidden)
+    if layer.delta is not None:
+        before, after = kv[position % 2], kv[1 - position % 2]
+        out = delta_rule(qkv, layer.delta.gates(hidden), before, layer.heads, layer.delta, after)
+    elif layer.latent is None:
         out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
     else:
         out = attend_latent(qkv, rope, kv, position, layer.heads, layer.latent)
@@ -307,7 +345,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
     """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D). The rest as in `dense_step`."""
     qkv = qkv.view(-1, heads.head_dim)
-    queries, keys, own = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads])
+    gating = heads.num_heads if heads.gated else 0
+    queries, gates, keys, own = qkv.split([heads.num_heads, gating, heads.num_kv_heads, heads.num_kv_heads])
     if heads.q_norm is not None and heads.k_norm is not None:
         queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
     if heads.clip is not None:
@@ -320,7 +359,60 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
     if heads.sinks is not None:
         scores = torch.cat([scores, heads.sinks[:, None].to(scores.dtype)], -1)
-    return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(others)], others).reshape(1, -1)
+    out = torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(others)], others)
+    return (out * gates.sigmoid() if heads.gated else out).reshape(1, -1)
+
+
+def delta_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
+    """The gated delta rule token by token: qkv (T, channels + heads * D), as projected, and gates (T, 2 * heads) ->
+    (T, heads * D). before: (numbers,) the state before these tokens. after: where the one behind them goes.
+    """
+    mixed, window, state = convolved(qkv, before, heads, delta)
+    queries, keys, values = mixed
+    beta, decay = steps_of(gates, delta)
+    found: list[Tensor] = []
+    for q, k, v, b, d in zip(queries, keys, values, beta, decay.exp(), strict=True):
+        state = state * d[:, None, None]
+        change = (v - torch.einsum("hk,hkd->hd", k, state)) * b[:, None]
+        state = state + k[:, :, None] * change[:, None]
+        found.append(torch.einsum("hk,hkd->hd", q, state))
+    after.copy_(torch.cat([window.flatten(), state.flatten()]))
+    return gated(torch.stack(found), qkv, delta)
+
+
+def convolved(
+    qkv: Tensor, before: Tensor, heads: Heads, delta: Delta
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Queries and keys (T, heads, K), of length one but for the scale, and values (T, heads, D); what the convolution
+    of the next token sees, (taps - 1, channels); and the state (heads, K, D) of `before`.
+    """
+    taps, channels = delta.conv.shape
+    kept, kind = (taps - 1) * channels, torch.promote_types(qkv.dtype, torch.float32)
+    given = torch.cat([before[:kept].view(taps - 1, channels).to(qkv.dtype), qkv[:, :channels]])
+    mixed = F.silu(F.conv1d(given.T[None], delta.conv.T[:, None].to(qkv.dtype), groups=channels)[0].T).to(kind)
+    wide = heads.num_kv_heads * delta.key_dim
+    queries, keys, values = mixed.split([wide, wide, channels - 2 * wide], 1)
+    queries, keys = (
+        (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(
+            heads.num_heads // heads.num_kv_heads, 1
+        )
+        for part in (queries.unflatten(1, (-1, delta.key_dim)), keys.unflatten(1, (-1, delta.key_dim)))
+    )
+    parts = queries * heads.scale, keys, values.unflatten(1, (-1, heads.head_dim))
+    state = before[kept:].view(heads.num_heads, delta.key_dim, heads.head_dim).to(kind)
+    return parts, given[-(taps - 1) :], state
+
+
+def steps_of(gates: Tensor, delta: Delta) -> tuple[Tensor, Tensor]:
+    """How much of a state each token changes, and the logarithm of what is left of it before, (T, heads) each."""
+    beta, step = gates.to(torch.promote_types(gates.dtype, torch.float32)).chunk(2, 1)
+    return beta.sigmoid(), -delta.decay * F.softplus(step + delta.bias)
+
+
+def gated(out: Tensor, qkv: Tensor, delta: Delta) -> Tensor:
+    """The heads' outputs (T, heads, D) behind their norm and gates, (T, heads * D)."""
+    normed = F.rms_norm(out, delta.norm.shape, delta.norm.to(out.dtype), delta.eps).flatten(1)
+    return (normed * F.silu(qkv[:, delta.conv.shape[1] :].to(out.dtype))).to(qkv.dtype)
 
 
 def attend_latent(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, latent: Latent) -> Tensor:

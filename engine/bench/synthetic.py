@@ -45,6 +45,7 @@ _NAMES = {
     "qwen3-30b-a3b": "qwen3-30b-a3b",
     "gpt-oss-20b": "gpt-oss-20b",
     "deepseek-v2-lite": "deepseek-v2-lite-chat",
+    "qwen3.6-35b-a3b": "qwen3.6-35b-a3b",
 }
 MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _NAMES.items()}
 """Listed models whose widths can be measured."""
@@ -257,7 +258,8 @@ def calibrate(subject: Subject) -> None:
     ids = torch.tensor([subject.prompt(CALIBRATION_TOKENS)], device=subject.device)
     with torch.inference_mode():
         logits = subject.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-        subject.model.model.norm.weight.mul_(_LOGITS / logits.std())
+        centre = float(family.centred)  # of weights as they are stored
+        subject.model.model.norm.weight.add_(centre).mul_(_LOGITS / logits.std()).sub_(centre)
     for handle in handles:
         handle.remove()
     if not all(
@@ -375,7 +377,8 @@ def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
             tensors[f"{layer}.scale"] = torch.full((shape[0], vector.groups), _scale(bits)).half()
             tensors[f"{layer}.zero"] = torch.full((shape[0], vector.groups), _zero(bits)).half()
         else:
-            tensors[name] = torch.ones(shape) if len(shape) == 1 else _normal(*shape)
+            norm = family.centred and layer.endswith(("layernorm", "q_norm", "k_norm", "model.norm"))
+            tensors[name] = torch.full(shape, float(not norm)) if len(shape) == 1 else _normal(*shape)
     return tensors
 
 

@@ -65,14 +65,15 @@ class GroupedAttention:
         self._layers, self.tokens, self._part = layers, len(rope), part
         end = start + (len(rope) if part is None else part.tokens)
         self._places = store.places(end)
-        heads = layers[0].heads
+        attending = [index for index, layer in enumerate(layers) if layer.delta is None]
+        self._number, heads = {index: number for number, index in enumerate(attending)}, layers[attending[0]].heads
         # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
         cos, sin = rope[:, :1], rope[:, 1:]
         turned, still = heads.num_heads + heads.num_kv_heads, (self.tokens, heads.num_kv_heads, heads.head_dim)
         self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
         self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
         self._views: dict[int | None, _View] = {}
-        for window in {layer.heads.window for layer in layers}:
+        for window in {layers[index].heads.window for index in attending}:
             first = 0 if window is None else max(0, start + 1 - window)
             groups = store.seen(first, end)
             entries = [layer for group in groups for layer in group.unbind(0)]
@@ -88,21 +89,26 @@ class GroupedAttention:
         """What heads see, (T, heads * D), by layer `index`'s first projection (T, ...); sets the keys and values of the
         pass's tokens.
         """
-        layer, heads = self._layers[index], self._layers[index].heads
+        layer, heads, number = self._layers[index], self._layers[index].heads, self._number[index]
+        wide, gates = heads.num_heads * heads.head_dim, None
+        if heads.gated:
+            gates = projected[:, wide : 2 * wide]
+            projected = torch.cat([projected[:, :wide], projected[:, 2 * wide :]], 1)
         qkv = projected.view(self.tokens, -1, heads.head_dim)
         self._prepare(qkv, layer)
         qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
-        place = self._places[index]
+        place = self._places[number]
         entries = stored(both, place.dtype)
         place.copy_(entries if self._part is None else self._part.everything(entries))
         view = self._views[heads.window]
         attend = self._attend_one if self.tokens == 1 else self._attend_any
-        ready = view.both[index]
+        ready = view.both[number]
         if ready is None:
-            (ready,) = _split(heads.values(view.entries[index].to(qkv.device), qkv.dtype)[None])
+            (ready,) = _split(heads.values(view.entries[number].to(qkv.device), qkv.dtype)[None])
         keys, values = ready[0].to(qkv.dtype), ready[1].to(qkv.dtype)
-        return attend(layer, queries, keys, values, view.mask)
+        out = attend(layer, queries, keys, values, view.mask)
+        return out if gates is None else out * gates.sigmoid()
 
     def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
         """The steps of some families before rope: norms of queries and keys, clipping; in place, (T, all heads, D)."""

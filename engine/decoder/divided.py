@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels.step import Stepped
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
+from .state_store import StatefulStore
 
 
 class DividedStore(GrowingStore):
@@ -99,8 +100,15 @@ class DividedStore(GrowingStore):
         return [group for part in self.parts for group in part.seen(start, end)]
 
 
-def made_store(layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None]) -> GrowingStore:
-    """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one."""
+def made_store(
+    layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None], states: Sequence[int] = ()
+) -> GrowingStore:
+    """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one.
+
+    states: as for `StatefulStore`; empty: all layers attend.
+    """
+    if any(states):
+        return StatefulStore(layout, states)
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
 
 

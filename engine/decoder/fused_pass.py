@@ -75,8 +75,13 @@ class FusedDecoder:
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
+        self._states = [0 if layer.delta is None else layer.delta.state(layer.heads) for layer in self._layers]
+        self._stateful = any(self._states)
+        if self._stateful and (self._kv.parts or all(self._states)):
+            raise Unsupported("layers that keep a state are computed on one device, between others that attend")
+        self._heads = next(layer.heads for layer in self._layers if layer.delta is None)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
-        self._forms[self._kv.bits] = self._layers[0].heads.cache_dtype
+        self._forms[self._kv.bits] = self._heads.cache_dtype
         stream = read_stream(model, family)
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
         self._head: nn.Module = model.lm_head
@@ -93,7 +98,7 @@ class FusedDecoder:
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
-            coded = self._layers[0].heads.cache_dtype == CODES
+            coded = self._heads.cache_dtype == CODES
             self.reason += " with keys and values of 8 bits" if coded else " with latent vectors of 16 bits"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
@@ -104,6 +109,8 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if self._layers[0].latent is not None:
             raise Unsupported("attention through a latent vector has no kernels there")
+        if self._stateful:
+            raise Unsupported("layers that keep a state have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window)
@@ -147,10 +154,10 @@ class FusedDecoder:
 
     def _store(self, bits: int | None = None) -> GrowingStore:
         """bits: of keys and values; None: those of a chat."""
-        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms)
+        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms, self._states)
 
     def _layout(self, bits: int) -> Layout:
-        heads, count = replace(self._layers[0].heads, cache_dtype=self._forms[bits]), len(self._layers)
+        heads, count = replace(self._heads, cache_dtype=self._forms[bits]), len(self._layers)
         return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
@@ -177,7 +184,8 @@ class FusedDecoder:
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
         rope = self._rope.tables(start, end)
-        if self.divide is not None and self._layers[0].latent is None and (part := self.divide(len(ids))) is not None:
+        alike = self._layers[0].latent is None and not self._stateful
+        if self.divide is not None and alike and (part := self.divide(len(ids))) is not None:
             with part as mine:
                 return self._partly(ids, store, rope, start, mine)
         x = self._embedded(ids)
@@ -278,6 +286,8 @@ class FusedDecoder:
         store = kv.store_of(GrowingStore, self._store)
         store.crop(kv.length)
         store.reserve(kv.length + tokens)
+        if store.length < kv.length:  # a state cannot be cut anywhere
+            self._pass(kv.tokens[store.length :], store, store.length)
         return store
 
     @torch.inference_mode()
@@ -327,7 +337,7 @@ class FusedDecoder:
         kv, layout = KVCache(), self._layout(self._kv.bits)
         if self.device.type != "cpu" or self.rooms[0] is not None:
             layout = replace(layout, most=0)  # device memory is planned for one
-        kv.store_of(GrowingStore, lambda: GrowingStore(layout))
+        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states))
         return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
@@ -359,7 +369,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms))
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.entries import CODES
-from ...kernels.step import DenseLayer, Heads, Router, Stepped
+from ...kernels.step import Delta, DenseLayer, Heads, Router, Stepped
 from ...models.families import FAMILIES, Family
 from ...models.families.family import GroupedQuery, ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
 from .blocks import Beside, Unsupported, in_order, projection, read_beside, read_router
+from .delta import read_delta
 from .kv_stores import BLOCK
 from .latent import LatentParts, read_latent
 from .quantized_linear import PackedLinear, Reordered
@@ -39,8 +40,13 @@ def read_stream(model: Any, family: Family) -> Stream:
     """A model's."""
     config = model.config
     scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
-    weight: Tensor = model.model.norm.weight
+    weight = norm_weight(family, model.model.norm)
     return Stream(scaled / added, config.rms_norm_eps / added**2, weight if divided == 1 else weight / divided)
+
+
+def norm_weight(family: Family, module: Any) -> Tensor:
+    """What an RMS norm multiplies by."""
+    return module.weight + 1 if family.centred else module.weight
 
 
 def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
@@ -61,7 +67,8 @@ class DecoderLayer:
     Attributes:
         qkv, out: the projections, as modules. router, experts: hidden (T, H), and its experts and weights (T, K) ->
             (T, H); None where the layer has none. beside: what every token is given besides experts, if anything.
-            latent: where keys and values are made of a vector; see `kernels.step.DenseLayer`.
+            latent: where keys and values are made of a vector; see `kernels.step.DenseLayer`. delta: where the layer
+            keeps a state instead.
     """
 
     input_layernorm: Tensor
@@ -74,6 +81,12 @@ class DecoderLayer:
     experts: nn.Module | None
     beside: Beside | None = None
     latent: LatentParts | None = None
+    delta: Delta | None = None
+
+    def projected(self, hidden: Tensor) -> Tensor:
+        """What the layer's mixer is given of a block's input (T, H): its first projection, and a state's gates."""
+        first = self.qkv(hidden)
+        return first if self.delta is None else torch.cat([first, self.delta.gates(hidden)], -1)
 
     def stepped(self, stream: Tensor) -> Stepped:
         """What a block is given behind attention, stream (T, H)."""
@@ -96,7 +109,7 @@ class DecoderLayer:
         beside = None if self.beside is None else self.beside.swiglu
         norms = self.input_layernorm, self.post_attention_layernorm, self.eps
         latent = None if self.latent is None else self.latent.record()
-        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside, latent)
+        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside, latent, self.delta)
 
 
 def check_family(config: Any) -> Family:
@@ -142,8 +155,13 @@ def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
     if kv_bits == 8 and not isinstance(check_family(model.config).attention, ThroughLatent):
         return CODES
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
-    coded = all(_is_packed(layer.self_attn.o_proj) for layer in model.model.layers)
+    coded = all(_is_packed(_last(layer)) for layer in model.model.layers)
     return torch.float16 if coded and computed == torch.float32 else computed
+
+
+def _last(layer: Any) -> nn.Module:
+    """The projection behind a layer's mixer."""
+    return layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
 
 
 def _is_packed(module: nn.Module) -> bool:
@@ -153,24 +171,27 @@ def _is_packed(module: nn.Module) -> bool:
 def _read(
     layer: Any, index: int, family: Family, config: Any, eps: float, kept: torch.dtype, order: Tensor | None
 ) -> DecoderLayer:
-    attention, latent = layer.self_attn, None
-    if isinstance(family.attention, ThroughLatent):
+    attention, latent, delta = getattr(layer, "self_attn", None), None, None
+    if attention is None:
+        heads, qkv, delta = read_delta(layer.linear_attn, config.head_dim)
+    elif isinstance(family.attention, ThroughLatent):
         heads, qkv, latent = read_latent(attention, config, kept, order)
     else:
         heads = _heads(attention, index, family, config, kept, order)
         qkv = _projections(attention, heads, order)
     block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
-        layer.input_layernorm.weight,
+        norm_weight(family, layer.input_layernorm),
         qkv,
         heads,
-        attention.o_proj,
-        layer.post_attention_layernorm.weight,
+        _last(layer),
+        norm_weight(family, layer.post_attention_layernorm),
         eps,
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,
         read_beside(family, block, has_experts=has_experts),
         latent,
+        delta,
     )
 
 
@@ -184,16 +205,17 @@ def _heads(attention: Any, index: int, family: Family, config: Any, kept: torch.
         scale=attention.scaling,
         window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
-        q_norm=_turned(attention.q_norm.weight, order) if kind.normalized(config) else None,
-        k_norm=_turned(attention.k_norm.weight, order) if kind.normalized(config) else None,
+        q_norm=_turned(norm_weight(family, attention.q_norm), order) if kind.normalized(config) else None,
+        k_norm=_turned(norm_weight(family, attention.k_norm), order) if kind.normalized(config) else None,
         cache_dtype=kept,
         sinks=attention.sinks if kind.sinks else None,
+        gated=kind.gated,
     )
 
 
 def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
     """Those of queries, keys and values as one, the dimensions of heads in that order."""
-    rows = None if order is None else _all_heads(heads, order)
+    rows = None if order is None and not heads.gated else _all_heads(heads, order)
     return in_order(attention, ("q_proj", "k_proj", "v_proj"), rows, "query, key and value")
 
 
@@ -206,12 +228,20 @@ def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
     return weight[order]
 
 
-def _all_heads(heads: Heads, order: Tensor) -> Tensor:
-    """The rows of the joined projections with the dimensions of each head of queries and keys in that order."""
-    first = torch.arange(heads.num_heads + heads.num_kv_heads, device=order.device)[:, None] * heads.head_dim
-    turned = (first + order).flatten()
-    values = torch.arange(heads.num_kv_heads * heads.head_dim, device=order.device) + turned.numel()
-    return torch.cat([turned, values])
+def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
+    """The rows of the joined projections with the dimensions of each head of queries and keys in that order, and the
+    queries' gates, if there are any, behind all queries.
+    """
+    width = heads.head_dim
+    order = torch.arange(width) if order is None else order
+    each = torch.arange(heads.num_heads, device=order.device)[:, None] * (2 if heads.gated else 1) * width
+    queries = [(each + order).flatten()]
+    if heads.gated:
+        queries.append((each + width + torch.arange(width, device=order.device)).flatten())
+    first = sum(map(len, queries)) + torch.arange(heads.num_kv_heads, device=order.device)[:, None] * width
+    keys = (first + order).flatten()
+    values = torch.arange(len(keys), device=order.device) + sum(map(len, queries)) + len(keys)
+    return torch.cat([*queries, keys, values])
 
 
 class Rope:
@@ -268,7 +298,8 @@ class Rope:
 
 def read_rope(model: Any, family: Family) -> Rope:
     """A model's."""
-    attention, kind = model.model.layers[0].self_attn, family.attention
+    attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
+    kind = family.attention
     module, like = model.model.rotary_emb, model.model.embed_tokens.weight
     if isinstance(kind, ThroughLatent):
         how = {"interleaved": kind.interleaved(model.config), "once": kind.angles_once}

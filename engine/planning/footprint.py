@@ -114,6 +114,11 @@ def by_library(model_type: str) -> bool:
     return family is None or family.attention is None or family.routing.kind == "sparsemixer"
 
 
+def divisible(model_type: str) -> bool:
+    """Whether several cards may have some of a family's layers each."""
+    return not by_library(model_type) and not FAMILIES[model_type].states
+
+
 def kv_element(model_type: str, dense: int) -> int:
     """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`).
     transformers' modules keep what they compute, in float32.

@@ -17,7 +17,7 @@ from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..offload.mix import ExpertsPlace, Mix
 from . import memory_plan, mix_choice, worth
-from .footprint import Footprint, by_library, kv_bytes
+from .footprint import Footprint, divisible, kv_bytes
 from .machine import Machine
 from .measured_figures import figures
 from .memory_plan import DeviceShares, Needs
@@ -138,7 +138,7 @@ def option(
     Args:
         kv_bits: of keys and values; None: 16, or fewer where that is clearly worth it.
     """
-    if machine.others and by_library(entry.sizes.model_type):  # its layers cannot be divided
+    if machine.others and not divisible(entry.sizes.model_type):  # its layers cannot be divided
         each = [option(one, entry, spec, context, keep_source, kv_bits) for one in machine.each]
         return max(each, key=lambda one: (one.works, not one.missing, one.decode.mid))
     takes = Footprint.of(entry.sizes, spec)

@@ -10,7 +10,7 @@ from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..machine import hardware
 from ..offload.mix import Mix
-from .footprint import Footprint, by_library
+from .footprint import Footprint, by_library, divisible
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option, option
@@ -172,8 +172,8 @@ def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
         (option(one, entry, chosen.spec, context, kv_bits=chosen.kv_bits) for one in machine.each),
         key=lambda one: (not one.missing, one.decode.mid),
     )
-    if not chosen.cards and by_library(entry.sizes.model_type):
-        return "One card is used: transformers' modules compute its layers, which cannot be divided among cards."
+    if not chosen.cards and not divisible(entry.sizes.model_type):
+        return "One card is used: layers that keep a state, or that transformers computes, cannot be divided."
     if not chosen.cards:
         return "The CPU computes: the cards together have no room for the model, or would be slower."
     counts = " and ".join(_layers(card.layers) for card in chosen.cards)
@@ -223,7 +223,8 @@ def _why_library(entry: CatalogEntry, chosen: Option) -> str:
         return ""
     if by_library(family.model_type):
         return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
-    return "On a GPU, attention through a latent vector is computed one operation after another. That takes longer."
+    what = "layers that keep a state are" if family.states else "attention through a latent vector is"
+    return f"On a GPU, {what} computed one operation after another. That takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

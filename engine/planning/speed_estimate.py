@@ -120,6 +120,7 @@ class Speeds:
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_library: float = field(default_factory=lambda: figures().host_library_s)
     host_recurrent: float = field(default_factory=lambda: figures().host_recurrent_s)
+    recurrent: float = field(default_factory=lambda: figures().recurrent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
@@ -147,7 +148,16 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        hosts = ("host", "host_gpu", "host_library", "host_recurrent", "host_pool", "host_behind", "host_ram")
+        hosts = (
+            "host",
+            "host_gpu",
+            "host_library",
+            "host_recurrent",
+            "recurrent",
+            "host_pool",
+            "host_behind",
+            "host_ram",
+        )
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
@@ -241,17 +251,18 @@ def decode(
     else:
         seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
         token, own = _on_cpu(takes, work, speeds, held, seen), speeds.host
-    if not one_by_one(takes.sizes, gpu=held.gpu):
-        return token
-    more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own)
+    slow = one_by_one(takes.sizes, gpu=held.gpu)
+    more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own) if slow else 0.0
     if isinstance(takes.sizes.recurrent, Recurrent):
-        more += takes.sizes.recurrent.layers * speeds.host_recurrent
+        more += takes.sizes.recurrent.layers * (speeds.host_recurrent if slow else speeds.recurrent)
     return dataclasses.replace(token, host=token.host + held.part * more)
 
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
     """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return by_library(sizes.model_type) or (gpu and sizes.latent is not None)
+    return by_library(sizes.model_type) or (
+        gpu and (sizes.latent is not None or isinstance(sizes.recurrent, Recurrent))
+    )
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:

@@ -186,6 +186,18 @@ typedef struct {
     FLOE_OPTIONAL const float *asked_norm;
 } floe_latent;
 
+// A gated delta rule instead of attention (Gated DeltaNet, arXiv 2412.06464): each of the layer's heads, D wide, keeps
+// a state (key_dim, D) and belongs to one of kv_heads heads of queries and keys. A causal convolution of `taps` tokens
+// comes first. conv: (taps, channels) of the queries, keys and values of all heads, one behind the other. decay, bias:
+// (heads). norm: (D) with its eps, of the output before its gate. gates: (2 · heads, hidden), of beta, then decay.
+// turned: what rope turns of other layers' heads.
+typedef struct {
+    int64_t key_dim, taps, turned;
+    float eps;
+    const float *conv, *decay, *bias, *norm;
+    floe_matrix gates;
+} floe_delta;
+
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
 // (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
@@ -193,11 +205,13 @@ typedef struct {
 // scores of a token without a value that every query sees. beside: what every token is given besides experts. latent:
 // heads then meet what is stored like one key head, D = rank + turned, whose first numbers are its value; qkv: queries,
 // or the vector that they are made of, the stored vector and the key behind it; neither codes nor norms of heads.
+// gated: behind the queries, qkv has a gate of each number of a head's output. delta: qkv: queries, keys and values of
+// the convolution, then the output's gates; scale: of queries.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
     int64_t hidden, heads, kv_heads, dim, window;
-    int32_t each_head, stored;
+    int32_t each_head, stored, gated;
     float eps, scale, clip;
     const float *before, *after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
@@ -205,10 +219,13 @@ typedef struct {
     floe_router router;
     FLOE_OPTIONAL const floe_swiglu *beside;
     FLOE_OPTIONAL const floe_latent *latent;
+    FLOE_OPTIONAL const floe_delta *delta;
 } floe_dense_layer;
 
 // Where a token is. rope: (2, D) cosines and sines of its position, of what rope turns of a head if that is not all;
-// the first half of the sines negated. kv: of each layer, (capacity) entries of its text; its own is written.
+// the first half of the sines negated. kv: of each layer, (capacity) entries of its text; its own is written. Of a
+// layer with a state, two states (taps - 1 tokens before the convolution, then those of all heads), float32: the one
+// before a token is at its position modulo 2, and the other is written, so that a token may be computed again.
 typedef struct {
     const float *rope;
     void *const *kv;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checks import Shape, index, require
 from ..entries import CODES
-from ..step import DenseLayer, Heads, Latent, Router, Stepped, Swiglu
+from ..step import Delta, DenseLayer, Heads, Latent, Router, Stepped, Swiglu
 from .binding import addresses_of, array_of, check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
@@ -48,10 +48,15 @@ class NativeStep:
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
         heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
-        _check_heads(heads)
+        _check_heads(heads, turned=layer.delta is None and layer.latent is None)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        latent = layer.latent
-        projected, attended = (queries + 2 * keys, queries) if latent is None else _latent_sizes(heads, latent)
+        latent, delta = layer.latent, layer.delta
+        if delta is not None:
+            projected, attended = delta.conv.shape[-1] + queries, queries
+        elif latent is not None:
+            projected, attended = _latent_sizes(heads, latent)
+        else:
+            projected, attended = (2 if heads.gated else 1) * queries + 2 * keys, queries
         each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
         normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
         self.layer: Any = records.dense_layer(
@@ -62,6 +67,7 @@ class NativeStep:
             window=heads.window or 0,
             each_head=each_head,
             stored=_STORED[heads.cache_dtype],
+            gated=heads.gated,
             eps=layer.eps,
             scale=heads.scale,
             clip=inf if heads.clip is None else heads.clip,
@@ -75,11 +81,13 @@ class NativeStep:
             router=router_record(router, hidden),
             beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
             latent=None if latent is None else latent_record(latent, heads.num_heads),
+            delta=None if delta is None else delta_record(delta, heads, hidden),
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
-        self.rope = 2, heads.head_dim if latent is None else latent.turned
+        self.rope = 2, delta.turned if delta else latent.turned if latent else heads.head_dim
         self._stored = heads.entry  # of a token
+        self._state = None if delta is None else (2, delta.state(heads))
         self.kept = heads.cache_dtype
         self.routes = router is not None
         self.scores = None if router is None else router.scores
@@ -87,9 +95,9 @@ class NativeStep:
             require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
 
     @property
-    def stored(self) -> tuple[Shape, torch.dtype]:
-        """Shape and type of a token's keys and values."""
-        return self._stored, self.kept
+    def stored(self) -> tuple[Shape, torch.dtype] | None:
+        """Shape and type of a token's keys and values; None where the layer keeps a state."""
+        return None if self._state else (self._stored, self.kept)
 
     def __call__(
         self, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int, x_bits: int = 22
@@ -99,13 +107,13 @@ class NativeStep:
         Raises:
             ValueError: tensors of other sizes or forms or not in one piece, or a position that kv has no room for.
         """
-        return self.together(0, x, added, self.places([Place(rope, [kv], position)]), x_bits)
+        return self.together(0, x, added, placed([self], [Place(rope, [kv], position)]), x_bits)
 
     def together(self, number: int, x: Tensor, added: Tensor | None, where: Any, x_bits: int = 22) -> Stepped:
         """T tokens, each of another text: x (T, H), and added; see `__call__`.
 
         Args:
-            where: their places, see `places`. number: of this layer in their keys and values.
+            where: their places, see `placed`. number: of this layer in their keys and values.
         """
         shape = tokens, _ = len(where), self._hidden
         stream, hidden = torch.empty(shape), torch.empty(shape)
@@ -126,32 +134,46 @@ class NativeStep:
         check(self._step(*given))
         return Stepped(stream, hidden, routed)
 
-    def places(self, places: Sequence[Place], *more: int) -> Any:
-        """The places as the library takes them. more: of rope's sizes, before those of one position.
+    def keeps(self, part: Tensor, capacity: int) -> Tensor:
+        """A text's keys and values, or states, in this layer.
 
         Raises:
-            ValueError: as `__call__`.
+            ValueError: of another size or form.
         """
-        made = [self._place(place, (*more, *self.rope)) for place in places]
-        found: Any = array_of(made)
-        found.held = made
-        return found
-
-    def _place(self, place: Place, rope: Shape) -> Any:
-        capacity = place.kv[0].shape[0] if place.kv and place.kv[0].ndim else 0
-        index("position", place.position, capacity)
-        stores = addresses_of([required("kv", part, (capacity, *self._stored), (self.kept,)) for part in place.kv])
-        given = required("rope", place.rope, rope)
-        return records.place(rope=given, kv=stores, capacity=capacity, position=place.position)
+        if self._state:
+            return required("states", part, self._state)
+        return required("kv", part, (capacity, *self._stored), (self.kept,))
 
 
-def _check_heads(heads: Heads) -> None:
-    """Refuse impossible heads; in Python, where no product overflows."""
+def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> Any:
+    """The places as the library takes them, in the first layers, whose steps these are. more: of rope's sizes, before
+    those of one position.
+
+    Raises:
+        ValueError: as `NativeStep.__call__`.
+    """
+    made = [_place(steps, place, (*more, *steps[0].rope)) for place in places]
+    found: Any = array_of(made)
+    found.held = made
+    return found
+
+
+def _place(steps: Sequence[NativeStep], place: Place, rope: Shape) -> Any:
+    own = list(zip(steps, place.kv, strict=False))
+    attended = [part for step, part in own if step.stored is not None]
+    capacity = attended[0].shape[0] if attended and attended[0].ndim else place.position + 1 if own else 0
+    index("position", place.position, capacity)
+    stores = addresses_of([step.keeps(part, capacity) for step, part in own])
+    return records.place(rope=required("rope", place.rope, rope), kv=stores, capacity=capacity, position=place.position)
+
+
+def _check_heads(heads: Heads, *, turned: bool) -> None:
+    """Refuse impossible heads; in Python, where no product overflows. turned: whether by rope."""
     if heads.cache_dtype not in _STORED:
         raise ValueError(f"keys and values must be {' or '.join(map(str, _STORED))}, not {heads.cache_dtype}")
     if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:
         raise ValueError(f"{heads.num_heads} heads of queries cannot share {heads.num_kv_heads} heads of keys evenly")
-    if heads.inside is None and (heads.head_dim < 2 or heads.head_dim % 2):
+    if turned and (heads.head_dim < 2 or heads.head_dim % 2):
         raise ValueError(f"a head must have an even number of values, not {heads.head_dim}")
     if heads.window is not None and not 1 <= heads.window < 1 << 63:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
@@ -202,6 +224,32 @@ def latent_record(latent: Latent, heads: int) -> Any:
         made=projection_record("made", latent.made, heads * (latent.still + latent.value), latent.rank),
         asked=asked,
         asked_norm=optional("asked_norm", latent.asked_norm, (asking,)),
+    )
+
+
+def delta_record(delta: Delta, heads: Heads, hidden: int) -> Any:
+    """`floe_delta`.
+
+    Raises:
+        ValueError: tensors of another shape or type.
+    """
+    taps, channels = delta.conv.shape if delta.conv.ndim == 2 else (0, 0)
+    if (
+        delta.key_dim < 1
+        or taps < 2
+        or channels != 2 * heads.num_kv_heads * delta.key_dim + heads.num_heads * heads.head_dim
+    ):
+        raise ValueError(f"a convolution of {taps} tokens and {channels} channels does not fit the heads")
+    return records.delta(
+        key_dim=delta.key_dim,
+        taps=taps,
+        turned=delta.turned,
+        eps=delta.eps,
+        conv=required("conv", delta.conv, (taps, channels)),
+        decay=required("decay", delta.decay, (heads.num_heads,)),
+        bias=required("bias", delta.bias, (heads.num_heads,)),
+        norm=required("norm", delta.norm, (heads.head_dim,)),
+        gates=projection_record("gates", delta.gates, 2 * heads.num_heads, hidden),
     )
 
 

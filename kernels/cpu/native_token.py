@@ -20,7 +20,7 @@ from ..sampling import Filters
 from ..step import ExpertLayer
 from .binding import Stop, addresses_of, check, codes, library, records
 from .native_ends import NativeEnds, sampling_record
-from .native_step import NativeStep, Place
+from .native_step import NativeStep, Place, placed
 from .weights import digits, optional, required, rows_record, rule_record, signal_record
 
 
@@ -89,7 +89,7 @@ class NativeToken:
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden = one.hidden
-        if any(step.stored != dense[0].stored for step in dense):
+        if len({step.stored for step in dense} - {None}) > 1:
             raise ValueError("layers store keys and values in different shapes or types")
 
     def __call__(self, x: Tensor, places: Sequence[Place], bits: tuple[int, int], stop: Stop) -> Through | None:
@@ -172,7 +172,7 @@ class NativeToken:
             raise ValueError(f"keys and values of {count} layers; there are {len(self._dense)}")
         if self._layers is None or count != self._layers.count:
             self._layers = records.layers(count=count, top_k=self._top_k, dense=self._dense, experts=self._experts)
-        return self._layers, self._held[0][0].places(places, *more)
+        return self._layers, placed(self._held[0], places, *more)
 
     def _pace(self, bits: tuple[int, int], stop: Stop) -> Any:
         """`floe_pace`."""

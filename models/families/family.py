@@ -35,6 +35,7 @@ class GroupedQuery:
         interleaved: whether rope turns neighbouring dimensions together, and not those half a head apart.
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
+        gated: whether a gate scales each number of a head's output; the query projection gives it behind each query.
     """
 
     normalized: Callable[[Any], bool] = lambda _config: False
@@ -44,6 +45,7 @@ class GroupedQuery:
     sinks: bool = False
     interleaved: bool = False
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,9 @@ class Family:
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it, with
             what else they have beside matrices and what most families have.
         gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
-            where `attention` does not say it.
+            where `attention` does not say it. centred: whether norms' weights are stored less one.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
+        states: whether some layers keep a state instead of keys and values.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
@@ -164,6 +167,8 @@ class Family:
     biases: Callable[[Any], int] = lambda _config: 0
     gated_heads: bool = False
     normed_heads: bool = False
+    centred: bool = False
+    states: bool = False
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent | None = GroupedQuery()
     why: str = ""

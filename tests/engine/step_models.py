@@ -40,6 +40,15 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 14,
     "num_key_value_heads": 4,
 }
+STATES: dict[str, Any] = {
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 9,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "mixtral-odd": {"hidden_size": 35, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14},
@@ -104,10 +113,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 20},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
+    "qwen3_next": STATES,
+    "qwen3_5_moe_text": STATES | {"linear_conv_kernel_dim": 3},
 }
 
 # Those that cache keys and values of each head: in 8 bits too, and by graphs on a card.
-EACH_HEAD = [name for name, fields in MODELS.items() if "kv_lora_rank" not in fields]
+EACH_HEAD = [name for name, fields in MODELS.items() if not fields.keys() & {"kv_lora_rank", "linear_num_key_heads"}]
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

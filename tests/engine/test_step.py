@@ -70,12 +70,14 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
         exact = deepcopy(model).double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
         passes = [lean_pass(model), lean_pass(model, compiled=False)]
         again = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
+    # States are summed up token by token: single tokens' noise is larger than the mean's, ours and the library's alike.
+    limit = 5 * LIMIT if FAMILIES[model.config.model_type].states else LIMIT
     for lean in passes:
         for ours, theirs, true in zip(feed(lean, KVCache(), ids, pieces), expected, exact, strict=True):
             # Or as near the sum without rounding as the library's own is: ten random layers make noise grow.
-            assert relative_rms(ours, theirs) <= LIMIT or relative_rms(ours, true) <= 2 * relative_rms(theirs, true)
-    assert relative_rms(again, expected) <= LIMIT, "joined weights changed the library's pass"
-    assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= LIMIT
+            assert relative_rms(ours, theirs) <= limit or relative_rms(ours, true) <= 2 * relative_rms(theirs, true)
+    assert relative_rms(again, expected) <= limit, "joined weights changed the library's pass"
+    assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= limit
 
 
 def test_every_family_that_can_be_packed_is_compared() -> None:
@@ -267,7 +269,7 @@ def passing(model: Any, form: KvForm, *, compiled: bool = True) -> FusedDecoder:
     return lean
 
 
-@pytest.mark.parametrize("name", EACH_HEAD)
+@pytest.mark.parametrize("name", [*EACH_HEAD, "qwen3_next"])
 def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     model = make_model(name)
     for block in blocks_of(model):  # a router's near tie decides otherwise after any rounding

@@ -29,6 +29,7 @@ class Sizes:
     """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
     keys and values. routing: fields of the router. biased: its biases, "b" of logits and "c" for the choice. beside:
     neurons beside the experts, gated or not. sinks: of each head. down: whether the experts' last matrices have biases.
+    gates: whether heads' outputs have gates.
     """
 
     hidden: int = 48
@@ -50,6 +51,7 @@ class Sizes:
     gated: bool = False
     sinks: bool = False
     down: bool = False
+    gates: bool = False
 
 
 def routed(**fields: Any) -> frozenset[tuple[str, Any]]:
@@ -79,6 +81,9 @@ SIZES = {
     "beside-gated": Sizes(35, 6, 3, 14, 7, 7, beside=31, gated=True),
     "beside-alone": Sizes(64, experts=0, beside=70, bits=8),
     "beside-4-bit": Sizes(128, 4, 2, 32, bits=4, beside=64, gated=True),
+    "gates": Sizes(gates=True),
+    "gates-4-bit": Sizes(128, 4, 2, 32, bits=4, gates=True, normed="head", kept=torch.float16, window=150),
+    "gates-codes": Sizes(35, 6, 3, 14, 7, 7, gates=True, sinks=True, kept=CODES),
     "window": Sizes(window=9),
     "window-of-one": Sizes(window=1),
     "window-of-spans": Sizes(64, 8, 2, 16, window=150),
@@ -129,13 +134,13 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
     sinks = torch.randn(s.queries) * 3 if s.sinks else None
-    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept, sinks)
+    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept, sinks, gated=s.gates)
     return DenseLayer(
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
         post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
         eps=1e-5,
         heads=heads,
-        qkv=make_projection(width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
+        qkv=make_projection((2 if s.gates else 1) * width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
         out=make_projection(s.hidden, width, s.bits, s.bias),
         router=make_router(s) if s.experts else None,
         beside=make_beside(s) if s.beside else None,

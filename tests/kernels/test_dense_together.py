@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.kernels.cpu.native_step import NativeStep, Place
+from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 
 from .test_dense_step import CAPACITY, SIZES, Sizes, every_size, make_input, make_layer
 
@@ -26,7 +26,7 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
         scores = None if step.scores is None else step.scores[:1].clone()
         x, more = (torch.cat(part) for part in list(zip(*inputs, strict=True))[:2])
         # This layer is the last of two, of which the first has keys and values too.
-        where = step.places([Place(rope, [torch.zeros_like(kv), kv], at) for (_, _, rope, kv), at in given])
+        where = placed(2 * [step], [Place(rope, [torch.zeros_like(kv), kv], at) for (_, _, rope, kv), at in given])
         torch.set_num_threads(2)
         together = step.together(1, x, more if added else None, where)
         for row, one in enumerate(alone):
@@ -46,9 +46,9 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
 def test_more_texts_than_fit_are_refused() -> None:
     sizes = SIZES["small"]
     step, (x, _, rope, kv) = NativeStep(make_layer(sizes)), make_input(sizes, 2)
-    where = step.places(5 * [Place(rope, [kv], 2)])
+    where = placed([step], 5 * [Place(rope, [kv], 2)])
     step.scores = None
     with pytest.raises(ValueError):
         step.together(0, x.expand(5, -1).contiguous(), None, where)
     with pytest.raises(ValueError):
-        step.together(0, x, None, step.places(2 * [Place(rope, [kv], 2)]))
+        step.together(0, x, None, placed([step], 2 * [Place(rope, [kv], 2)]))

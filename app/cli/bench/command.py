@@ -27,7 +27,7 @@ def bench() -> None:
     default="mixtral-8x7b",
     show_default=True,
     metavar="NAME",
-    help="Whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
+    help="Whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or qwen3.6-35b-a3b.",
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
 @with_options(*TIMING)
@@ -89,7 +89,7 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
     default="mixtral-8x7b",
     show_default=True,
     metavar="NAME",
-    help="At whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
+    help="At whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or qwen3.6-35b-a3b.",
 )
 @click.option(
     "--card",

@@ -25,7 +25,8 @@ MODEL: tuple[Option, ...] = (
     click.option(
         "--synthetic",
         metavar="NAME",
-        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or deepseek-v2-lite.",
+        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or "
+        "qwen3.6-35b-a3b.",
     ),
     click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
     click.option("--up", type=int, help="Bits of its signals: 2, 3, 4, 8 or 16.  [default: as for pack]"),

@@ -25,7 +25,7 @@ from ...offload.virtual.virtual_device import Turns
 from ...quality_presets import Preset
 from .. import device_choice, machine, memory_plan, worth
 from ..device_choice import THROTTLED, DeviceChoice
-from ..footprint import by_library, kv_element
+from ..footprint import divisible, kv_element
 from ..memory_plan import DeviceShares, Needs
 from ..opened_pack import Asked, OpenedPack, UsableGpu
 from ..running import Place, Running
@@ -115,8 +115,8 @@ def choose(
         every = range(manifest.architecture.layers)
         return Placement((Part(choice, every, range(config.num_hidden_layers)),), choice.why)
     _check(names)
-    if by_library(manifest.architecture.model_type):
-        cause = "transformers' modules compute its layers, and cannot cross from card to card."
+    if not divisible(manifest.architecture.model_type):
+        cause = "Its layers are computed by transformers' modules or keep a state, and cannot cross from card to card."
         raise UsageError("This model cannot be divided among cards", cause, "Name one card with --device.")
     real = names[0].lower().startswith("cuda")
     element = 2 if real else kv_element(manifest.architecture.model_type, manifest.widths.dense)

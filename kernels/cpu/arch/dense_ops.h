@@ -45,6 +45,11 @@ struct DenseOps {
     // Store a token's keys and values.
     void (*keep)(const Heads &h, const float *values, void *kv);
 
+    // One head's gated delta rule: of its state (keys, values) `before` to `after`, which may not overlap. With S =
+    // decay · before: after = S + k ⊗ beta (v - k · S), and out (values) = q · after.
+    void (*delta)(const float *before, int64_t keys, int64_t values, const float *q, const float *k, const float *v,
+                  float decay, float beta, float *after, float *out);
+
     // x[i] = exp(x[i] - most); returns their sum. NaN stays NaN.
     float (*exponentials)(float *x, int64_t n, float most);
 };

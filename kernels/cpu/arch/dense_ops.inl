@@ -329,6 +329,67 @@ uint16_t encode(const float *values, int64_t dim, int8_t *codes) {
     return scale;
 }
 
+// Past the caches where it can be: the next token needs it when other layers' states have been there.
+inline void put_away(const Lanes &lanes, float *p) {
+#if defined(__GNUC__) && defined(__AVX512F__)
+    if (((uintptr_t)p & 63) == 0) return _mm512_stream_ps(p, (__m512)lanes);
+#elif defined(__GNUC__) && defined(__AVX2__)
+    if (((uintptr_t)p & 31) == 0) return _mm256_stream_ps(p, (__m256)lanes);
+#endif
+    memcpy(p, &lanes, sizeof lanes);
+}
+
+// Columns of a state: as many as leave a head's in the first cache between its two readings.
+template <int kWide>
+void delta_columns(const float *before, int64_t keys, int64_t stride, const float *q, const float *k, const float *v,
+                   float decay, float beta, float both, float *after, float *out) {
+    Lanes recalled[kWide] = {}, seen[kWide] = {};
+    for (int64_t i = 0; i < keys; i++) FLOE_UNROLL
+    for (int c = 0; c < kWide; c++) {
+        const Lanes s = load(before + i * stride + c * kLanes);
+        recalled[c] += k[i] * s;
+        seen[c] += q[i] * s;
+    }
+    Lanes change[kWide];
+    FLOE_UNROLL
+    for (int c = 0; c < kWide; c++) {
+        Lanes own = load(v + c * kLanes);
+        own += -decay * recalled[c];
+        change[c] = beta * own;
+        Lanes y = decay * seen[c];
+        y += both * change[c];
+        memcpy(out + c * kLanes, &y, sizeof y);
+    }
+    for (int64_t i = 0; i < keys; i++) FLOE_UNROLL
+    for (int c = 0; c < kWide; c++) {
+        Lanes s = decay * load(before + i * stride + c * kLanes);
+        s += k[i] * change[c];
+        put_away(s, after + i * stride + c * kLanes);
+    }
+}
+
+void delta(const float *before, int64_t keys, int64_t values, const float *q, const float *k, const float *v,
+           float decay, float beta, float *after, float *out) {
+    float both = 0;
+    for (int64_t i = 0; i < keys; i++) both += q[i] * k[i];
+    int64_t c = 0;
+    for (; c + 4 * kLanes <= values; c += 4 * kLanes)
+        delta_columns<4>(before + c, keys, values, q, k, v + c, decay, beta, both, after + c, out + c);
+    for (; c + kLanes <= values; c += kLanes)
+        delta_columns<1>(before + c, keys, values, q, k, v + c, decay, beta, both, after + c, out + c);
+    for (; c < values; c++) {
+        float recalled = 0, seen = 0;
+        for (int64_t i = 0; i < keys; i++)
+            recalled += k[i] * before[i * values + c], seen += q[i] * before[i * values + c];
+        const float change = beta * (v[c] - decay * recalled);
+        out[c] = decay * seen + both * change;
+        for (int64_t i = 0; i < keys; i++) after[i * values + c] = decay * before[i * values + c] + k[i] * change;
+    }
+#if defined(__AVX2__)
+    _mm_sfence(); // what was put away is there for other threads
+#endif
+}
+
 void keep(const Heads &h, const float *values, void *kv) {
     if (h.stored == FLOE_KEPT_FLOAT) {
         memcpy(kv, values, (size_t)h.bytes());

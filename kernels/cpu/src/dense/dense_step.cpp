@@ -2,6 +2,7 @@
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
 // tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
+#include "delta.h"
 #include "latent.h"
 #include "parts.h"
 #include "src/buffers.h"
@@ -28,8 +29,9 @@ bool fits(const floe_dense_layer &l) {
     if (l.window < 0 || (l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
     if (l.router.weight != nullptr && !is_router(l.router)) return false;
     if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
-    if (l.latent != nullptr) return is_latent(l, *l.latent);
-    return l.dim % 2 == 0 && is_shape(l.qkv, (l.heads + 2 * l.kv_heads) * l.dim, l.hidden) &&
+    if (l.delta != nullptr) return is_delta(l, *l.delta);
+    if (l.latent != nullptr) return !l.gated && is_latent(l, *l.latent);
+    return l.dim % 2 == 0 && is_shape(l.qkv, ((l.gated ? 2 : 1) * l.heads + 2 * l.kv_heads) * l.dim, l.hidden) &&
            is_shape(l.out, l.hidden, l.heads * l.dim);
 }
 
@@ -115,8 +117,10 @@ struct Seen {
           spans((tokens + kSpan - 1) / kSpan) {}
 
     int64_t bytes(const floe_dense_layer &l, int threads) const {
+        if (l.delta != nullptr) return delta_bytes(l);
         return aligned(4 * threads * l.heads * kSpan) + aligned(4 * spans * l.heads * heads.value()) +
-               aligned(8 * spans * l.heads) + (l.latent == nullptr ? 0 : Latent::bytes(l, threads));
+               aligned(8 * spans * l.heads) + (l.gated ? aligned(4 * l.heads * l.dim) : 0) +
+               (l.latent == nullptr ? 0 : Latent::bytes(l, threads));
     }
 };
 
@@ -129,6 +133,11 @@ int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int 
     a.scores = carve<float>(memory, threads * l.heads * kSpan);
     a.sums = carve<float>(memory, seen.spans * l.heads * a.h.value());
     a.shares = carve<Share>(memory, seen.spans * l.heads);
+    float *const gates = carve<float>(memory, l.gated ? queries : 0);
+    if (l.gated) { // keys and values behind the queries, as elsewhere
+        std::copy_n(qkv + queries, queries, gates);
+        std::copy_n(qkv + 2 * queries, 2 * l.kv_heads * l.dim, qkv + queries);
+    }
     float *own = qkv + queries; // what is stored of the token
     std::optional<Latent> through;
     if (l.latent != nullptr) through.emplace(l, place.rope, digits, threads, qkv, memory);
@@ -145,6 +154,7 @@ int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int 
     // The more heads share a key, the more there is to compute by what is read.
     parallel_for(a.tokens * width * (1 + a.h.group() / 8) < kSmall ? 1 : threads, seen.spans, attend_span, &a);
     join_spans(a, seen.spans, through ? a.sums : attended);
+    for (int64_t i = 0; l.gated && i < queries; i++) attended[i] /= 1 + std::exp(-gates[i]);
     if (!through) return FLOE_OK;
     const int code = through->release(a.sums);
     std::copy_n(through->out, l.out.row.n, attended);
@@ -262,9 +272,13 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     for (int64_t i = 0; i < numbers; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
     for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.before, width, l.eps, hidden + i);
     int code = multiply(l.qkv, hidden, tokens, digits, threads, qkv);
-    for (int64_t t = 0; t < tokens && code == FLOE_OK; t++)
-        code = attend(l, places[t], (uint8_t *)places[t].kv[number], digits, threads, memory, qkv + t * l.qkv.rows,
-                      attended + t * l.out.row.n);
+    for (int64_t t = 0; t < tokens && code == FLOE_OK; t++) {
+        float *const own = qkv + t * l.qkv.rows, *const out = attended + t * l.out.row.n;
+        void *const kv = places[t].kv[number];
+        code = l.delta == nullptr
+                   ? attend(l, places[t], (uint8_t *)kv, digits, threads, memory, own, out)
+                   : step_delta(l, places[t].position, (float *)kv, hidden + t * width, threads, memory, own, out);
+    }
     if (code == FLOE_OK) code = multiply(l.out, attended, tokens, digits, threads, hidden);
     if (code != FLOE_OK) return code;
     for (int64_t i = 0; i < numbers; i++) stream[i] += hidden[i];

@@ -1,0 +1,101 @@
+"""Layers that keep a state by the gated delta rule: read from transformers' modules, and computed by torch's operations
+for many tokens, or on a device without a compiled step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.step import Delta, Heads, Projection, convolved, delta_rule, gated, steps_of
+from .blocks import in_order
+from .state_store import StatefulStore
+
+_CHUNK = 64  # tokens
+
+
+def read_delta(mixer: Any, turned: int) -> tuple[Heads, nn.Module, Delta]:
+    """The heads of a layer, its first projection, and the rest.
+
+    Args:
+        turned: what rope turns of other layers' heads.
+
+    Raises:
+        Unsupported: projections that cannot be joined.
+    """
+    shared, heads, key, width = mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+    device = mixer.A_log.device
+    if hasattr(mixer, "in_proj_qkvz"):  # Qwen3-Next's, in which each head of keys comes with its heads of values
+        own = heads // shared
+        parts = [key, key, own * width, own * width]
+        rows = _by_part(shared, parts, device)
+        whole = in_order(mixer, ("in_proj_qkvz",), rows, "query, key, value and gate")
+        gates = mixer.in_proj_ba.weight[_by_part(shared, [own, own], device)]
+    else:
+        whole = in_order(mixer, ("in_proj_qkv", "in_proj_z"), None, "query, key, value and gate")
+        gates = torch.cat([mixer.in_proj_b.weight, mixer.in_proj_a.weight])
+    delta = Delta(
+        key,
+        mixer.conv1d.weight[:, 0].T.contiguous(),
+        mixer.A_log.float().exp(),
+        mixer.dt_bias.float(),
+        mixer.norm.weight,
+        mixer.norm.variance_epsilon,
+        Projection(gates.contiguous()),
+        turned,
+    )
+    return Heads(heads, shared, width, key**-0.5, cache_dtype=torch.float32), whole, delta
+
+
+def _by_part(groups: int, parts: list[int], device: torch.device) -> Tensor:
+    """The rows of groups that have each of these parts, sorted by part."""
+    rows = torch.arange(groups * sum(parts), device=device).view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(parts, 1)])
+
+
+class DeltaRule:
+    """The layers with states in one pass of a text."""
+
+    def __init__(self, layers: Sequence[Any], store: StatefulStore) -> None:
+        self._layers, self._store = layers, store
+
+    def __call__(self, index: int, projected: Tensor) -> Tensor:
+        """What heads give, (T, heads * D), by layer `index`'s first projection and gates; the store's next state is the
+        one behind these tokens.
+        """
+        layer = self._layers[index]
+        heads, delta = layer.heads, layer.delta
+        before = self._store.state(index)
+        qkv, gates = projected.split([projected.shape[1] - 2 * heads.num_heads, 2 * heads.num_heads], 1)
+        after = torch.empty_like(before)
+        rule = delta_rule if len(qkv) == 1 else chunked_rule
+        out = rule(qkv, gates, before, heads, delta, after)
+        self._store.next_state(index, after)
+        return out
+
+
+def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
+    """`kernels.step.delta_rule` of many tokens, as products of matrices, `_CHUNK` tokens at once (arXiv 2412.06464,
+    section 3.3).
+    """
+    parts, window, state = convolved(qkv, before, heads, delta)
+    beta, decay = steps_of(gates, delta)
+    queries, keys, values = (part.transpose(0, 1) for part in parts)
+    found: list[Tensor] = []
+    for first in range(0, len(qkv), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        q, k, v, b = queries[:, part], keys[:, part], values[:, part], beta.T[:, part, None]
+        faded = decay.T[:, part].cumsum(1)[..., None]
+        between = (faded - faded.mT).tril().exp().tril()
+        # Of each token's change those before it in the chunk are taken: a triangular system.
+        system = torch.eye(k.shape[1], device=k.device, dtype=k.dtype) + ((b * k) @ k.mT * between).tril(-1)
+        changes = b * (v - (k * faded.exp()) @ state)
+        changes = torch.linalg.solve_triangular(system, changes, upper=False, unitriangular=True)
+        found.append((q * faded.exp()) @ state + ((q @ k.mT) * between) @ changes)
+        last = faded[:, -1:]
+        state = state * last.exp() + (k * (last - faded).exp()).mT @ changes
+    after.copy_(torch.cat([window.flatten(), state.flatten()]))
+    return gated(torch.cat(found, 1).transpose(0, 1), qkv, delta)

@@ -1,0 +1,173 @@
+"""The compiled step with the gated delta rule, against its definition in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
+from floe_chat.kernels.step import Delta, DenseLayer, Heads, Router, dense_step
+from torch import Tensor
+
+from ..helpers import relative_rms
+from .test_dense_step import NAN, make_projection, widened
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """heads: of values. shared: of queries and keys. bits: of the projections, 32 for plain ones."""
+
+    hidden: int = 48
+    heads: int = 4
+    shared: int = 2
+    key: int = 6
+    value: int = 10
+    taps: int = 4
+    bits: int = 32
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.shared * self.key + self.heads * self.value
+
+
+SIZES = {
+    "small": Sizes(),
+    "least": Sizes(1, 1, 1, 1, 2, 2),
+    "odd": Sizes(35, 9, 3, 7, 19, 3),
+    "4-bit": Sizes(128, 8, 8, 32, 64, bits=4),
+    "wide": Sizes(192, 32, 16, 128, 128, bits=4),
+    "8-bit": Sizes(64, 6, 2, 40, 70, 5, bits=8),
+}
+LIMIT = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    try:
+        native.isa()
+    except native.NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def make_layer(s: Sizes) -> DenseLayer:
+    """Random weights."""
+    torch.manual_seed(s.hidden)
+    delta = Delta(
+        s.key,
+        torch.randn(s.taps, s.channels) / s.taps,
+        torch.rand(s.heads) * 4,
+        torch.randn(s.heads),
+        1 + 0.3 * torch.randn(s.value),
+        1e-4,
+        make_projection(2 * s.heads, s.hidden, 32, bias=False),
+        8,
+    )
+    return DenseLayer(
+        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        eps=1e-5,
+        heads=Heads(s.heads, s.shared, s.value, s.key**-0.5),
+        qkv=make_projection(s.channels + s.heads * s.value, s.hidden, s.bits, bias=False),
+        out=make_projection(s.hidden, s.heads * s.value, s.bits, bias=False),
+        router=Router(torch.randn(5, s.hidden), 2, norm_topk_prob=True),
+        delta=delta,
+    )
+
+
+def wide(layer: DenseLayer) -> DenseLayer:
+    """In float64."""
+    delta = layer.delta
+    assert delta is not None
+    parts = {name: getattr(delta, name).double() for name in ("conv", "decay", "bias", "norm")}
+    weight = delta.gates.weight
+    assert isinstance(weight, Tensor)
+    gates = replace(delta.gates, weight=weight.double())
+    return replace(widened(layer), delta=replace(delta, gates=gates, **parts))
+
+
+def make_states(layer: DenseLayer, position: int) -> Tensor:
+    """Of which the one that the token may not look at is NaN."""
+    assert layer.delta is not None
+    states = torch.full((2, layer.delta.state(layer.heads)), NAN)
+    states[position % 2] = torch.randn(states.shape[1])
+    return states
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.usefixtures("isa")
+def test_it_is_the_definition_token_after_token(sizes: Sizes) -> None:
+    layer = make_layer(sizes)
+    step, other, rope = NativeStep(layer), wide(layer), torch.zeros(2, 8)
+    states = make_states(layer, 5)
+    truth = states.double()
+    for position in range(5, 12):
+        x, before = torch.randn(1, sizes.hidden), states[position % 2].clone()
+        ours = step(x, None, rope, states, position)
+        theirs = dense_step(other, x.double(), None, rope.double(), truth, position)
+        assert relative_rms(ours.stream, theirs.stream) <= LIMIT and relative_rms(ours.hidden, theirs.hidden) <= LIMIT
+        assert relative_rms(states[1 - position % 2].double(), truth[1 - position % 2]) <= LIMIT
+        assert torch.equal(states[position % 2], before), "a token that breaks off would have lost the state"
+        again = step(x, None, rope, states, position)
+        assert torch.equal(again.stream, ours.stream)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_texts_together_by_two_threads_are_each_alone_by_one() -> None:
+    layer = make_layer(SIZES["wide"])
+    step, rope, positions = NativeStep(layer), torch.zeros(2, 8), (3, 8, 0)
+    x, states = torch.randn(3, 192), [make_states(layer, position) for position in positions]
+    places = [Place(rope, [own.clone()], position) for own, position in zip(states, positions, strict=True)]
+    together = step.together(0, x, None, placed([step], places))
+    torch.set_num_threads(1)
+    for row, (own, position) in enumerate(zip(states, positions, strict=True)):
+        alone = step(x[row : row + 1], None, rope, own, position)
+        assert torch.equal(together.stream[row], alone.stream[0]), "to the last bit"
+
+
+def test_what_is_not_a_number_reaches_the_result() -> None:
+    layer = make_layer(SIZES["small"])
+    states = make_states(layer, 0)
+    states[0, -1] = NAN
+    stepped = NativeStep(layer)(torch.randn(1, 48), None, torch.zeros(2, 8), states, 0)
+    assert bool(stepped.stream.isnan().any()) and bool(stepped.hidden.isnan().all())
+
+
+LAYER = make_layer(SIZES["small"])
+
+
+def changed(**changes: Any) -> DenseLayer:
+    assert LAYER.delta is not None
+    return replace(LAYER, delta=replace(LAYER.delta, **changes))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        changed(key_dim=5),
+        changed(key_dim=0),
+        changed(conv=torch.ones(4, 65)),
+        changed(conv=torch.ones(1, 64)),
+        changed(conv=torch.ones(64)),
+        changed(decay=torch.ones(3)),
+        changed(bias=torch.ones(4, dtype=torch.float64)),
+        changed(norm=torch.ones(9)),
+        changed(gates=make_projection(7, 48, 32, bias=False)),
+        changed(gates=make_projection(8, 48, 8, bias=False)),
+        replace(LAYER, qkv=make_projection(103, 48, 32, bias=False)),
+        replace(LAYER, out=make_projection(48, 41, 32, bias=False)),
+        replace(LAYER, heads=replace(LAYER.heads, num_kv_heads=3)),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
+    with pytest.raises(ValueError):
+        NativeStep(layer)
+
+
+def test_states_of_another_size_are_refused() -> None:
+    step, (x, rope) = NativeStep(LAYER), (torch.randn(1, 48), torch.zeros(2, 8))
+    for states in (torch.zeros(2, 7), torch.zeros(1, 352), torch.zeros(2, 352, dtype=torch.float64)):
+        with pytest.raises(ValueError):
+            step(x, None, rope, states, 0)
