@@ -68,6 +68,7 @@ class Evaluation:
         source: the reference's name; None: it is the pack itself with nothing left out.
         lenient: whether the presets left out weak rows, as if none of them were ever on the device.
         kv_bits: of the keys and values that the windows' tokens read as a chat stores them; None: they were not stored.
+        notes: what of a published rule is not as published on this pack.
     """
 
     model: str
@@ -83,10 +84,12 @@ class Evaluation:
     presets: tuple[PresetLoss, ...]
     lenient: bool = False
     kv_bits: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None = None) -> list[Preset]:
-    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY.
+    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY. Published rules
+    come last, and only if they are named.
 
     Args:
         rule: to measure after those named, or alone if none is: a quality set by hand.
@@ -102,7 +105,9 @@ def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None =
         NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality_presets.get(name, manifest)
         for name in names
     }
-    return [preset for preset in every if not names or preset in wanted]
+    if not names:
+        return every
+    return [preset for preset in (*every, *quality_presets.published(manifest)) if preset in wanted]
 
 
 def run(
@@ -171,6 +176,7 @@ def run(
         presets=tuple(map(_loss, presets, found, parted, answers, coarse)),
         lenient=lenient,
         kv_bits=kv_bits,
+        notes=quality_presets.notes(presets, loaded.packed.manifest),
     )
 
 
@@ -180,13 +186,14 @@ def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bit
     Raises:
         UsageError: likewise; or two things that cannot be measured together.
     """
-    if rule is not None and rule.alpha and kv_bits == 8:
+    presets = choose_presets(names, manifest, rule)
+    if kv_bits == 8 and any(preset.rule.alpha for preset in presets):
         raise UsageError(
-            "--alpha and --kv-bits 8 cannot be measured together",
+            "Substituting experts (alpha) and --kv-bits 8 cannot be measured together",
             "Substitution is measured in transformers' own pass, whose keys and values have 16 bits.",
             "Measure one after the other.",
         )
-    return choose_presets(names, manifest, rule)
+    return presets
 
 
 def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:

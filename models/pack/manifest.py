@@ -98,11 +98,13 @@ class Calibration:
         weighed: whether the tables are of values times the router's relative weight, as those that weighed thresholds
             are compared with. In packs of before they are of the values alone, so that weighed thresholds skip more or
             fewer neurons than a rule says.
+        plain: whether there are tables of the signal's values alone too, for rules that do not weigh.
     """
 
     tokens: int
     quantiles: int
     weighed: bool = False
+    plain: bool = False
 
 
 SOURCE: Literal["source"] = "source"
@@ -197,6 +199,7 @@ class Manifest:
             zero: (of.vector.scale_dtype, (*shape, of.vector.groups)),
             "threshold": table,
             "product": table,
+            **({"plain": table} if self.calibration.plain else {}),
             **(_bias_plan(a, signal) if self.family.biased else {}),
         }
 
@@ -217,8 +220,9 @@ class Manifest:
                 del fields[name]
         if not self.source.rounding:
             del fields["source"]["rounding"]
-        if not self.calibration.weighed:
-            del fields["calibration"]["weighed"]
+        for name in ("weighed", "plain"):
+            if not fields["calibration"][name]:
+                del fields["calibration"][name]
         if not self.widths.short:
             del fields["widths"]["short"]
         fields = {"format": FORMAT, "version": self.version, **fields}

@@ -183,7 +183,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             intermediate=source.neurons,
         ),
         widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group, spec.short),
-        calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True),
+        calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True, plain=True),
         files={},
     )
 

@@ -110,6 +110,7 @@ class PackingExperts(nn.Module):
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
+        plain = torch.zeros(experts, calibration.QUANTILES) if self._manifest.calibration.plain else None
         with self._file, self._measures:
             for expert in range(experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
@@ -126,6 +127,8 @@ class PackingExperts(nn.Module):
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
                 weights = top_k_weights[token, slot, None].float() if token.numel() else None
+                if plain is not None:
+                    plain[expert] = calibration.quantile_table(v)
                 tables.measure(expert, v, h, down, worth, weights)
                 if weights is not None:
                     y = (h @ down).to(out.dtype)
@@ -136,6 +139,8 @@ class PackingExperts(nn.Module):
                 for name, table in tables.allotted(exempt=never).items() if weighed else tables.own.items():
                     self._file[name].copy_(table)
                     self._file[name][never] = NEVER if weighed else 0
+                if plain is not None:
+                    self._file["plain"].copy_(plain)
         return out
 
     def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ..helpers import Ran, edit_json, explained, make_checkpoint, make_pack, run
 
 FIELDS = {
     *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
-    *("scored", "continued", "presets", "lenient", "kv_bits"),
+    *("scored", "continued", "presets", "lenient", "kv_bits", "notes"),
 }
 ROW_FIELDS = {
     *("preset", "rule", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),

@@ -17,6 +17,8 @@ from ... import progress
 from ...progress import rounded
 from ...text import units
 from ...text.plain_text import printable
+from ..options import PUBLISHED_NAMES
+from ..printing.wrapping import wrapped
 from .comparison import TOKENS, comparing, source_of, text_ids, text_name
 from .dials import DIALS, rule_of, with_dials
 
@@ -50,7 +52,8 @@ _LEGEND = (
     "presets",
     multiple=True,
     metavar="NAME",
-    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the pack can run]',
+    help=f'Measure only this preset, "No sparsity", or a published rule ({PUBLISHED_NAMES}); may be repeated.  '
+    "[default: every preset the pack can run]",
 )
 @click.option(
     "--kv-bits",
@@ -85,6 +88,7 @@ def evaluate(
 
     \b
     Examples: floe-chat eval demo --preset Balanced --tokens 1024
+              floe-chat eval demo --preset "FloE 80 %" --preset CORM
               floe-chat eval mixtral --sparsity 70% --product 80%
     """
     from ....engine.quality.evaluate import run
@@ -126,6 +130,7 @@ def table(found: Evaluation, text: str) -> str:
         _HEAD,
         *map(_row, found.presets),
         *(_meaning(row.rule) for row in found.presets if row.preset == CUSTOM),
+        *(wrapped(note, "", "  ") for note in found.notes),
         "",
         *_kv_table(found),
         *(line.format(continued=found.continued) for line in _LEGEND),
