@@ -163,7 +163,7 @@ def differs(name: str, manifest: Manifest) -> str:
     up, gate, down, dense = known.widths
     words: list[str] = []
     if (w.up, w.gate, w.down, w.dense) != known.widths:
-        words.append(f"weights: {w.describe()}, not {replace(w, up=up, gate=gate, down=down, dense=dense).describe()}")
+        words.append(f"its weights are {replace(w, up=up, gate=gate, down=down, dense=dense).describe()}")
     others = sum(manifest.signal_of(layer) != known.signal for layer in range(a.layers)) if known.signal else 0
     if others:
         by_share = f" and {100 * rule.sparsity:g} % are skipped" if rule.theta else ""

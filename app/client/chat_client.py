@@ -45,7 +45,7 @@ from .asking import Asked, Asking, apart
 from .interface import (
     NO_TOOLS,
     Choice,
-    Cost,
+    Costs,
     Likely,
     PromptTurn,
     Question,
@@ -319,7 +319,7 @@ class ChatClient(Asking[_Asked]):
             pass
         return None
 
-    def costs(self) -> tuple[Cost, ...]:
+    def costs(self) -> Costs:
         """See `Client`."""
         from .costs import costs_of
 

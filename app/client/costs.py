@@ -1,4 +1,4 @@
-"""What the presets of a pack cost, as measured on it, and how it runs rules as published."""
+"""What the presets and dials of a pack cost, as measured on it, and how it runs rules as published."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from ...engine import quality_presets
 from ...models.errors import FloeError
 from ...models.pack.manifest import SOURCE, Manifest
-from .interface import Cost
+from .interface import Cost, Costs
 
 
-def costs_of(pack: Path) -> tuple[Cost, ...]:
-    """The presets of a pack, best first, and what each was measured to cost.
+def costs_of(pack: Path) -> Costs:
+    """What the presets and dials of a pack were measured to cost.
 
     Raises:
         FloeError: the pack cannot be read .
@@ -27,7 +27,7 @@ def costs_of(pack: Path) -> tuple[Cost, ...]:
         else:
             on = known.text, known.tokens, known.against == SOURCE
             costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
-    return tuple(costs)
+    return Costs(tuple(costs), manifest.dials)
 
 
 def published_note(name: str, pack: Path) -> str:

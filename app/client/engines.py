@@ -14,7 +14,7 @@ from pathlib import Path
 from ...engine.events import Failed, Finished, Loaded, Rule, Stats
 from ..settings.servers import SavedServer
 from .chat_client import ChatClient
-from .interface import Choice, Client, Cost, PromptTurn, Question, Submitted, Update
+from .interface import Choice, Client, Costs, PromptTurn, Question, Submitted, Update
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class Engines:
         """See `Client`."""
         return self._asked.context_of(messages, max_new_tokens)
 
-    def costs(self) -> tuple[Cost, ...]:
+    def costs(self) -> Costs:
         """See `Client`."""
         return self._asked.costs()
 

@@ -13,6 +13,7 @@ from ..settings.servers import SavedServer
 
 if TYPE_CHECKING:
     from ...engine.quality_presets import Preset
+    from ...models.pack.dial_loss import DialLoss
 
 UNKNOWN_WINDOW = 1 << 17
 """Tokens that are read of a chat where a server does not say how many it takes."""
@@ -156,6 +157,14 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured."""
+
+    presets: tuple[Cost, ...] = ()
+    dials: DialLoss | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Spelled:
     """What a token writes, which may be a part of a character, and its probability as a natural logarithm."""
 
@@ -262,8 +271,8 @@ class Client(Protocol):
         """How many tokens a chat takes, and how many of its oldest messages are left out; None if not known."""
         ...
 
-    def costs(self) -> tuple[Cost, ...]:
-        """The presets, best first, and what each was measured to cost. Raises FloeError: it cannot be known."""
+    def costs(self) -> Costs:
+        """What presets and dials were measured to cost. Raises FloeError: it cannot be known."""
         ...
 
     def cancel(self, request: int | None = None) -> None:

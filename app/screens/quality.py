@@ -19,9 +19,10 @@ from ...engine.events import LATE, Rule
 from ...engine.planning.measured_figures import figures
 from ...engine.quality_presets import DEFAULT, PUBLISHED
 from ...models.errors import FloeError
-from ...models.quantities import divergence
+from ...models.pack.dial_loss import BROKEN, NOTICEABLE, DialLoss
+from ...models.quantities import digits, divergence
 from ..chat.model import ChatModel
-from ..client.interface import Cost
+from ..client.interface import Cost, Costs
 from ..text.plain_text import printable
 from ..text.units import NOT_MEASURED, rate_of, share, size
 from ..widgets.common.clipboard import copy
@@ -125,21 +126,22 @@ class QualityScreen(ModalScreen[None]):
         self._figures = figures
         self._preset = model.preset
         self._now = Static("", classes="now")
+        self._loss = Static("Custom", classes="heading")
         self._meaning = Static("", markup=False, classes="meaning")
         self._published = Dial("published", "  as published", _PUBLISHED, ("none", *_NAMES))
         try:
             self._costs, self._trouble = model.client.costs(), ""
         except FloeError as error:
-            self._costs, self._trouble = (), f"{error.title}. {error.cause}"
+            self._costs, self._trouble = Costs(), f"{error.title}. {error.cause}"
 
     def compose(self) -> ComposeResult:
         with Page(classes="page") as page:
             page.border_title = "Quality"
             page.border_subtitle = hints("◂ ▸ change", "Enter uses a preset", "Esc closes")
             yield Static(self._trouble, markup=False, classes="trouble") if self._trouble else PresetHead()
-            yield from (PresetLine(cost) for cost in self._costs)
+            yield from (PresetLine(cost) for cost in self._costs.presets)
             yield self._published
-            yield Static("Custom", classes="heading")
+            yield self._loss
             for name, label, meaning in _DIALS:
                 yield Dial(name, label, meaning, ("wait for", "leave out") if name == "late" else None)
             yield self._meaning
@@ -147,7 +149,7 @@ class QualityScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self._mark(self._preset)
-        known = next((cost for cost in self._costs if cost.preset.name == self._preset), None)
+        known = next((cost for cost in self._costs.presets if cost.preset.name == self._preset), None)
         if known is not None:
             self._turn_to(known.preset.rule)
         elif (by_hand := self._model.by_hand) is not None:
@@ -163,7 +165,7 @@ class QualityScreen(ModalScreen[None]):
             useless = event.widget.id in ("alpha", "late") and self._figures.stats and self._figures.rows is None
             self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
         else:
-            self._meaning.update(f"KL: {KL}. {_measured_on(self._costs)}")
+            self._meaning.update(f"KL: {KL}. {_measured_on(self._costs.presets)}")
 
     @on(PresetLine.Taken)
     def _take(self, event: PresetLine.Taken) -> None:
@@ -206,16 +208,31 @@ class QualityScreen(ModalScreen[None]):
         self._show_now()
 
     def _show_now(self) -> None:
-        """Show the running answer's figures: a quality set by hand has no measured ones."""
+        """Show the running answer's figures, and what a quality set by hand is likely to lose."""
         stats = self._figures.stats
-        words = [
+        words = (
             rate_of(speed(self._figures)),
             f"{size(stats.bytes_per_token if stats else None)} per token",
-            f"{share(stats.active_neurons if stats else None)} of neurons active"
-            if self._preset
-            else "KL not measured (c: command)",
-        ]
+            f"{share(stats.active_neurons if stats else None)} of neurons active",
+        )
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
+        by_hand = None if self._preset else self._model.by_hand
+        loss = "" if by_hand is None else Content.assemble(" " * 4, _estimated(self._costs.dials, by_hand))
+        self._loss.update(Content.assemble("Custom", loss))
+
+
+def _estimated(dials: DialLoss | None, rule: Rule) -> Content:
+    """What a quality set by hand is likely to lose."""
+    found = None if dials is None else dials.estimate(rule)
+    if found is None:
+        return Content.styled("KL not measured (c: command)", "not bold")
+    least, most = found
+    substituted = rule.alpha > 0 or rule.late > 0  # which nothing measured
+    spread = f"at least {digits(least, 2)}" if substituted else f"{digits(least, 2)} to {digits(most, 2)}"
+    if most < BROKEN:
+        return Content.styled(f"KL {spread}, estimated", "$warning" if most >= NOTICEABLE else "not bold")
+    falls = "answers fall apart" if least >= BROKEN else "answers may fall apart"
+    return Content.styled(f"KL {spread}, estimated: {falls}", "$error")
 
 
 def measuring(model: str, rule: Rule) -> str:

@@ -98,9 +98,7 @@ class Terminal:
         threading.Thread(target=end, name="floe-ending", daemon=True).start()
 
     def end_soon(self, code: int) -> None:
-        """`end_now` on a thread of its own, for signal handlers: the thread that they interrupt goes on, as it may hold a
-        lock that saving needs.
-        """
+        """`end_now` on a thread of its own, for signal handlers: what they interrupt may hold a lock it needs."""
         if self._ending is None:
             self._ending = threading.Thread(target=self.end_now, args=(code,), name="floe-ending", daemon=True)
             self._ending.start()

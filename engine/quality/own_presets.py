@@ -16,12 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from ...kernels.rule import NOTHING, Rule
 from ...models.errors import PackError
-from ...models.pack.manifest import PACK, TunedPreset
+from ...models.pack.dial_loss import POINTS, DialLoss
+from ...models.pack.manifest import PACK, Manifest, TunedPreset
 from ...models.transformers_import import import_model_code
-from ..loader import load
-from ..quality_presets import LEVELS, Preset, ruled
+from ..loader import LoadedModel, load
+from ..quality_presets import LEVELS, Preset, custom, ruled
 from .evaluate import continuation, measured_divergence
 from .references import PackReference
 from .text_windows import cut, cut_prompts
@@ -53,12 +56,14 @@ class OwnPresets:
 
     Attributes:
         adds: what each preset's rule adds by itself, nats; its `kl` counts the precision of its products too.
+        dials: what each dial of a quality set by hand adds.
     """
 
     model: str
     widths: str
     presets: tuple[TunedPreset, ...]
     adds: tuple[float, ...]
+    dials: DialLoss
     scored: int
     seconds: float
 
@@ -100,9 +105,31 @@ def run(pack: Path, ids: Sequence[int], tokens: int, told: Told, *, text: str, d
     measured = text, len(windows) * keep, PACK
     presets = [ruled(name, rule) for name, (rule, _) in found.items()]
     tuned = tuple(TunedPreset(p.name, p.rule, measure(p), read(p), *measured) for p in presets)
-    replace(loaded.packed.manifest, tuned=tuned).write(pack)
+    manifest = replace(loaded.packed.manifest, tuned=tuned)
+    dials = dial_losses(loaded, manifest, windows, expected, told, text)
+    replace(manifest, dials=dials).write(pack)
     adds = tuple(kl for _, kl in found.values())
-    return OwnPresets(facts.model, facts.widths, tuned, adds, len(windows) * keep, time.monotonic() - began)
+    return OwnPresets(facts.model, facts.widths, tuned, adds, dials, len(windows) * keep, time.monotonic() - began)
+
+
+def dial_losses(
+    loaded: LoadedModel, manifest: Manifest, windows: Tensor, expected: Tensor, told: Told, text: str
+) -> DialLoss:
+    """What each dial of a quality set by hand adds by itself, by the shapes of the manifest's presets.
+
+    expected: (N, keep, V), the pack's own logits of each window with nothing left out.
+    """
+    dials = {
+        name: shares for name, shares in POINTS.items() if name != "major" or not manifest.architecture.intermediate % 2
+    }
+    settings = [(name, share) for name, shares in dials.items() for share in shares]
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in POINTS}
+    for number, (name, share) in enumerate(settings, 1):
+        step = Told(lambda what, n=number: told.step(f"Dial {n} of {len(settings)}. {what}"), told.note)
+        preset = custom(manifest, replace(NOTHING, **{name: share}))
+        kl = measured_divergence(loaded, preset, windows, expected, step).kl_mean
+        curves[name].append((share, kl))
+    return DialLoss(text, len(windows) * expected.shape[1], **{name: tuple(curve) for name, curve in curves.items()})
 
 
 def need_writable(pack: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...models import private_file
 from ...models.catalog import asset
 from ...models.checkpoint import Checkpoint
+from ...models.pack.dial_loss import DialLoss
 from ...models.pack.manifest import FRONTIER, FileEntry, TunedPreset, file_entry
 from ...models.packing import calibration
 from ...models.transformers_import import import_model_code
@@ -29,8 +30,8 @@ from . import frontier
 from .candidates import Candidate
 from .evaluate import continuation, measured_divergence
 from .frontier import Frontier, Point
-from .own_presets import need_writable
-from .references import NO_SPARSITY, SourceReference
+from .own_presets import dial_losses, need_writable
+from .references import NO_SPARSITY, PackReference, SourceReference
 from .source_model import identify
 from .text_windows import cut, cut_prompts
 from .told import Told
@@ -38,13 +39,17 @@ from .told import Told
 
 @dataclass(frozen=True, slots=True)
 class TunedPresets:
-    """The result. `unskipped_kl` is the pack's own KL with nothing left out; `scored` tokens were predicted."""
+    """The result. `unskipped_kl` is the pack's own KL with nothing left out; `scored` tokens were predicted.
+
+    `dials`: what each dial of a quality set by hand adds to it.
+    """
 
     model: str
     source: str
     widths: str
     frontier: Frontier
     presets: tuple[TunedPreset, ...]
+    dials: DialLoss
     unskipped_kl: float
     scored: int
 
@@ -85,7 +90,7 @@ def run(
     # Before the long search: report a source or pack with non-finite values, and where.
     expected = SourceReference(checkpoint, identity, told).logits(windows[:, :-1], keep)
     prompts = cut_prompts(ids, checkpoint.config)
-    unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
+    unskipped_kl = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():
         given = (checkpoint, own, passages, windows, keep, told.step)
         found = frontier.search(*given, widths=widths, signals=signals, short=w.short)
@@ -95,14 +100,18 @@ def run(
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
         presets.append(TunedPreset(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
-    dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
+    manifest = dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told))
+    unskipped = PackReference(loaded, told).logits(windows[:, :-1], keep)
+    dials = dial_losses(loaded, manifest, windows, unskipped, told, text)
+    dataclasses.replace(manifest, dials=dials).write(pack)
     return TunedPresets(
         model=facts.model,
         source=facts.source,
         widths=facts.widths,
         frontier=found,
         presets=tuple(presets),
-        unskipped_kl=unskipped,
+        dials=dials,
+        unskipped_kl=unskipped_kl,
         scored=windows.shape[0] * keep,
     )
 

@@ -22,6 +22,7 @@ from ..errors import NoPackError, PackError
 from ..families import FAMILIES, Family
 from ..visible import as_name
 from . import marks
+from .dial_loss import DialLoss
 from .marks import FETCHING as FETCHING
 from .marks import FILE_NAME as FILE_NAME
 from .marks import UNFINISHED as UNFINISHED
@@ -137,6 +138,7 @@ class Manifest:
     """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured.
 
     Attributes:
+        dials: what each dial of a quality set by hand adds, as measured with `tuned`.
         files: those that the model needs. beside: other files with a checksum.
         signals: of each layer, the projection by which neurons are skipped; empty: up in all of them.
         sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
@@ -151,6 +153,7 @@ class Manifest:
     tuned: tuple[TunedPreset, ...] = ()
     beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     signals: tuple[Projection, ...] = ()
+    dials: DialLoss | None = None
     sealed: bool = dataclasses.field(default=True, compare=False)
 
     @property
@@ -215,7 +218,7 @@ class Manifest:
         """Write manifest.json atomically, even in case of a power cut."""
         fields = dataclasses.asdict(self)
         del fields["sealed"]
-        for name in ("beside", "signals"):
+        for name in ("beside", "signals", "dials"):
             if not fields[name]:
                 del fields[name]
         if not self.source.rounding:
@@ -340,6 +343,11 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         sound = not rule.wrong and all(0 <= figure < math.inf for figure in figures)
         if not sound or (rule.parts > 1 and a.intermediate % 2) or len(rule.layers) not in (0, a.layers):
             raise ValueError(f"the preset {as_name(preset.name)!r}")
+    if manifest.dials is not None:
+        if not manifest.dials.sound:
+            raise ValueError("its dials' losses")
+        text = as_name(manifest.dials.text)
+        manifest = dataclasses.replace(manifest, dials=dataclasses.replace(manifest.dials, text=text))
     for name in (*manifest.files, *manifest.beside):
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
             raise ValueError(f"the file name {as_name(name)!r}")

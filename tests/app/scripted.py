@@ -14,6 +14,7 @@ from floe_chat.app.client.interface import (
     Choice,
     Client,
     Cost,
+    Costs,
     PromptTurn,
     Question,
     Refused,
@@ -28,6 +29,7 @@ from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Finished, Loaded, Rows, Rule, Sampling, Stats
 from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
+from floe_chat.models.pack.dial_loss import DialLoss
 from textual.pilot import Pilot
 from textual.widget import Widget
 
@@ -156,6 +158,7 @@ class ScriptedClient(ChatClient):
         self.started = False
         self.dropped = 0
         self.think = True
+        self.dials: DialLoss | None = None
         self.kind = "never"
         self.thoughts: list[str] = []
         self.refuse: FloeError | None = None
@@ -231,9 +234,10 @@ class ScriptedClient(ChatClient):
     def context_of(self, messages: Sequence[PromptTurn], max_new_tokens: int) -> tuple[int, int] | None:
         return sum(len(message.text.split()) for message in messages), self.dropped
 
-    def costs(self) -> tuple[Cost, ...]:
+    def costs(self) -> Costs:
         exact, _high, balanced, fast = PRESETS
-        return (Cost(exact, None, 6.5e6), Cost(balanced, 0.0121, 1.36e6, "heldout.md", 2048), Cost(fast, None, None))
+        measured = Cost(balanced, 0.0121, 1.36e6, "heldout.md", 2048)
+        return Costs((Cost(exact, None, 6.5e6), measured, Cost(fast, None, None)), self.dials)
 
     def close(self) -> None:
         pass

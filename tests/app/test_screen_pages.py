@@ -13,7 +13,9 @@ from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.too_small import SMALLEST
 from floe_chat.app.widgets.chat.completion import Completion
+from floe_chat.app.widgets.common.dial import Dial
 from floe_chat.engine.events import PresetChanged, Rule
+from floe_chat.models.pack.dial_loss import DialLoss
 from textual.widgets import Input, Select, TextArea
 
 from .scripted import (
@@ -64,6 +66,28 @@ async def test_the_dial_is_turned_while_an_answer_runs() -> None:
         await until(pilot, lambda: "74 %" in screen_text(pilot))
         await pilot.press("escape", "f3")
         await until(pilot, lambda: client.wanted[3:] == ["Fast", "Exact"])
+
+
+async def test_what_a_quality_set_by_hand_is_likely_to_lose() -> None:
+    async with chatting(size=(100, 30)) as (client, pilot):
+        client.dials = DialLoss(
+            "heldout.md", 512, ((0.5, 0.02), (0.9, 0.04), (1.0, 8.0)), ((0.5, 0.01),), ((1.0, 2.0),), ()
+        )
+        await pilot.press("f4")
+        await until(pilot, lambda: bool(pilot.app.screen.query(Dial)))
+        for rule, said in (
+            (Rule(0.5), "KL 0.016 to 0.025, estimated"),
+            (Rule(0.5, alpha=0.2), "KL at least 0.016, estimated"),
+            (Rule(0.9, 0.5), "KL 0.032 to 0.062, estimated"),
+            (Rule(1.0), "KL 6.4 to 10, estimated: answers fall apart"),
+            (Rule(drop=0.7), "KL 0.78 to 1.2, estimated: answers may fall apart"),
+            (Rule(major=0.5), "KL not measured"),
+        ):
+            for dial in pilot.app.screen.query(Dial):
+                dial.value = float(getattr(rule, dial.id or ""))
+            first = pilot.app.screen.query(Dial).first()
+            first.post_message(Dial.Turned())
+            await until(pilot, lambda said=said: said in screen_text(pilot))
 
 
 async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.quality.evaluate import run
+from floe_chat.engine.quality.evaluate import measured_divergence, run
+from floe_chat.engine.quality.references import PackReference
 from floe_chat.engine.quality.text_windows import cut
 from floe_chat.engine.quality.told import Told
-from floe_chat.engine.quality_presets import Preset
+from floe_chat.engine.quality_presets import Preset, custom
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import asset
 from floe_chat.models.checkpoint import Checkpoint
@@ -79,6 +80,36 @@ def test_layers_leave_out_what_a_rule_says(trained: Path, share: float) -> None:
     assert len(left_out) == loaded.packed.manifest.architecture.layers
     assert all(abs(found - share) <= LAYER for found in left_out.values()), left_out
     assert abs(sum(left_out.values()) / len(left_out) - share) <= MEAN, left_out
+
+
+def test_the_dial_loses_little_and_more_the_farther_it_is_turned() -> None:
+    loaded = open_model(asset("demo", "packed"))
+    manifest = loaded.packed.manifest
+    ids = encode(asset("demo", "packed"), asset("demo", "manual.md").read_text(encoding="utf-8"))
+    windows, keep = cut(ids, loaded.model.config, 1024)
+    told = Told(lambda _step: None, lambda _note: None)
+    expected = PackReference(loaded, told).logits(windows[:, :-1], keep)
+
+    def adds(rule: Rule) -> float:
+        return measured_divergence(loaded, custom(manifest, rule), windows, expected, told).kl_mean
+
+    found = [adds(Rule(share)) for share in (0.8, 0.84, 0.9, 0.95)]
+    assert sorted(found) == found and all(kl <= limit for kl, limit in zip(found, (0.012, 0.014, 0.021), strict=False))
+    assert found[-1] < 0.1, "layers have vanished"
+
+
+def test_what_the_dials_are_said_to_lose_is_what_they_lose() -> None:
+    """The estimate is of heldout.md, on which the demo's dials were measured one by one."""
+    loaded = open_model(asset("demo", "packed"))
+    manifest = loaded.packed.manifest
+    windows, keep = cut(heldout(asset("demo", "packed")), loaded.model.config, 1024)
+    told = Told(lambda _step: None, lambda _note: None)
+    expected = PackReference(loaded, told).logits(windows[:, :-1], keep)
+    assert manifest.dials is not None and manifest.dials.text == "heldout.md"
+    for rule in (Rule(0.6), Rule(0.75, 0.85), Rule(0.3, drop=0.6, major=0.6), Rule(0.6, 0.8, drop=0.4, major=0.8)):
+        least, most = manifest.dials.estimate(rule) or (0.0, 0.0)
+        found = measured_divergence(loaded, custom(manifest, rule), windows, expected, told).kl_mean
+        assert least <= found <= most, rule
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from floe_chat.engine.loader import load
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import PackError
+from floe_chat.models.pack.dial_loss import DialLoss
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest, TunedPreset, layer_file
 from floe_chat.models.pack.packed_model import PackedModel
 
@@ -214,10 +215,21 @@ def test_other_versions_are_named(pack: Path, version: Any) -> None:
 def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
     rule = Rule(0.4, 0.7, drop=0.4, major=0.8, weighed=True, layers=(0.8, 1.2))
     tuned = (TunedPreset("Balanced", rule, 0.01, 1e6, "text", 100), TunedPreset("Fast", Rule(0.5), 0.05, 1e5))
-    manifest = replace(Manifest.read(tiny_pack), tuned=tuned)
+    dials = DialLoss("text", 100, ((0.5, 0.0), (1.0, 2.5)), ((0.5, 0.01),), (), ())
+    manifest = replace(Manifest.read(tiny_pack), tuned=tuned, dials=dials)
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    "curve", [[[0.5, -1.0]], [[0.5, 0.1], [0.5, 0.2]], [[0.0, 0.1]], [[1.5, 0.1]], [[0.5]], 3], ids=repr
+)
+def test_wrong_losses_of_dials_are_refused(pack: Path, curve: Any) -> None:
+    dials = {"text": "", "tokens": 1, "sparsity": curve, "product": [], "drop": [], "major": []}
+    (pack / FILE_NAME).write_text(json.dumps(manifest_of(pack) | {"dials": dials}))
+    with pytest.raises(PackError, match="damaged"):
+        Manifest.read(pack)
 
 
 def test_packs_of_before_keep_their_version(tiny_pack: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ....models.pack.dial_loss import POINTS, Curve, DialLoss
 from ....models.quantities import divergence
 from ... import progress
 from ...progress import rounded
@@ -112,6 +113,7 @@ def tune(
         "scored": found.scored,
         "unskipped_kl": found.unskipped_kl,
         "presets": [_flat(preset) for preset in found.presets],
+        "dials": asdict(found.dials),
         "frontier": [fields_of(point) for point in found.frontier.pareto(own=False)],
         "points": [fields_of(point) for point in found.frontier.points],
     }
@@ -159,11 +161,22 @@ def own_text(found: OwnPresets, measured_on: str) -> str:
         figures = f"{added}{units.size(p.bytes_per_token):>10}"
         span = f"{min(rule.layers):.1f}-{max(rule.layers):.1f}" if rule.layers else "alike"
         lines.append(f"{p.name:<10}{skipped}{figures}  {span}")
+    lines += ["", *_dials_alone(found.dials)]
     lines += ["", *(wrapped(said, f"{name:<17}", 17 * " ") for name, said in _OWN_LEGEND.items()), ""]
     lines.append(
         wrapped("What the rounding of the weights costs comes before that: floe-chat eval, with the 16-bit source.")
     )
     return printable("\n".join(lines))
+
+
+def _dials_alone(dials: DialLoss) -> list[str]:
+    """What each dial adds by itself: what F4 estimates the loss of a quality set by hand by."""
+    curves = ((name, getattr(dials, name)) for name in POINTS)
+    return ["Each dial of F4 alone adds, nats", *(_curve(name, curve) for name, curve in curves if curve)]
+
+
+def _curve(name: str, curve: Curve) -> str:
+    return f"  {name:<11}" + ", ".join(f"{units.share(share)} {divergence(kl)}" for share, kl in curve)
 
 
 def _flat(preset: TunedPreset) -> dict[str, Any]:
@@ -200,6 +213,7 @@ def text(found: TunedPresets, measured_on: str) -> str:
     lines += [
         f"  {p.name:<18} KL {divergence(p.kl):<9} {units.size(p.bytes_per_token)} per token" for p in found.presets
     ]
+    lines += ["", *_dials_alone(found.dials)]
     return printable("\n".join(lines))
 
 

@@ -18,7 +18,7 @@ from ....engine.events import Failed, Loaded, Loading, Notice, Rule
 from ....models.errors import FloeError, TryAgainError, UsageError
 from ...settings.servers import SavedServer
 from ..asking import Asked, Asking, apart
-from ..interface import Choice, Cost, PromptTurn, Question, Submitted
+from ..interface import Choice, Costs, PromptTurn, Question, Submitted
 from .address import Address, Key
 from .meter import Meter
 from .models import Offered, as_name
@@ -189,7 +189,7 @@ class RemoteClient(Asking[_Asked]):
         """None: only the server could count."""
         return None
 
-    def costs(self) -> tuple[Cost, ...]:
+    def costs(self) -> Costs:
         """Raises FloeError: a server does not say what its model's rounding costs."""
         raise UsageError(f"{self.remote} decides about quality", "A server has no presets.", "")
 
