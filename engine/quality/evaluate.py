@@ -138,12 +138,11 @@ def run(
             model whose keys and values cannot have 8 bits.
         CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
     """
-    presets = _presets(names, rule, Manifest.read(pack), kv_bits)
-    presets = [quality_presets.lenient(preset) for preset in presets] if lenient else presets
+    presets = presets_of(names, rule, Manifest.read(pack), lenient=lenient, kv_bits=kv_bits)
     told.step("Starting transformers")
     import_model_code()
     checkpoint = None if source is None else Checkpoint(source)
-    loaded, facts = _opened(pack, device, kv_bits, told)
+    loaded, facts = opened(pack, device, kv_bits, told)
     config: Any = loaded.model.config if checkpoint is None else checkpoint.config
     windows, keep = cut(ids, config, tokens)
     if int(windows.max()) >= config.vocab_size:
@@ -180,8 +179,10 @@ def run(
     )
 
 
-def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bits: int | None) -> list[Preset]:
-    """See `choose_presets`.
+def presets_of(
+    names: Sequence[str], rule: Rule | None, manifest: Manifest, *, lenient: bool, kv_bits: int | None
+) -> list[Preset]:
+    """See `choose_presets`, and `run` for the others.
 
     Raises:
         UsageError: likewise; or two things that cannot be measured together.
@@ -193,10 +194,15 @@ def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bit
             "Substitution is measured in transformers' own pass, whose keys and values have 16 bits.",
             "Measure one after the other.",
         )
-    return presets
+    return [quality_presets.lenient(preset) for preset in presets] if lenient else presets
 
 
-def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+def opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+    """A pack whose chats store keys and values with so many bits, None: as they choose.
+
+    Raises:
+        UsageError: 8 bits, where the model's own pass cannot store them. FloeError: as `load`.
+    """
     stored = Advanced() if kv_bits is None else Advanced(kv_bits=str(kv_bits))
     loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), advanced=stored, library=True)
     if kv_bits == 8:
