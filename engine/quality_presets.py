@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..kernels.rule import LATE, NOTHING, Rule
 from ..models.errors import UsageError
+from ..models.pack.widths import HQQ
 
 if TYPE_CHECKING:
     from ..kernels.activation import Projection
@@ -164,6 +165,8 @@ def differs(name: str, manifest: Manifest) -> str:
     words: list[str] = []
     if (w.up, w.gate, w.down, w.dense) != known.widths:
         words.append(f"its weights are {replace(w, up=up, gate=gate, down=down, dense=dense).describe()}")
+    if known.signal and w.rounding != HQQ:
+        words.append("it rounds by HQQ")
     others = sum(manifest.signal_of(layer) != known.signal for layer in range(a.layers)) if known.signal else 0
     if others:
         by_share = f" and {100 * rule.sparsity:g} % are skipped" if rule.theta else ""

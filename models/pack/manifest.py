@@ -27,7 +27,7 @@ from .marks import FETCHING as FETCHING
 from .marks import FILE_NAME as FILE_NAME
 from .marks import UNFINISHED as UNFINISHED
 from .tensor_file import TensorShapes
-from .widths import Widths
+from .widths import CALIBRATED, Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
@@ -228,6 +228,8 @@ class Manifest:
                 del fields["calibration"][name]
         if not self.widths.short:
             del fields["widths"]["short"]
+        if self.widths.rounding == CALIBRATED:
+            del fields["widths"]["rounding"]
         fields = {"format": FORMAT, "version": self.version, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)

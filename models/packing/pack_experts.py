@@ -21,8 +21,9 @@ from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
-from ..pack.quantize import Codes, store
+from ..pack.quantize import Codes, by_hqq, store
 from ..pack.tensor_file import TensorFile, TensorShapes
+from ..pack.widths import CALIBRATED
 from . import calibration
 from .allotment import LayerTables, spread
 from .journal import Journal, lost
@@ -71,6 +72,7 @@ class PackingExperts(nn.Module):
         self._source, self._manifest, self._layer, self._device = source, manifest, layer, device
         self._journal, self._given, self._packed = journal, given, packed
         self._folder = folder
+        self._calibrated = manifest.widths.rounding == CALIBRATED
 
     def _open(self, signal: Projection) -> None:
         """The layer's files, and how they hold weights."""
@@ -153,7 +155,7 @@ class PackingExperts(nn.Module):
             matrices.reverse()
             beside.reverse()
         try:
-            along = partial(self._along, values=kind)
+            along = partial(self._along if self._calibrated else by_hqq, values=kind)
             both = [
                 store(matrix.to(self._device), vector, rows.float16, along, kind)
                 for matrix, vector in zip(matrices, (signals.vector, rows.other), strict=True)
@@ -164,7 +166,9 @@ class PackingExperts(nn.Module):
             signal, other = both = [part.ordered(order) for part in both]
             beside = [None if part is None else part[order] for part in beside]
             v, h = self._through(x, [part.dense() for part in both], beside)
-            across = partial(round_down, h.to(self._device), short=rows.down.short, values=kind)
+            across = partial(by_hqq, values=kind)
+            if self._calibrated:
+                across = partial(round_down, h.to(self._device), short=rows.down.short, values=kind)
             down = store(source.down.T.contiguous()[order].to(self._device), rows.down, rows.float16, across, kind)
             records = rows.join(other.vectors(rows.other), down.vectors(rows.down), beside[1])
         except ValueError as error:
