@@ -133,6 +133,7 @@ def test_expert_swiglu_is_the_formula(
     on_backend, size = place
     dtype, x_bits = kind
     layer, x, expert = make_layer(size, widths, form), make_x(tokens, size[2], dtype), size[0] - 1
+    x = x / 8 if dtype is torch.float16 else x  # sums of thousands of products would be more than it holds
     calls = Calls(torch.arange(tokens), torch.full((tokens,), expert), torch.ones(tokens))
     v = torch.stack(signal_values(layer, on_backend.sees(x, layer.stored.layout.vector, x_bits, whole=True), calls))
     seen = on_backend.sees(x, layer.rows.layout.other, x_bits, whole=True)
