@@ -97,7 +97,7 @@ class ChatModel:
         self._ask_for(preset)
         self._dialogue.set_up(replace(self._dialogue.setup, preset=preset, quality=None))
 
-    def take_preset(self, name: str) -> None:
+    async def take_preset(self, name: str) -> None:
         """Use a preset, by its name in any case, or list all presets."""
         if not name:
             listed = [f"{preset} (now)" if preset == self.preset else preset for preset in self.known]
@@ -115,7 +115,7 @@ class ChatModel:
             preset = quality.get(name, Manifest.read(self._client.chosen)).name  # which says why it has none
         self.choose_preset(preset)
         if note := self.note_of(preset):
-            self._view.gauges.remark(note)
+            await self._view.messages.note(note)
 
     def note_of(self, preset: str) -> str:
         """How this pack runs a published rule; "" for other presets."""

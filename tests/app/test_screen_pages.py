@@ -249,6 +249,11 @@ async def test_a_preset_that_a_model_lacks_says_why(tiny_pack: Path) -> None:
         await until(pilot, lambda: status(pilot).state == "ready", seconds=60)
         await order(pilot, "/preset exact")
         await until(pilot, lambda: "own 16-bit weights" in shown(pilot))
+        await order(pilot, "/preset floe80")
+        await until(pilot, lambda: "FloE 80 %: the rule of FloE" in shown(pilot))
+        await until(pilot, lambda: status(pilot).preset == "FloE 80 %")
+        await pilot.press("f3")
+        await until(pilot, lambda: status(pilot).preset == "High")
 
 
 async def test_commands_without_an_argument_show_what_there_is(tmp_path: Path) -> None:
@@ -266,7 +271,7 @@ async def test_commands_without_an_argument_show_what_there_is(tmp_path: Path) -
         await order(pilot, "/system")
         await until(pilot, lambda: "System prompt: In small steps." in shown(pilot))
         await order(pilot, "/preset")
-        await until(pilot, lambda: "Presets: Exact, Balanced (now), Fast" in shown(pilot))
+        await until(pilot, lambda: "Presets: Exact, Balanced (now), Fast; as published" in shown(pilot))
     async with ready(ScriptedClient()) as pilot:
         await order(pilot, "/persona")
         await until(pilot, lambda: "There are no personas yet" in shown(pilot) and "[personas.Tutor]" in shown(pilot))
