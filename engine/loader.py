@@ -378,5 +378,5 @@ def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer
     ups, own = layer.signal, layer.rows
     ups = ups.mapped(lambda part: part.to(device)) if up else ups
     own = replace(own, data=own.data.to(device)) if rows else own
-    bias = None if layer.down_bias is None else layer.down_bias.to(device)
-    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device), bias)
+    bias, plain = (None if part is None else part.to(device) for part in (layer.down_bias, layer.plain))
+    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device), bias, plain)

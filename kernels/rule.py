@@ -31,6 +31,8 @@ class Rule:
             figure 12), see `shares_by_layer`; 0: none; empty: all take the same.
         late: share of the active neurons, the weakest, that may be skipped while their rows are not on the device
             (CORM); 0 waits for every row. So an answer is never worse than at `lateness`, however slow the link is.
+        theta: the least |silu(gate · x)| that is not skipped, the same for all experts of the layers whose signal is
+            gate (CORM); the other layers, and 0, go by `sparsity`.
     """
 
     sparsity: float = 0.0
@@ -41,6 +43,7 @@ class Rule:
     alpha: float = 0.0
     late: float = 0.0
     layers: tuple[float, ...] = ()
+    theta: float = 0.0
 
     def at(self, layer: int) -> Rule:
         """The rule of one layer."""

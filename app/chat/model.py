@@ -7,6 +7,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from ...engine.events import Loaded, Rule
+from ...engine.quality_presets import PUBLISHED
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..client.interface import Choice, Client
@@ -35,8 +36,8 @@ class ChatModel:
 
     Attributes:
         name: "" before one is loaded. window: tokens of context, 0 before, and where a server does not say.
-        presets: best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one requested last.
-        by_hand: the last quality set by hand.
+        presets: ours, best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one
+            requested last. by_hand: the last quality set by hand.
     """
 
     def __init__(self, client: Client, dialogue: Dialogue, view: View) -> None:
@@ -51,6 +52,11 @@ class ChatModel:
         self.window = 0
         self.presets: tuple[str, ...] = ()
         self.by_hand: Rule | None = None
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The presets and, after them, the published rules; none while it loads."""
+        return (*self.presets, *(rule.name for rule in PUBLISHED)) if self.presets else ()
 
     @property
     def answering(self) -> bool:
@@ -91,11 +97,12 @@ class ChatModel:
         self._ask_for(preset)
         self._dialogue.set_up(replace(self._dialogue.setup, preset=preset, quality=None))
 
-    def take_preset(self, name: str) -> None:
+    async def take_preset(self, name: str) -> None:
         """Use a preset, by its name in any case, or list all presets."""
-        known = ", ".join(f"{preset} (now)" if preset == self.preset else preset for preset in self.presets)
         if not name:
-            self._view.gauges.remark(f"Presets: {known}" if known else self.no_presets)
+            listed = [f"{preset} (now)" if preset == self.preset else preset for preset in self.known]
+            ours, published = (", ".join(part) for part in (listed[: len(self.presets)], listed[len(self.presets) :]))
+            self._view.gauges.remark(f"Presets: {ours}; as published: {published}" if listed else self.no_presets)
             return
         preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
         if preset is None and not self.presets:
@@ -107,6 +114,17 @@ class ChatModel:
             assert isinstance(self._client.chosen, Path)
             preset = quality.get(name, Manifest.read(self._client.chosen)).name  # which says why it has none
         self.choose_preset(preset)
+        if note := self.note_of(preset):
+            await self._view.messages.note(note)
+
+    def note_of(self, preset: str) -> str:
+        """How this pack runs a published rule; "" for other presets."""
+        chosen = self._client.chosen
+        if not isinstance(chosen, Path):
+            return ""
+        from ..client.costs import published_note  # torch, which a server's answer does not need
+
+        return published_note(preset, chosen)
 
     def set_quality(self, rule: Rule) -> None:
         """Set the quality by hand; once the engine confirms it, the conversation remembers it."""
@@ -120,7 +138,7 @@ class ChatModel:
             if self.wanted != CUSTOM or setup.quality != self.by_hand:
                 self.wanted = CUSTOM
                 self.set_quality(setup.quality)
-        elif setup.preset in self.presets and setup.preset != self.wanted:
+        elif setup.preset in self.known and setup.preset != self.wanted:
             self._ask_for(setup.preset)
 
     def setup_of_new(self, setup: ChatSetup) -> ChatSetup:

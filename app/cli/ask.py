@@ -9,6 +9,7 @@ import dataclasses
 import secrets
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.events import Failed, Finished, Loaded, Notice, PrefillProgress, Sampling
@@ -71,6 +72,11 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         setup = replace(asked.setup, model=client.reference, preset=loaded.preset)
         if asked.thinking == "off" and (limit := limit_of_off(client.thinking)):
             sys.stderr.write(f"floe-chat: {limit}.\n")
+        if not loaded.remote:
+            from ..client.costs import published_note  # torch, which a server's answer does not need
+
+            if note := published_note(loaded.preset, Path(loaded.folder)):
+                sys.stderr.write(f"floe-chat: {note}\n")
         dialogue = Dialogue(history, setup)
         if asked.number is not None:
             dialogue.open(history.numbered(asked.number).id)

@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from ...engine.quality_presets import PUBLISHED
 from ...engine.ranges import MAX_TOKENS
 
 Command = Callable[..., Any]
+PUBLISHED_NAMES = ", ".join(rule.name for rule in PUBLISHED)
 
 MODEL = (
     click.option(
@@ -20,7 +22,12 @@ MODEL = (
         metavar="NAME|FOLDER",
         help="A packed model for this run: its name, or its folder.  [default: the model chosen last]",
     ),
-    click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
+    click.option(
+        "--preset",
+        "-p",
+        metavar="NAME",
+        help=f"Exact, High, Balanced or Fast, or a published rule: {PUBLISHED_NAMES}.  [default: Balanced]",
+    ),
     click.option(
         "--device",
         default="auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ...models.pack.manifest import Manifest
     from ...models.packing.pack import PackSpec
     from ...models.packing.pack_run import PackReport
-from ..setup.packing_progress import time_left, tokens_of
+from ..setup.packing_progress import TooShortError, time_left, tokens_of
 
 
 @click.command(short_help="Pack a checkpoint folder or a GGUF file.")
@@ -32,6 +33,12 @@ from ..setup.packing_progress import time_left, tokens_of
     default="auto",
     show_default=True,
     help="The projection by which neurons are skipped; auto: in each layer the one that loses less.",
+)
+@click.option(
+    "--rounding",
+    type=click.Choice(("calibrated", "hqq")),
+    help="How codes are found: for the inputs that the calibration text gives the weights, or by HQQ, which needs no "
+    "text, loses more, and takes hours on a CPU (see --device).  [default: calibrated, or hqq if --text is too short]",
 )
 @click.option("--name", help="The model's name.  [default: the destination folder's name]")
 @click.option(
@@ -54,6 +61,7 @@ def pack(
     down: int | None,
     dense: int | None,
     signal: Literal["auto", "up", "gate"],
+    rounding: Literal["calibrated", "hqq"] | None,
     name: str | None,
     text_file: Path | None,
     device: str,
@@ -79,6 +87,7 @@ def pack(
         dense = 16 if up == gate == down == 16 else 4
     with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False, show_eta=False) as bar:
         shown = 0
+        from ...models.pack.widths import CALIBRATED
         from ...models.packing.pack import PackSpec
         from ...models.packing.pack_run import CONTINUES
 
@@ -90,9 +99,11 @@ def pack(
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
-        spec = PackSpec(up, gate, down, dense, device=device, signal=signal)
+        spec = PackSpec(up, gate, down, dense, device=device, signal=signal, rounding=rounding or CALIBRATED)
         called = name or destination.resolve().name
-        manifest, size = pack_folder(source, destination, spec, called, progress, text_file, fresh=fresh)
+        manifest, size = pack_folder(
+            *(source, destination, spec, called, progress, text_file), fresh=fresh, text_needed=rounding == CALIBRATED
+        )
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
     click.echo(f"Measure its own presets: floe-chat tune {destination}", err=True)
@@ -107,16 +118,27 @@ def pack_folder(
     text_file: Path | None = None,
     *,
     fresh: bool = False,
+    text_needed: bool = False,
 ) -> tuple[Manifest, int]:
     """Pack `source`, calibrating on a text file or the built-in text; returns the manifest and the pack's bytes.
 
+    If the text file is too short, and not needed, the weights are rounded without it, and thresholds are measured on
+    the built-in text.
+
     Raises:
-        FloeError: as `Checkpoint` and `pack`. UsageError: also if the text cannot be read or is too short.
+        FloeError: as `Checkpoint` and `pack`. UsageError: also if the text cannot be read, or is needed and too short.
     """
     from ...models.gguf.shelf import opened
+    from ...models.pack.widths import HQQ
     from ...models.packing.pack import pack as write_pack
 
     with opened(source) as checkpoint:
-        tokens = tokens_of(checkpoint.folder, text_file)
+        try:
+            tokens = tokens_of(checkpoint.folder, text_file)
+        except TooShortError as error:
+            if text_needed:
+                raise
+            tokens, spec = tokens_of(checkpoint.folder, None), replace(spec, rounding=HQQ)
+            note(f"{error.title}: {error.cause} The weights are rounded by HQQ, and thresholds use the built-in text.")
         manifest = write_pack(checkpoint, destination, spec, tokens, name, progress, fresh=fresh)
     return manifest, sum(entry.size for entry in manifest.files.values())

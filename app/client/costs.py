@@ -1,10 +1,12 @@
-"""What the presets and dials of a pack cost, as measured on it."""
+"""What the presets and dials of a pack cost, as measured on it, and how it runs rules as published."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ...engine import quality_presets
+from ...models.errors import FloeError
 from ...models.pack.manifest import SOURCE, Manifest
 from .interface import Cost, Costs
 
@@ -26,3 +28,12 @@ def costs_of(pack: Path) -> Costs:
             on = known.text, known.tokens, known.against == SOURCE
             costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
     return Costs(tuple(costs), manifest.dials)
+
+
+def published_note(name: str, pack: Path) -> str:
+    """How a pack runs a published rule; "" for other presets, and where the pack cannot be read."""
+    if name not in [rule.name for rule in quality_presets.PUBLISHED]:
+        return ""
+    with suppress(FloeError):
+        return f"{name}: {quality_presets.differs(name, Manifest.read(pack))}"
+    return ""

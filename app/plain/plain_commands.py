@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple, Protocol
 
 from ...engine.events import Rule
+from ...engine.quality_presets import PUBLISHED
 from ...models import catalog
 from ...models.errors import UsageError
 from ...models.quantities import size
@@ -240,10 +241,12 @@ class PlainCommands:
 
     def _preset(self, name: str) -> None:
         chat = self._chat
-        wanted = next((preset for preset in chat.presets if preset.lower() == name.lower()), None)
-        if wanted is None:
+        published = [rule.name for rule in PUBLISHED]
+        wanted = next((preset for preset in (*chat.presets, *published) if preset.lower() == name.lower()), None)
+        if wanted is None or not chat.presets:
             problem = f"There is no preset {name!r}. " if name else ""
-            listed = f"Presets, best quality first: {', '.join(chat.presets)}. In use: {chat.preset}."
+            listed = f"Presets, best quality first: {', '.join(chat.presets)}; as published: {', '.join(published)}."
+            listed += f" In use: {chat.preset}."
             remark(f"{problem}{listed}" if chat.presets else f"{chat.client.remote} decides about quality.")
             return
         chat.set_quality(wanted)

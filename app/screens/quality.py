@@ -17,6 +17,7 @@ from textual.widgets import Static
 
 from ...engine.events import LATE, Rule
 from ...engine.planning.measured_figures import figures
+from ...engine.quality_presets import DEFAULT, PUBLISHED
 from ...models.errors import FloeError
 from ...models.pack.dial_loss import BROKEN, NOTICEABLE, DialLoss
 from ...models.quantities import digits, divergence
@@ -53,6 +54,9 @@ _DIALS = (
         f"Balanced at most {divergence(figures().lenient_kl)} nats (KL) on the demo model.",
     ),
 )
+
+_PUBLISHED = "A rule of a paper instead of a preset."
+_NAMES = tuple(rule.name for rule in PUBLISHED)
 
 
 class PresetHead(Widget):
@@ -124,6 +128,7 @@ class QualityScreen(ModalScreen[None]):
         self._now = Static("", classes="now")
         self._loss = Static("Custom", classes="heading")
         self._meaning = Static("", markup=False, classes="meaning")
+        self._published = Dial("published", "  as published", _PUBLISHED, ("none", *_NAMES))
         try:
             self._costs, self._trouble = model.client.costs(), ""
         except FloeError as error:
@@ -135,6 +140,7 @@ class QualityScreen(ModalScreen[None]):
             page.border_subtitle = hints("◂ ▸ change", "Enter uses a preset", "Esc closes")
             yield Static(self._trouble, markup=False, classes="trouble") if self._trouble else PresetHead()
             yield from (PresetLine(cost) for cost in self._costs.presets)
+            yield self._published
             yield self._loss
             for name, label, meaning in _DIALS:
                 yield Dial(name, label, meaning, ("wait for", "leave out") if name == "late" else None)
@@ -168,8 +174,15 @@ class QualityScreen(ModalScreen[None]):
         self._mark(event.cost.preset.name)
 
     @on(Dial.Turned)
-    def _turn(self) -> None:
-        values: dict[str, Any] = {dial.id or "": dial.value for dial in self.query(Dial)}
+    def _turn(self, event: Dial.Turned) -> None:
+        if event.dial is self._published:
+            place = self._published.place
+            name = _NAMES[place - 1] if place else DEFAULT
+            self._model.choose_preset(name)
+            self._mark(name)
+            self._meaning.update(self._model.note_of(name) or _PUBLISHED)
+            return
+        values: dict[str, Any] = {dial.id or "": dial.value for dial in self._dials()}
         self._model.set_quality(Rule(**values | {"late": LATE * values["late"]}))
         self._mark("")
 
@@ -180,12 +193,16 @@ class QualityScreen(ModalScreen[None]):
             copy(self.app, command)
             self._meaning.update(f"Copied: {command}")
 
+    def _dials(self) -> list[Dial]:
+        return [dial for dial in self.query(Dial) if dial is not self._published]
+
     def _turn_to(self, rule: Rule) -> None:
-        for dial in self.query(Dial):
+        for dial in self._dials():
             dial.value = float(rule.late > 0) if dial.id == "late" else getattr(rule, dial.id or "")
 
     def _mark(self, preset: str) -> None:
         self._preset = preset
+        self._published.place = _NAMES.index(preset) + 1 if preset in _NAMES else 0
         for line in self.query(PresetLine):
             line.show(in_force=line.cost.preset.name == preset)
         self._show_now()

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.events import Loaded, Sampling
+from ...engine.quality_presets import PUBLISHED
 from ..client.asking import apart
 from . import metrics, openapi
 from .connections import PAUSE_S, Stream, body, disconnected
@@ -154,6 +155,7 @@ def _described(loaded: Loaded, tools: str) -> dict[str, Any]:
             "source": loaded.source,
             "widths": loaded.widths,
             "presets": loaded.presets,
+            "published": [rule.name for rule in PUBLISHED],
             "preset": loaded.preset,
             "device": loaded.device,
             "backend": loaded.backend,

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from ...engine.context import CONTEXT
 from ...engine.events import Advanced
-from ...engine.quality_presets import PRESETS
+from ...engine.quality_presets import PRESETS, PUBLISHED
 from ...engine.ranges import KV_BITS, MAX_TOKENS, PREDICTORS, RESERVED, SAMPLING, TRANSFERS, Range
 from ...models.errors import UsageError
 from ..actions import OWN
@@ -185,8 +185,8 @@ class Settings:
     preset: str | None = _key(
         "chat.preset",
         None,
-        "The quality preset of new chats, from the most exact to the fastest.",
-        tuple(preset.name for preset in PRESETS),
+        "The quality preset of new chats, from the most exact to the fastest, or a rule as published.",
+        tuple(preset.name for preset in (*PRESETS, *PUBLISHED)),
         unset="Balanced, or the model's own",
         example="Balanced",
     )

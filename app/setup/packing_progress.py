@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 LEAST_TOKENS = 1024  # tokens of the user's text: with fewer, every threshold is a guess
 
 
+class TooShortError(UsageError):
+    """A calibration text is too short."""
+
+
 def tokens_of(folder: Path, text_file: Path | None) -> Tensor:
     """Calibration tokens by the tokenizer in `folder`, from a file of the user's or the built-in text.
 
     Raises:
-        UsageError: the text cannot be read or is too short. CheckpointError: the tokenizer is missing or damaged.
+        TooShortError: the text is too short. UsageError: it cannot be read. CheckpointError: the tokenizer is missing
+            or damaged.
     """
     from ...models.catalog import asset
     from ...models.packing.calibration import read_tokens
@@ -30,7 +35,7 @@ def tokens_of(folder: Path, text_file: Path | None) -> Tensor:
     tokens = read_tokens(folder, text) if text.strip() else None
     if tokens is None or tokens.numel() < LEAST_TOKENS:
         have = 0 if tokens is None else tokens.numel()
-        raise UsageError(
+        raise TooShortError(
             f"{text_file} is too short to calibrate on",
             f"It has {have:,} tokens; {LEAST_TOKENS:,} are needed, and the first 4,096 are used.",
             "Give a longer text, about the subjects of your chats.",

@@ -16,7 +16,7 @@ from ..machine.load import Others, own_seconds
 from ..machine.random_weights import last_level_cache
 from ..machine.read_floor import READ
 from ..quality.evaluate import choose_presets
-from ..quality_presets import DEFAULT, Preset
+from ..quality_presets import DEFAULT, Preset, notes
 from .layers import ANSWER, Found, Part, RoundKey, active_note, answered, floor_figures, floor_parts, slope, told_apart
 from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
 from .subject import Subject
@@ -92,7 +92,9 @@ def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Measure
     results = _Results(subject, plan, presets, peers, found, cores)
     told = {"model": subject.describe(), **facts(chosen, threads=threads, prompt=f"{plan.tokens} tokens")}
     told |= {"runs": plan.runs, "warm_up": WARM} | ({"peer": peers[0].version} if peers else {})
-    return ResultTable(plan.bench, chosen.device, told, results.sections(), results.notes())
+    return ResultTable(
+        plan.bench, chosen.device, told, results.sections(), (*results.notes(), *notes(presets, subject.manifest))
+    )
 
 
 def _parts(subject: Subject, plan: SpeedRun, presets: Sequence[Preset], peers: Sequence[Peer]) -> list[Part]:

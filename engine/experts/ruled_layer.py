@@ -57,12 +57,20 @@ class RuledLayer:
         self.preset, self.rule = preset, preset.rule.at(index)
         self.layer = packed.halved() if self.rule.parts == 2 else packed
         self.limits = Limits(
-            threshold_at(self.layer.thresholds, self.rule.lateness if preset.without_weak else self.rule.sparsity),
+            self._signal_limit(self.rule.lateness if preset.without_weak else self.rule.sparsity),
             threshold_at(self.layer.products, self.rule.product) if self.rule.product else None,
-            threshold_at(self.layer.thresholds, self.rule.lateness) if self.rule.late else None,
+            self._signal_limit(self.rule.lateness) if self.rule.late else None,
         )
         rows = self.layer.rows.layout
         self.costs = self.layer.signal.bytes_per_expert(), rows.down_at, rows.nbytes - rows.down_at
+
+    def _signal_limit(self, share: float) -> Tensor:
+        """Each expert's at a share of its neurons, by tables of what it is compared with; or at the rule's theta."""
+        layer, theta = self.layer, self.rule.theta
+        found = threshold_at(layer.thresholds if layer.plain is None or self.rule.weighed else layer.plain, share)
+        if not theta or layer.signal.layout.projection != "gate":
+            return found
+        return found.clamp(min=theta) if share > self.rule.sparsity else torch.full_like(found, theta)
 
     def as_one(self) -> ExpertLayer:
         """As one record, for an operation that selects by itself."""

@@ -68,6 +68,7 @@ class Evaluation:
         source: the reference's name; None: it is the pack itself with nothing left out.
         lenient: whether the presets left out weak rows, as if none of them were ever on the device.
         kv_bits: of the keys and values that the windows' tokens read as a chat stores them; None: they were not stored.
+        notes: what of a published rule is not as published on this pack.
     """
 
     model: str
@@ -83,10 +84,12 @@ class Evaluation:
     presets: tuple[PresetLoss, ...]
     lenient: bool = False
     kv_bits: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None = None) -> list[Preset]:
-    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY.
+    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY. Published rules
+    come last, and only if they are named.
 
     Args:
         rule: to measure after those named, or alone if none is: a quality set by hand.
@@ -102,7 +105,9 @@ def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None =
         NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality_presets.get(name, manifest)
         for name in names
     }
-    return [preset for preset in every if not names or preset in wanted]
+    if not names:
+        return every
+    return [preset for preset in (*every, *quality_presets.published(manifest)) if preset in wanted]
 
 
 def run(
@@ -133,12 +138,11 @@ def run(
             model whose keys and values cannot have 8 bits.
         CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
     """
-    presets = _presets(names, rule, Manifest.read(pack), kv_bits)
-    presets = [quality_presets.lenient(preset) for preset in presets] if lenient else presets
+    presets = presets_of(names, rule, Manifest.read(pack), lenient=lenient, kv_bits=kv_bits)
     told.step("Starting transformers")
     import_model_code()
     checkpoint = None if source is None else Checkpoint(source)
-    loaded, facts = _opened(pack, device, kv_bits, told)
+    loaded, facts = opened(pack, device, kv_bits, told)
     config: Any = loaded.model.config if checkpoint is None else checkpoint.config
     windows, keep = cut(ids, config, tokens)
     if int(windows.max()) >= config.vocab_size:
@@ -171,25 +175,34 @@ def run(
         presets=tuple(map(_loss, presets, found, parted, answers, coarse)),
         lenient=lenient,
         kv_bits=kv_bits,
+        notes=quality_presets.notes(presets, loaded.packed.manifest),
     )
 
 
-def _presets(names: Sequence[str], rule: Rule | None, manifest: Manifest, kv_bits: int | None) -> list[Preset]:
-    """See `choose_presets`.
+def presets_of(
+    names: Sequence[str], rule: Rule | None, manifest: Manifest, *, lenient: bool, kv_bits: int | None
+) -> list[Preset]:
+    """See `choose_presets`, and `run` for the others.
 
     Raises:
         UsageError: likewise; or two things that cannot be measured together.
     """
-    if rule is not None and rule.alpha and kv_bits == 8:
+    presets = choose_presets(names, manifest, rule)
+    if kv_bits == 8 and any(preset.rule.alpha for preset in presets):
         raise UsageError(
-            "--alpha and --kv-bits 8 cannot be measured together",
+            "Substituting experts (alpha) and --kv-bits 8 cannot be measured together",
             "Substitution is measured in transformers' own pass, whose keys and values have 16 bits.",
             "Measure one after the other.",
         )
-    return choose_presets(names, manifest, rule)
+    return [quality_presets.lenient(preset) for preset in presets] if lenient else presets
 
 
-def _opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+def opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+    """A pack whose chats store keys and values with so many bits, None: as they choose.
+
+    Raises:
+        UsageError: 8 bits, where the model's own pass cannot store them. FloeError: as `load`.
+    """
     stored = Advanced() if kv_bits is None else Advanced(kv_bits=str(kv_bits))
     loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), advanced=stored, library=True)
     if kv_bits == 8:

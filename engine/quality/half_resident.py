@@ -39,7 +39,7 @@ def half_resident(loaded: LoadedModel, preset: Preset) -> Generator[tuple[Loaded
         raise UsageError(
             f"Experts of {family.called} cannot be substituted",
             "That is only done where a router chooses by the chances of a softmax.",
-            "Leave out --alpha.",
+            "Leave out --alpha, or the preset that replaces experts.",
         )
     handles = [
         _substituting(router, loaded.packed.manifest.architecture.experts, preset.rule.alpha, family.normalizes(router))

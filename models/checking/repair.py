@@ -41,7 +41,9 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
     """
     before = Manifest.read(folder)
     w = before.widths
-    spec = PackSpec(w.up, w.gate, w.down, w.dense, w.group, short=w.short)  # signals are as they were
+    spec = PackSpec(
+        w.up, w.gate, w.down, w.dense, w.group, short=w.short, rounding=w.rounding
+    )  # signals are as they were
     manifest = make_manifest(source, spec, tokens, before.name)
     if (manifest.architecture, manifest.widths) != (before.architecture, w):
         raise CheckpointError(

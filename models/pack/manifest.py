@@ -27,7 +27,7 @@ from .marks import FETCHING as FETCHING
 from .marks import FILE_NAME as FILE_NAME
 from .marks import UNFINISHED as UNFINISHED
 from .tensor_file import TensorShapes
-from .widths import Widths
+from .widths import CALIBRATED, Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
@@ -99,11 +99,13 @@ class Calibration:
         weighed: whether the tables are of values times the router's relative weight, as those that weighed thresholds
             are compared with. In packs of before they are of the values alone, so that weighed thresholds skip more or
             fewer neurons than a rule says.
+        plain: whether there are tables of the signal's values alone too, for rules that do not weigh.
     """
 
     tokens: int
     quantiles: int
     weighed: bool = False
+    plain: bool = False
 
 
 SOURCE: Literal["source"] = "source"
@@ -200,6 +202,7 @@ class Manifest:
             zero: (of.vector.scale_dtype, (*shape, of.vector.groups)),
             "threshold": table,
             "product": table,
+            **({"plain": table} if self.calibration.plain else {}),
             **(_bias_plan(a, signal) if self.family.biased else {}),
         }
 
@@ -220,10 +223,13 @@ class Manifest:
                 del fields[name]
         if not self.source.rounding:
             del fields["source"]["rounding"]
-        if not self.calibration.weighed:
-            del fields["calibration"]["weighed"]
+        for name in ("weighed", "plain"):
+            if not fields["calibration"][name]:
+                del fields["calibration"][name]
         if not self.widths.short:
             del fields["widths"]["short"]
+        if self.widths.rounding == CALIBRATED:
+            del fields["widths"]["rounding"]
         fields = {"format": FORMAT, "version": self.version, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
         private_file.replace(folder / FILE_NAME, text, private_file.SHARED)

@@ -29,6 +29,7 @@ class PackedLayer:
         thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1, times the router's relative weight where
             the manifest says so; all NEVER (kernels/rule.py) of an expert that is always computed whole.
         products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
+        plain: like thresholds, of |signal| alone and each expert by itself (FloE eq. 6); None in packs of before.
     """
 
     signal: SignalWeights
@@ -36,6 +37,7 @@ class PackedLayer:
     thresholds: Tensor
     products: Tensor
     down_bias: Tensor | None = None
+    plain: Tensor | None = None
 
     def halved(self) -> PackedLayer:
         """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1
@@ -50,7 +52,8 @@ class PackedLayer:
 
         thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
         rows = ExpertRows(self.rows.layout, half(self.rows.data))
-        return PackedLayer(self.signal.mapped(half), rows, thresholds, products)
+        plain = None if self.plain is None else self.plain.repeat_interleave(2, 0)
+        return PackedLayer(self.signal.mapped(half), rows, thresholds, products, plain=plain)
 
 
 class PackedModel:
@@ -106,13 +109,15 @@ class PackedModel:
             if found is None or found.dtype != dtype or tuple(found.shape) != shape:
                 have = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
                 raise damaged(self.folder, f"{name} holds {have} as {tensor} instead of {dtype} {shape}.")
-        for tensor in ("threshold", "product"):
+        plain = tensors["plain"] if m.calibration.plain else None
+        for tensor in ("threshold", "product", *(() if plain is None else ("plain",))):
             if not rising(tensors[tensor]):
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
         q, scale, zero = (tensors[name] for name in signal_names(signal))
         signals = SignalWeights(m.signal_layout(signal), q, scale, zero, tensors.get(f"{signal}.bias"))
         rows = ExpertRows(m.row_layout(signal), tensors["rows"])
-        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], tensors.get(DOWN_BIAS))
+        bias = tensors.get(DOWN_BIAS)
+        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], bias, plain)
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""

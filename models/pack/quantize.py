@@ -40,8 +40,8 @@ Quantizer = Callable[[Tensor, int, int], Codes]
 def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = None) -> Codes:
     """Codes of a matrix (N, n), each row in groups of consecutive values that share a grid.
 
-    By least squares, compiled; on a GPU by half-quadratic quantization, which errs a little more (the hqq library,
-    axis 1). Eight bits keep what they can keep exactly.
+    By least squares, compiled; on a GPU by `by_hqq`, which errs a little more. Eight bits keep what they can keep
+    exactly.
 
     Args:
         matrix: (N, n) floating point, n divisible by `group`. bits: 2, 3, 4 or 8. values: type of `Codes.values`.
@@ -49,25 +49,29 @@ def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None =
     Raises:
         ValueError: the matrix holds a value that is not finite, or too large for float16 scales.
     """
-    finite(matrix)
     if matrix.is_cuda:
-        codes, scale, zero = _by_hqq(matrix, bits, group)
+        codes, scale, zero, _ = by_hqq(matrix, bits, group)
     else:
+        finite(matrix)
         even = torch.full((group,), 1 / group)
         made = round_matrix(matrix.reshape(-1, group), Flow(torch.eye(group)), bits, group, weight=even)
         codes, scale, zero = (part.view(len(matrix), -1) for part in made[:3])
         scale, zero = scale.half(), zero.half()
     if bits == MOST_BITS:
         codes, scale, zero = _without_loss(matrix.cpu(), codes, scale, zero)
-    if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
-        raise ValueError("the weights are too large for float16 scales")
-    found = Codes(codes, scale, zero)
-    return found if values is None else found._replace(values=found.dense().to(values))
+    return _checked(codes, scale, zero, values)
 
 
-def _by_hqq(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def by_hqq(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = None) -> Codes:
+    """The same by half-quadratic quantization (the hqq library, axis 1), as FloE and CORM rounded weights. It looks at
+    the weights alone, and needs no calibration text; on the matrix's device.
+
+    Raises:
+        ValueError: as `quantize`.
+    """
     from hqq.core.quantize import Quantizer  # a second of imports that reading a pack does not need
 
+    finite(matrix)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for rows in matrix.split(_DEVICE_ROWS):
         codes, meta = Quantizer.quantize(
@@ -89,7 +93,14 @@ def _by_hqq(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tens
         means = matrix.float().view(*scale.shape, group).mean(-1).cpu()
         codes = codes.view(*scale.shape, group).masked_fill(lost[..., None], 0).view(codes.shape)
         scale, zero = scale.masked_fill(lost & torch.isfinite(scale), 1.0), torch.where(lost, -means.half(), zero)
-    return codes, scale, zero
+    return _checked(codes, scale, zero, values)
+
+
+def _checked(codes: Tensor, scale: Tensor, zero: Tensor, values: torch.dtype | None) -> Codes:
+    if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
+        raise ValueError("the weights are too large for float16 scales")
+    found = Codes(codes, scale, zero)
+    return found if values is None else found._replace(values=found.dense().to(values))
 
 
 def finite(matrix: Tensor) -> None:

@@ -38,6 +38,7 @@ _WORDS = {  # the rest are parts and their widths
     "device": "device",
     "group": "group size",
     "signal": "signal",
+    "rounding": "rounding",
 }
 
 

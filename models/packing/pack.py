@@ -33,13 +33,14 @@ from ..pack.manifest import (
     PackSource,
     Widths,
 )
+from ..pack.widths import CALIBRATED
 from . import calibration
 from .dense_part import DensePart
 from .journal import Settings, text_digest
 from .pack_run import Packing, PackReport
 from .workplace import claimed
 
-_JOURNAL_VERSION = 7
+_JOURNAL_VERSION = 8
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 
@@ -51,7 +52,7 @@ class PackSpec:
     are what lost least for the bytes that a token reads (BENCHMARKS.md). `device` computes the experts'
     codes; those of a GPU differ in a few places from the CPU's. `signal` is the projection by which neurons are
     skipped; with "auto" each layer's is the one that loses less. `up` is the signal's width, `gate` the other one's.
-    `short`: see `Widths`.
+    `rounding` and `short`: see `Widths`; hqq's scales are float16, as it made them.
     """
 
     up: int = 3
@@ -62,6 +63,7 @@ class PackSpec:
     device: str = "cpu"
     signal: Literal["auto", "up", "gate"] = "auto"
     short: bool = True
+    rounding: Literal["calibrated", "hqq"] = CALIBRATED
 
     def __post_init__(self) -> None:
         for part, bits, valid in (
@@ -170,6 +172,8 @@ def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:
 def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Manifest:
     config: Any = source.config
     group = group_size(config.hidden_size, spec.group)
+    # Where nothing is rounded, it is not by HQQ.
+    rounding = CALIBRATED if spec.up == spec.gate == spec.down == spec.dense == 16 else spec.rounding
     float16 = str(source.float16).removeprefix("torch.")
     return Manifest(
         name=name,
@@ -182,8 +186,12 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             hidden=config.hidden_size,
             intermediate=source.neurons,
         ),
-        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group, spec.short),
-        calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True),
+        widths=Widths(
+            *(spec.up, spec.gate, spec.down, spec.dense, float16, group),
+            short=spec.short and rounding == CALIBRATED,
+            rounding=rounding,
+        ),
+        calibration=Calibration(tokens.numel(), calibration.QUANTILES, weighed=True, plain=True),
         files={},
     )
 

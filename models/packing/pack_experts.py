@@ -21,8 +21,9 @@ from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
-from ..pack.quantize import Codes, store
+from ..pack.quantize import Codes, by_hqq, store
 from ..pack.tensor_file import TensorFile, TensorShapes
+from ..pack.widths import CALIBRATED
 from . import calibration
 from .allotment import LayerTables, spread
 from .journal import Journal, lost
@@ -71,6 +72,7 @@ class PackingExperts(nn.Module):
         self._source, self._manifest, self._layer, self._device = source, manifest, layer, device
         self._journal, self._given, self._packed = journal, given, packed
         self._folder = folder
+        self._calibrated = manifest.widths.rounding == CALIBRATED
 
     def _open(self, signal: Projection) -> None:
         """The layer's files, and how they hold weights."""
@@ -110,6 +112,7 @@ class PackingExperts(nn.Module):
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         self._inputs = cache(lambda: felt(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
+        plain = torch.zeros(experts, calibration.QUANTILES) if self._manifest.calibration.plain else None
         with self._file, self._measures:
             for expert in range(experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
@@ -126,6 +129,8 @@ class PackingExperts(nn.Module):
                     self._journal.note_expert(self._layer, expert)
                 self._packed(expert)
                 weights = top_k_weights[token, slot, None].float() if token.numel() else None
+                if plain is not None:
+                    plain[expert] = calibration.quantile_table(v)
                 tables.measure(expert, v, h, down, worth, weights)
                 if weights is not None:
                     y = (h @ down).to(out.dtype)
@@ -136,6 +141,8 @@ class PackingExperts(nn.Module):
                 for name, table in tables.allotted(exempt=never).items() if weighed else tables.own.items():
                     self._file[name].copy_(table)
                     self._file[name][never] = NEVER if weighed else 0
+                if plain is not None:
+                    self._file["plain"].copy_(plain)
         return out
 
     def _pack(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +155,7 @@ class PackingExperts(nn.Module):
             matrices.reverse()
             beside.reverse()
         try:
-            along = partial(self._along, values=kind)
+            along = partial(self._along if self._calibrated else by_hqq, values=kind)
             both = [
                 store(matrix.to(self._device), vector, rows.float16, along, kind)
                 for matrix, vector in zip(matrices, (signals.vector, rows.other), strict=True)
@@ -159,7 +166,9 @@ class PackingExperts(nn.Module):
             signal, other = both = [part.ordered(order) for part in both]
             beside = [None if part is None else part[order] for part in beside]
             v, h = self._through(x, [part.dense() for part in both], beside)
-            across = partial(round_down, h.to(self._device), short=rows.down.short, values=kind)
+            across = partial(by_hqq, values=kind)
+            if self._calibrated:
+                across = partial(round_down, h.to(self._device), short=rows.down.short, values=kind)
             down = store(source.down.T.contiguous()[order].to(self._device), rows.down, rows.float16, across, kind)
             records = rows.join(other.vectors(rows.other), down.vectors(rows.down), beside[1])
         except ValueError as error:

@@ -17,7 +17,9 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..pack import learned_predictor
 from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
+from ..pack.quantize import by_hqq, quantize
 from ..pack.tensor_file import TensorFile, write_tensors
+from ..pack.widths import CALIBRATED
 from .dense_part import FILE as DENSE_FILE
 from .dense_part import DensePart
 from .journal import Journal, lost
@@ -134,7 +136,8 @@ class Packing:
         """Linear layers are rounded for what hidden (N, T, H) becomes on its way through the layer, if it is given."""
         left = {name: self._dense.read(name) for name in self._dense.stages[stage] if name not in self._journal.dense}
         if left:
-            layers = self._dense.rounded(stage) if passing is not None else {}
+            calibrated = self._manifest.widths.rounding == CALIBRATED
+            layers = self._dense.rounded(stage) if passing is not None and calibrated else {}
             found, feeling = set[str](), Feeling()
 
             def rounded(layer: str, matrix: Tensor, x: Tensor) -> Tensor:
@@ -147,7 +150,7 @@ class Packing:
                 passing.feel(stage - 1, left, hidden, rounded)
             for name, tensor in left.items():
                 if name not in found:
-                    self._dense.store(file, name, tensor)
+                    self._dense.store(file, name, tensor, quantize if calibrated else by_hqq)
             file.flush()
             self._journal.note_dense(list(left))
         self._order.finished(("dense", stage))

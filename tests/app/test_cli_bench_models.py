@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.quality_presets import CUSTOM
 from floe_chat.models.catalog import described
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
 
 from .. import families
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
-from ..helpers import explained, make_pack, run_cli
+from ..helpers import edit_json, explained, make_pack, run_cli
 
 TINY: dict[str, Any] = {
     "model_type": "mixtral",
@@ -155,3 +159,60 @@ def test_a_model_without_a_peer_of_its_widths_is_a_usage_error(monkeypatch: pyte
     monkeypatch.setitem(synthetic.MODELS, "odd", described(TINY | {"hidden_size": 272}).sizes)
     told = explained(run_cli("bench", "decode", "--synthetic", "odd", "--device", "cpu", "--peer", "python"), 2)
     assert "no llama.cpp model" in told
+
+
+SHARE = ("--prompt", "24", "--tokens", "8", "--answers", "2")
+
+
+def test_a_run_to_post_names_no_person_and_no_private_model(tiny_pack: Path, tmp_path: Path) -> None:
+    """Where the pack lies, what it is called and what was packed stay here."""
+    folder = Path(shutil.copytree(tiny_pack, tmp_path / "Alices diary"))
+    edit_json(folder / "manifest.json", lambda fields: fields.update(name="Alices diary"))
+    ran = run_cli("bench", "share", str(folder), "--device", "cpu", *SHARE, "-p", "floe80")
+    assert (ran.code, ran.err) == (0, "")
+    found: dict[str, Any] = json.loads(ran.out)
+    manifest = Manifest.read(folder)
+    for private in (
+        "Alice",
+        "diary",
+        manifest.source.name,
+        str(tmp_path),
+        str(Path.home()),
+        platform.node() or "-none",
+    ):
+        assert private not in ran.out, private
+    assert found["model"]["name"] is None and found["model"]["architecture"] == dataclasses.asdict(
+        manifest.architecture
+    )
+    assert found["preset"]["name"] == "FloE 80 %" and "its weights are up 2" in found["preset"]["note"]
+    assert len(found["figures"]["tokens_s_of_each"]) == 2 and found["run"]["prompt_tokens"] == 24
+    low, high = sorted(found["figures"]["tokens_s_of_each"])
+    assert low <= found["figures"]["tokens_s"] <= high and 0 < found["figures"]["active_neurons"] < 1
+    assert found["rows"] is None and not found["simulated"]
+    assert len(ran.out) < 4000
+
+
+def test_a_run_to_post_on_a_simulated_card_says_so_and_its_rows_add_up() -> None:
+    card = ("--device", "sim:rtx3060-12gb", "--vram", "10mb")
+    ran = run_cli("bench", "share", "demo", *card, *SHARE, "--sparsity", "50%")
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    assert found["simulated"] and found["model"]["name"] == "demo" and found["run"]["vram_limit"] == 10 << 20
+    assert (found["preset"]["name"], found["preset"]["rule"]["sparsity"]) == (CUSTOM, 0.5)
+    parts = [found["rows"][name] for name in ("ready", "coming", "copied", "on_cpu", "left_out")]
+    assert sum(parts) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--prompt", "100000"], "do not fit the window"),
+        (["--preset", "Fast", "--sparsity", "50%"], "exclude each other"),
+        (["--preset", "Best"], "as published: FloE 80 %"),
+        (["--device", "abacus"], "abacus"),
+        (["--vram", "much"], "much"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_shared_is_a_usage_error(options: list[str], part: str) -> None:
+    assert part in explained(run_cli("bench", "share", "demo", *options), 2)

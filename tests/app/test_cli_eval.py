@@ -28,9 +28,10 @@ from floe_chat.models.packing.pack import PackSpec, pack
 
 from ..helpers import Ran, edit_json, explained, make_checkpoint, make_pack, run_cli
 
+PUBLISHED_ROWS = ("FloE 80 %  ", "CORM  ", "1T-Drop  ", "2T-Drop  ", "Importance  ", "Fiddler  ")
 FIELDS = {
     *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
-    *("scored", "continued", "presets", "lenient", "kv_bits"),
+    *("scored", "continued", "presets", "lenient", "kv_bits", "notes"),
 }
 ROW_FIELDS = {
     *("preset", "rule", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
@@ -76,6 +77,22 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint:
         assert perplexity == pytest.approx(row["perplexity"], rel=5e-3)
         assert kl == pytest.approx(row["kl_mean"], rel=5e-3)
     assert not any(line.startswith(("High", "Balanced")) for line in lines)
+
+
+def test_published_rules_are_measured_and_say_what_is_not_the_papers(tiny_pack: Path, text: Path) -> None:
+    names = ("floe80", "corm", "1t-drop", "2t-drop", "importance", "fiddler")
+    options = [part for name in names for part in ("-p", name)]
+    ran = run_cli("eval", str(tiny_pack), "--text", str(text), "--tokens", "128", "--device", "cpu", *options)
+    assert ran.code == 0 and max(map(len, ran.out.splitlines())) <= 100
+    rows = [line.split("  ")[0] for line in ran.out.splitlines() if line.startswith(PUBLISHED_ROWS)]
+    assert rows == [row.strip() for row in PUBLISHED_ROWS]
+    said = " ".join(ran.out.split())
+    assert "FloE 80 %: the rule of FloE, section 3.2. Not as published: its weights are up 2" in said
+    assert "1T-Drop: the rule of DualSparse-MoE, section 4.1. Not as published" in said
+    refused = run_cli("eval", str(tiny_pack), "--text", str(text), "-p", "importance", "--kv-bits", "8")
+    assert "cannot be measured together" in explained(refused, 2)
+    asked = run_cli("ask", "hi", "-m", str(tiny_pack), "-p", "floe80", "--max-tokens", "2", "--json")
+    assert json.loads(asked.out)["preset"] == "FloE 80 %" and "FloE 80 %: the rule of FloE" in asked.err
 
 
 def test_keys_and_values_of_8_bits_are_compared_with_16(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:

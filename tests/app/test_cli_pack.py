@@ -27,6 +27,35 @@ def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert asked.code == 0 and json.loads(asked.out)["model"] == "mine"
 
 
+def test_what_is_too_little_to_calibrate_on_is_rounded_by_hqq(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("A short text.")
+    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "p"), "--text", str(text), "--dense", "16")
+    told = explained(run_cli(*arguments, "--rounding", "calibrated"), 2)
+    assert "too short to calibrate" in told and not (tmp_path / "p").exists()
+    ran = run_cli(*arguments, "--signal", "up", "--up", "2", "--rows", "16")
+    assert ran.code == 0 and "13 tokens" in ran.err and "rounded by HQQ" in ran.err and "16 bits by HQQ" in ran.err
+    asked_for = ("pack", str(tiny_checkpoint), str(tmp_path / "q"), "--dense", "16", "--rounding", "hqq")
+    assert run_cli(*asked_for, "--signal", "up", "--up", "2", "--rows", "16", "--name", "p").code == 0
+    one, other = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()} for name in "pq"
+    )
+    assert one == other
+
+
+def test_both_roundings_of_a_model_are_compared_with_its_source(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    lost: dict[str, float] = {}
+    for rounding in ("calibrated", "hqq"):
+        pack = str(tmp_path / rounding)
+        widths = ("--up", "2", "--rows", "2", "--dense", "16", "--rounding", rounding)
+        assert run_cli("pack", str(tiny_checkpoint), pack, *widths).code == 0
+        ran = run_cli("eval", pack, "--source", str(tiny_checkpoint), "-p", "no sparsity", "--tokens", "512", "--json")
+        fields = json.loads(ran.out)
+        assert (rounding == "hqq") == fields["widths"].endswith("by HQQ")
+        lost[rounding] = fields["presets"][0]["kl_mean"]
+    assert 0 < lost["calibrated"] < lost["hqq"]
+
+
 def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "p"
     run_cli("pack", str(tiny_checkpoint), str(packed), *LOSSLESS, "--name", "Own Name")
@@ -81,7 +110,15 @@ def test_checkpoints_that_cannot_be_packed_are_explained(
 
 @pytest.mark.parametrize(
     "options",
-    [["--up", "5"], ["--rows", "1"], ["--dense", "3"], ["--dense", "x"], ["--up", "two"], ["--nonesuch"]],
+    [
+        ["--rounding", "gptq"],
+        ["--up", "5"],
+        ["--rows", "1"],
+        ["--dense", "3"],
+        ["--dense", "x"],
+        ["--up", "two"],
+        ["--nonesuch"],
+    ],
     ids=" ".join,
 )
 def test_bad_options_of_pack_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:

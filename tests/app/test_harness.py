@@ -25,7 +25,7 @@ TEXT = "A crane stood with its arm raised against a grey sky – and nobody came
 LONG = TEXT * 20  # 1480 tokens of the test's tokenizer, which has one per byte; the window is 512
 FIELDS = {
     *("version", "lm_eval", "model", "source", "widths", "device", "backend", "window", "chat", "limit", "cut"),
-    *("presets", "figures"),
+    *("presets", "figures", "rule", "lenient", "kv_bits", "notes"),
 }
 FIGURE = {"task", "metric", "filter", "preset", "value", "stderr", "higher_is_better", "samples", "fewshot"}
 
@@ -50,6 +50,14 @@ ROLLING = {
     "doc_to_target": "{{text}}",
     "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
 }
+DIALLED = (
+    ("--sparsity", "70%"),
+    ("--sparsity", "70%", "--lenient"),
+    ("--product", "80%"),
+    ("--drop", "90%"),
+    ("--major", "90%"),
+    ("--alpha", "90%"),
+)
 QUESTIONS = [
     {"question": f"What is {n}?", "choices": ["a router", "an expert of the layer", "nothing"], "answer": n % 3}
     for n in range(9)
@@ -149,6 +157,24 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tasks: Path) -> 
     assert figures["No sparsity"]["value"] != figures["Fast"]["value"], "each preset is measured"
 
 
+def test_every_dial_of_eval_is_measured(tiny_pack: Path, tasks: Path) -> None:
+    def measured(*options: str) -> dict[str, float]:
+        ran = run_harness(tiny_pack, tasks, "--tasks", "tiny_text", "--limit", "1", "--json", *options)
+        assert ran.code == 0, ran.err
+        found = json.loads(ran.out)
+        assert list(found["presets"]) == [f["preset"] for f in found["figures"] if f["metric"] == "bits_per_byte"]
+        return {f["preset"]: f["value"] for f in found["figures"] if f["metric"] == "bits_per_byte"}
+
+    plain = measured("-p", "no sparsity", "-p", "floe80", "--sparsity", "0")
+    assert list(plain) == ["No sparsity", "FloE 80 %", "Custom"]
+    assert plain["Custom"] == pytest.approx(plain["No sparsity"], rel=1e-5) and plain["FloE 80 %"] != plain["Custom"]
+    others = [measured(*options)["Custom"] for options in DIALLED]
+    assert len({*others, plain["Custom"]}) == len(DIALLED) + 1, "each dial changes something"
+    stored = {bits: measured("-p", "no sparsity", "--kv-bits", bits)["No sparsity"] for bits in ("16", "8")}
+    assert stored["16"] == pytest.approx(plain["No sparsity"], rel=1e-3)
+    assert stored["8"] == pytest.approx(stored["16"], rel=0.02) and stored["8"] != stored["16"]
+
+
 def test_requests_that_were_cut_are_told(tiny_pack: Path, tmp_path: Path) -> None:
     write_task(tmp_path, "tiny_long", CHOICE, [{"question": LONG, "choices": ["a", "b"], "answer": 0}])
     ran = run_harness(tiny_pack, tmp_path, "--tasks", "tiny_long", "--json")
@@ -186,6 +212,8 @@ def test_groups_and_names_that_mean_nothing(
         (["--tasks", "tiny_choice", "--limit", "0"], 2, "--limit"),
         (["--tasks", "tiny_choice", "--device", "abacus"], 2, "--device cpu"),
         (["--tasks", "tiny_choice", "--tasks-folder", "nonesuch"], 2, "no folder nonesuch"),
+        (["--tasks", "tiny_choice", "--sparsity", "170%"], 2, "not a share"),
+        (["--tasks", "tiny_choice", "--alpha", "30%", "--kv-bits", "8"], 2, "cannot be measured together"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -95,6 +95,7 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "/stats x",
         "hi",
         "/stats",
+        "/preset floe 90 %",
         "/preset fast",
         "/preset",
         "/rename New  name",
@@ -106,12 +107,13 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "/open 99999999999999999999999",
         "\udcff",
     )
-    assert client.wanted == ["Fast"]
+    assert client.wanted == ["FloE 90 %", "Fast"]
     told = capsys.readouterr().err
     for words in (
         "No memory",
         "Take less.",
         "42 tokens",
+        "; as published: FloE 80 %, FloE 90 %, CORM,",
         "In use: Fast",
         "1: New name, 3 messages\n1: New name\n",
         "There is no command /nothing",

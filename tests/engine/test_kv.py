@@ -65,7 +65,7 @@ def test_no_value_of_a_preset_is_overlooked() -> None:
     others = {"x_bits": replace(SAME, x_bits=SAME.x_bits + 1), "without_weak": replace(SAME, without_weak=True)}
     for field in dataclasses.fields(Rule):
         value = getattr(rule, field.name)
-        more = (1.0, 1.5) if isinstance(value, tuple) else not value if isinstance(value, bool) else value + 0.1
+        more = (0.0, 1.0) if isinstance(value, tuple) else not value if isinstance(value, bool) else value + 0.1
         other = replace(rule, **{field.name: more})
         others[field.name] = replace(SAME, rule=other)
     assert {field.name for field in dataclasses.fields(Preset)} == {"name", "rule", "x_bits", "without_weak"}

@@ -52,7 +52,8 @@ class SkippingExperts(torch.nn.Module):
         stored = loaded.packed.layer(layer)
         self.up = [stored.signal.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
-        self.thresholds = threshold_at(stored.thresholds, self.rule.sparsity)
+        assert stored.plain is not None
+        self.thresholds = threshold_at(stored.thresholds if self.rule.weighed else stored.plain, self.rule.sparsity)
         self.products = threshold_at(stored.products, self.rule.product)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -133,8 +134,7 @@ def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> N
 def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -> None:
     loaded = open_model(packed)
     for layer in loaded.model.model.layers:
-        thresholds = layer.mlp.experts.packed.thresholds
-        thresholds[:, 1:] = 1e9
+        layer.mlp.experts.packed.plain[:, 1:] = 1e9
     loaded.control.preset = a_preset("", 0.8, lossless=True)
     assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
 

@@ -107,7 +107,8 @@ def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path) -> None:
             except Exception as error:  # noqa: BLE001
                 escaped.append(f"{'.'.join(path)} = {value!r}: {type(error).__name__}: {error}")
             else:
-                if path not in FREE:
+                # Without its plain tables a pack is one of before.
+                if path not in FREE and not (path[-1] == "plain" and value in (..., False)):
                     accepted.append(f"{'.'.join(path)} = {value!r}")
     assert not escaped, "\n".join(escaped)
     assert not accepted, "\n".join(accepted)

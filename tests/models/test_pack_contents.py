@@ -11,8 +11,9 @@ import pytest
 import torch
 from floe_chat.kernels.codes import dequantize, pack_codes
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
-from floe_chat.models.pack.quantize import quantize
+from floe_chat.models.pack.quantize import by_hqq, quantize
 from floe_chat.models.packing.calibration import quantile_table, threshold_at
 from floe_chat.models.packing.pack import EXACT, PackSpec
 from safetensors.torch import load_file
@@ -207,6 +208,27 @@ def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_check
     assert relative_rms(stored_gate.norm(dim=1).sort().values, norms[0]) <= 0.3
     small, large = (folder / "layer_00.safetensors" for folder in (tmp_path / "p", exact_pack))
     assert small.stat().st_size < 0.6 * large.stat().st_size
+
+
+def test_hqqs_rounding_is_stored_as_hqq_made_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Each neuron of the pack is one of hqq's own, whatever text the pack was calibrated on; and it is noted."""
+    widths = {"up": 2, "gate": 3, "down": 4}
+    manifest = make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(2, 3, 4, dense=8, rounding="hqq"))
+    assert Manifest.read(tmp_path / "p") == manifest and manifest.widths.describe().endswith("8 bits by HQQ")
+    assert '"hqq"' in (tmp_path / "p" / "manifest.json").read_text() and not manifest.widths.short
+    layer = PackedModel.open(tmp_path / "p").layer(1)
+    gate, up, down = Checkpoint(tiny_checkpoint).expert(1, 2)
+    stored_gate, stored_down = layer.rows.layout.read(layer.rows.data[2], torch.float32)
+    stored = {"up": layer.signal.dense(2, torch.float32), "gate": stored_gate, "down": stored_down}
+    order = torch.cdist(stored["up"], by_hqq(up, 2, manifest.widths.group).dense()).argmin(1)
+    assert sorted(order.tolist()) == list(range(len(up)))
+    for (part, bits), matrix in zip(widths.items(), (up, gate, down.T.contiguous()), strict=True):
+        assert torch.equal(stored[part], by_hqq(matrix, bits, manifest.widths.group).dense()[order]), part
+
+
+def test_packs_of_before_are_read_as_rounded_for_a_text(tiny_pack: Path) -> None:
+    assert '"rounding": "calibrated"' not in (tiny_pack / "manifest.json").read_text()
+    assert Manifest.read(tiny_pack).widths.rounding == "calibrated"
 
 
 def linear_names(source: Checkpoint) -> list[str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def cut_at(folder: Path, source: Path, layer: int, expert: int) -> None:
+def cut_at(folder: Path, source: Path, layer: int, expert: int, spec: PackSpec = SPEC) -> None:
     """Pack until it is that expert's turn: when it is read once its layer's signal is known."""
     original = Checkpoint.whole_expert
 
@@ -81,7 +82,7 @@ def cut_at(folder: Path, source: Path, layer: int, expert: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CutError):
         patch.setattr(Checkpoint, "whole_expert", read)
-        packed(source, folder)
+        packed(source, folder, spec)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,7 @@ def test_other_settings_are_refused_and_nothing_is_lost(tmp_path: Path, source: 
     tries: dict[str, Callable[[], Any]] = {
         "up is 3 bit, not 2": lambda: packed(source, folder, PackSpec(up=2, gate=4, down=8, dense=8)),
         "dense is 8 bit, not 4": lambda: packed(source, folder, PackSpec(up=3, gate=4, down=8, dense=4)),
+        "rounding is calibrated, not hqq": lambda: packed(source, folder, replace(SPEC, rounding="hqq")),
         "text": lambda: pack(Checkpoint(source), folder, SPEC, other_text(), "tiny"),
         "weights": lambda: packed(other, folder),
     }
@@ -196,6 +198,14 @@ def test_other_settings_are_refused_and_nothing_is_lost(tmp_path: Path, source: 
         assert contents(folder) | {UNFINISHED: b""} == before
     packed(source, folder)
     assert contents(folder) == whole
+
+
+def test_hqq_continues_with_the_same_bytes(tmp_path: Path, source: Path) -> None:
+    spec = PackSpec(up=2, gate=16, down=16, dense=8, rounding="hqq")
+    cut_at(tmp_path / "p", source, 1, 1, spec)
+    packed(source, tmp_path / "p", spec)
+    packed(source, tmp_path / "q", spec)
+    assert contents(tmp_path / "p") == contents(tmp_path / "q")
 
 
 def test_fresh_starts_over(tmp_path: Path, source: Path) -> None:

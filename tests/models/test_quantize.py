@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
 from floe_chat.kernels.layouts import VectorLayout
-from floe_chat.models.pack.quantize import MOST_BITS, quantize, store
+from floe_chat.models.pack.quantize import MOST_BITS, by_hqq, quantize, store
 
 from ..helpers import relative_rms
 
@@ -29,6 +31,31 @@ def test_no_more_is_lost_than_by_hqq(bits: int, tails: str) -> None:
     )
     theirs = relative_rms(Quantizer.dequantize(codes, meta).view(200, 256), matrix)
     assert relative_rms(quantize(matrix, bits, 64).dense(), matrix) <= (1.01 if bits == MOST_BITS else 0.98) * theirs
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+@pytest.mark.parametrize(("rows", "length", "group"), [(5, 64, 64), (131, 96, 32), (3, 36, 36)])
+@pytest.mark.parametrize("bits", GAUSSIAN)
+def test_what_is_stored_of_hqqs_codes_is_what_hqq_makes_of_them(
+    bits: int, rows: int, length: int, group: int, device: str
+) -> None:
+    """To within float16, which holds its scales and zeros."""
+    from hqq.core.quantize import Quantizer
+
+    matrix = (3 * gaussian(rows, length)).to(device)
+    codes, meta = Quantizer.quantize(
+        matrix, nbits=bits, group_size=group, axis=1, bitpack=False, compute_dtype=torch.float32, device=device
+    )
+    theirs = Quantizer.dequantize(codes, meta).view(rows, length).cpu()
+    layout = VectorLayout(length, bits, group)
+    stored = store(matrix, layout, torch.bfloat16, partial(by_hqq, values=torch.float32))
+    back = layout.read(stored.vectors(layout), torch.bfloat16, torch.float32)
+    assert torch.equal(back, stored.dense())
+    step = meta["scale"].view(rows, -1, 1).abs().cpu() * (meta["zero"].view(rows, -1, 1).abs().cpu() + 2**bits)
+    assert bool(((back - theirs).abs().view(rows, -1, group) <= 2**-10 * step).all())
+    assert relative_rms(back, theirs) <= 1e-3
 
 
 @pytest.mark.parametrize("bits", GAUSSIAN)

@@ -177,6 +177,16 @@ def test_repair_brings_back_the_very_bytes(sound: Path, copy: Path, source: Path
     assert contents(copy) == contents(sound)
 
 
+def test_a_pack_rounded_by_hqq_is_repaired_by_hqq(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "p"
+    make_pack(source, folder, PackSpec(up=2, gate=4, down=4, rounding="hqq"))
+    before, files = contents(folder), ["layer_01.safetensors", "dense.safetensors"]
+    for name in files:
+        spoil(folder / name)
+    assert repair(Checkpoint(source), folder, files, calibration_tokens(), silent_left) == []
+    assert contents(folder) == before
+
+
 def test_repair_reads_only_what_it_needs(copy: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = Checkpoint.tensor
@@ -238,8 +248,13 @@ def by_bits(found: list[Compared]) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("spec", "bits"),
-    [(EXACT, {16}), (PackSpec(), {3, 4, 8, 16}), (PackSpec(up=2, gate=8, down=3, dense=8), {2, 3, 8, 16})],
-    ids=["exact", "default", "mixed"],
+    [
+        (EXACT, {16}),
+        (PackSpec(), {3, 4, 8, 16}),
+        (PackSpec(up=2, gate=8, down=3, dense=8), {2, 3, 8, 16}),
+        (PackSpec(up=2, gate=3, down=4, dense=8, rounding="hqq"), {2, 3, 4, 8, 16}),
+    ],
+    ids=["exact", "default", "mixed", "hqq"],
 )
 def test_every_width_explains_how_far_the_values_are_off(
     tmp_path: Path, source: Path, spec: PackSpec, bits: set[int]
@@ -278,7 +293,10 @@ def test_the_command_finds_repairs_and_compares(source: Path, tmp_path: Path) ->
     text.write_text("A person asked, and the machine answered as well as it could. " * 20)
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    assert "too short" in run_cli("pack", str(source), str(folder), "--text", str(short)).err
+    assert (
+        "too short"
+        in run_cli(*("pack", str(source), str(folder), "--text", str(short), "--rounding", "calibrated")).err
+    )
     assert run_cli("pack", str(source), str(folder), "--text", str(text)).code == 0
     ran = run_cli("verify", str(folder))
     assert ran.code == 0 and "intact" in ran.out

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from ....models.errors import UsageError
+from ...arguments import memory_size
+from ...progress import rounded
+from ...settings.file import read, settings_file
 from ..command_names import SuggestingGroup
+from ..options import PUBLISHED_NAMES
+from ..quality.dials import rule_of, with_dials
 from .models import decode, prefill
 from .options import TIMING, chosen_device, with_options
 from .table import finish, measuring
@@ -128,6 +135,60 @@ def offload(model: str, synthetic: str, cards: tuple[str, ...], tokens: int, ske
             report=report,
         )
     finish(table, as_json=as_json)
+
+
+@bench.command(short_help="Write a small JSON of a chat's speed, to post.")
+@click.argument("model", default="demo", metavar="[MODEL]")
+@click.option(
+    "--preset",
+    "-p",
+    metavar="NAME",
+    help=f"Exact, High, Balanced or Fast, or a published rule: {PUBLISHED_NAMES}.  [default: Balanced]",
+)
+@with_dials()
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="auto, cpu, cuda or cuda:N; sim:NAME simulates a card in virtual time.",
+)
+@click.option("--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]")
+@click.option(
+    "--prompt", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt, in tokens."
+)
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Length of an answer, in tokens.")
+@click.option("--answers", type=click.IntRange(1), default=3, show_default=True, help="Answers, after one to warm up.")
+def share(
+    model: str,
+    preset: str | None,
+    device: str,
+    vram: str | None,
+    prompt: int,
+    tokens: int,
+    answers: int,
+    **by_hand: float | None,
+) -> None:
+    """Write one small JSON of what a chat with MODEL gives on this machine, that you can post.
+
+    It has the machine's parts, the model's sizes, the preset, tokens per second, the time to the first token, the
+    prompt's speed, bytes, hits and versions; medians of the answers. It has no text and no name of yours: a model that
+    was not published is not named. The text that is read is built in, and nothing is sent anywhere.
+
+    Example: floe-chat bench share mixtral --preset Fast > mine.json
+    """
+    rule = rule_of(by_hand)
+    if rule is not None and preset is not None:
+        raise UsageError("A preset and a quality set by hand exclude each other", "", "Leave out one of them.")
+    from ....engine.bench.share import ShareRun, run
+    from ....models.catalog import asset, find
+
+    kept, most = read(settings_file()).settings.advanced, memory_size(vram)
+    plan = ShareRun(find(model), preset, rule, device, most, kept, prompt, tokens, answers)
+    with measuring() as report:
+        found = run(plan, asset("calibration.txt").read_text(encoding="utf-8"), report)
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in rounded(found).items()]
+    click.echo("{\n" + ",\n".join(lines) + "\n}")
 
 
 for command in (decode, prefill):

@@ -18,8 +18,13 @@ import click
 from ....models.errors import UsageError
 from ...progress import rounded
 from ...text.plain_text import printable
+from ..options import PUBLISHED_NAMES
+from ..printing.wrapping import wrapped
+from ..quality.dials import LENIENT, meaning, rule_of, with_dials
+from ..quality.evaluate import LENIENT_WORDS
 
 if TYPE_CHECKING:
+    from ....engine.events import Rule
     from .harness_tasks import Score
 
 _NAME, _VALUE = 26, 15
@@ -31,8 +36,11 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class TaskScores:
-    """The scores, and what they were measured on. `cut` counts, over all presets, the requests that were longer than
-    the window.
+    """The scores, and what they were measured on.
+
+    Attributes:
+        cut: over all presets, the requests that were longer than the window. rule: the quality set by hand; its
+            column is the last one. lenient, kv_bits, notes: see `Evaluation`.
     """
 
     lm_eval: str
@@ -47,6 +55,10 @@ class TaskScores:
     cut: int
     presets: tuple[str, ...]
     figures: tuple[Score, ...]
+    rule: Rule | None
+    lenient: bool
+    kv_bits: int | None
+    notes: tuple[str, ...]
 
 
 @click.command(short_help="Run lm-evaluation-harness tasks, such as arc_easy.")
@@ -60,8 +72,17 @@ class TaskScores:
     "presets",
     multiple=True,
     metavar="NAME",
-    help='Exact, High, Balanced, Fast or "No sparsity"; may be repeated.  [default: Balanced]',
+    help=f'Exact, High, Balanced, Fast, "No sparsity", or a published rule ({PUBLISHED_NAMES}); may be repeated.  '
+    "[default: Balanced, or the quality set by hand]",
 )
+@with_dials()
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["16", "8"]),
+    help="Store keys and values with this many bits, as a chat does, for likelihoods too; slower.  [default: as a "
+    "chat chooses, for answers only]",
+)
+@LENIENT
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N samples of each task.")
 @click.option(
     "--fewshot",
@@ -90,20 +111,32 @@ def harness(
     download: bool,
     device: str,
     as_json: bool,
+    kv_bits: str | None,
+    lenient: bool,
+    **by_hand: float | None,
 ) -> None:
     """Run tasks of EleutherAI's lm-evaluation-harness, such as arc_easy, on a packed MODEL.
 
     It needs the package lm-eval. Data sets are downloaded only with --download, and only once. Code from the hub is
     never run.
 
-    Example: floe-chat harness mixtral --tasks arc_challenge,hellaswag --preset Fast --limit 200 --download
+    \b
+    Examples: floe-chat harness mixtral --tasks arc_challenge,hellaswag --preset Fast --limit 200 --download
+              floe-chat harness demo --tasks mine --tasks-folder TASKS --preset "FloE 80 %" --sparsity 70%
     """
     wanted = [name for name in (part.strip() for part in names.split(",")) if name]
     if not wanted:
         raise UsageError("There is no task to run", "", "Name one: --tasks arc_easy")
     tell = _teller()
     try:
-        found = run(model, wanted, presets, limit, fewshot, tasks_folder, device, tell, chat=chat, download=download)
+        found = run(
+            *(model, wanted, presets, limit, fewshot, tasks_folder, device, tell),
+            chat=chat,
+            download=download,
+            rule=rule_of(by_hand),
+            lenient=lenient,
+            kv_bits=None if kv_bits is None else int(kv_bits),
+        )
     finally:
         tell("")
     if found.cut:
@@ -129,8 +162,11 @@ def run(
     *,
     chat: bool,
     download: bool,
+    rule: Rule | None = None,
+    lenient: bool = False,
+    kv_bits: int | None = None,
 ) -> TaskScores:
-    """Measure a pack on tasks, preset by preset.
+    """Measure a pack on tasks, preset by preset; rule, lenient and kv_bits as for `eval`.
 
     Raises:
         UsageError: a model, preset, task or device that does not exist.
@@ -144,20 +180,23 @@ def run(
     tell("Starting the harness")
     lm_eval = harness_tasks.prepare(download=download)
     from ....engine import quality_presets
-    from ....engine.loader import load
-    from ....engine.quality.evaluate import choose_presets
+    from ....engine.quality.evaluate import opened, presets_of
+    from ....engine.quality.half_resident import half_resident
+    from ....engine.quality.told import Told
     from .harness_model import PackLM, read_tokenizer
 
-    chosen = choose_presets(presets or (quality_presets.DEFAULT,), Manifest.read(pack))
+    manifest, names_or_default = Manifest.read(pack), presets or (() if rule else (quality_presets.DEFAULT,))
+    chosen = presets_of(names_or_default, rule, manifest, lenient=lenient, kv_bits=kv_bits)
     tokenizer, stop_ids = read_tokenizer(pack)
     tell("Reading the tasks")
     tasks = harness_tasks.load(names, folder, fewshot, download=download)
-    loaded, facts = load(pack, None, device, lambda step, _share: tell(step), library=True)
-    lm = PackLM(loaded, tokenizer, stop_ids, tell)
+    loaded, facts = opened(pack, device, kv_bits, Told(tell, tell))
+    lm = PackLM(loaded, tokenizer, stop_ids, tell, kv_bits)
     figures: list[Score] = []
-    for preset in chosen:
-        lm.preset, loaded.control.preset = preset.name, preset
-        figures += harness_tasks.measure(lm, tasks, limit, chat=chat, download=download)
+    for one in chosen:
+        with half_resident(loaded, one) as (lm.loaded, preset):
+            lm.preset, loaded.control.preset = one.name, preset
+            figures += harness_tasks.measure(lm, tasks, limit, chat=chat, download=download)
     return TaskScores(
         lm_eval=lm_eval,
         model=facts.model,
@@ -171,6 +210,10 @@ def run(
         cut=lm.cut,
         presets=tuple(preset.name for preset in chosen),
         figures=tuple(figures),
+        rule=rule,
+        lenient=lenient,
+        kv_bits=kv_bits,
+        notes=quality_presets.notes(chosen, manifest),
     )
 
 
@@ -181,12 +224,16 @@ def table(found: TaskScores) -> str:
         f"floe-chat {version('floe-chat')}, {found.model}, lm-evaluation-harness {found.lm_eval}",
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
         f"  prompts   {how}" + ("" if found.limit is None else f"; the first {found.limit} samples of each task only"),
+        *((f"  keys      and values stored with {found.kv_bits} bits, as in a chat",) if found.kv_bits else ()),
+        *((LENIENT_WORDS,) if found.lenient else ()),
         "",
         f"{'':{_NAME}}" + "".join(f"{preset:>{_VALUE}}" for preset in found.presets),
     ]
     names = list(dict.fromkeys(figure.task for figure in found.figures))
     for name in names:
         lines += _section([figure for figure in found.figures if figure.task == name])
+    lines += [] if found.rule is None else [meaning(found.rule)]
+    lines += [wrapped(note, "", "  ") for note in found.notes]
     return printable("\n".join([*lines, "", *_LEGEND]))
 
 

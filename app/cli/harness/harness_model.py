@@ -24,6 +24,7 @@ from ....engine.decoder.finite_check import first_nonfinite
 from ....engine.events import Sampling
 from ....engine.generate import KVCache, generate
 from ....engine.loader import LoadedModel
+from ....engine.quality.references import pack_logits
 from ....models.errors import FloeError, PackError, UsageError
 
 if TYPE_CHECKING:
@@ -56,13 +57,22 @@ class PackLM(TemplateLM):
 
     Attributes:
         preset: its name, for progress. cut: how many requests were longer than the window and lost their beginning.
+        loaded: the model. kv_bits: of stored keys and values that likelihoods read too, one text at a time; None: they
+            are not stored.
     """
 
-    def __init__(self, loaded: LoadedModel, tokenizer: Any, stop_ids: Sequence[int], told: Told) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        told: Told,
+        kv_bits: int | None = None,
+    ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.preset, self.cut = "", 0
-        self._loaded, self._stop_ids, self._told = loaded, tuple(stop_ids), told
+        self.loaded, self._stop_ids, self._told, self.kv_bits = loaded, tuple(stop_ids), told, kv_bits
 
     @property
     def eot_token_id(self) -> int:
@@ -78,7 +88,7 @@ class PackLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The model's window."""
-        return self._loaded.window
+        return self.loaded.window
 
     @property
     def tokenizer_name(self) -> str:
@@ -132,14 +142,14 @@ class PackLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        self._loaded.control.counting = False
+        self.loaded.control.counting = False
         rows: dict[tuple[int, ...], _Row] = {}
         for index, (_, context, continuation) in enumerate(requests):
             ids = self._fit(context or [self.prefix_token_id], continuation)
             # Requests that read the same are computed once: the choices A, B, C and D of one question are such.
             rows.setdefault(ids, _Row(ids)).requests.append((index, continuation))
         values, greedy, done = [0.0] * len(requests), [True] * len(requests), 0
-        for batch in _batches(rows.values()):
+        for batch in _batches(rows.values()) if self.kv_bits is None else ([row] for row in rows.values()):
             for request, value, same in self._score(batch):
                 values[request] += value
                 greedy[request] = greedy[request] and same
@@ -164,10 +174,11 @@ class PackLM(TemplateLM):
         length = len(batch[0].ids)
         # Padding stands to the right, where nothing that is scored can see it.
         ids = torch.tensor([row.ids + (0,) * (length - len(row.ids)) for row in batch])
-        kv = KVCache() if length > CHUNK else None
+        chunk = CHUNK if self.kv_bits is None else length
+        kv = KVCache() if length > chunk else None
         first = min(row.first() for row in batch)
-        for start in range(0, length, CHUNK):
-            end = min(start + CHUNK, length)
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
             offset = min(max(first, start), end - 1)  # the first position whose logits are asked for
             logits = self._logits(ids[:, start:end], kv, keep=end - offset)
             for row, mine in zip(batch, logits, strict=True):
@@ -182,19 +193,21 @@ class PackLM(TemplateLM):
 
     def _logits(self, ids: Tensor, kv: KVCache | None, keep: int) -> Tensor:
         """ids (B, T) -> logits of the last `keep` positions, (B, keep, V) float32."""
+        if self.kv_bits is not None:
+            return pack_logits(self.loaded, self.loaded.control.preset, ids, keep, self.kv_bits)[None]
         cache: dict[str, Any] = {"use_cache": False} if kv is None else {"past_key_values": kv.cache, "use_cache": True}
 
         def forward() -> Tensor:
             with torch.inference_mode():
-                return self._loaded.model(
-                    input_ids=ids.to(self._loaded.device), logits_to_keep=keep, **cache
+                return self.loaded.model(
+                    input_ids=ids.to(self.loaded.device), logits_to_keep=keep, **cache
                 ).logits.float()
 
         logits = forward()
         if not math.isfinite(float(logits.sum())) and not bool(torch.isfinite(logits).all()):
             raise PackError(
-                f"The packed model at {self._loaded.packed.folder} computes values that are not finite",
-                f"The first come from {first_nonfinite(self._loaded.model, forward)}.",
+                f"The packed model at {self.loaded.packed.folder} computes values that are not finite",
+                f"The first come from {first_nonfinite(self.loaded.model, forward)}.",
                 "Pack the source checkpoint again, or restore a copy.",
             )
         return logits
@@ -223,15 +236,15 @@ class PackLM(TemplateLM):
         prompt = self.tok_encode(context)
         self.cut += len(prompt) > room
         steps = generate(
-            self._loaded.decoder,
+            self.loaded.decoder,
             KVCache(),
             prompt[-room:] or [self.prefix_token_id],
             _sampling(options, seed),
             max_new_tokens=limit,
             stop_ids=self._stop_ids,
             window=self.max_length,
-            control=self._loaded.control,
-            telemetry=self._loaded.telemetry,
+            control=self.loaded.control,
+            telemetry=self.loaded.telemetry,
         )
         tokens: list[int] = []
         for step in steps:

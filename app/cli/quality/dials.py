@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from ....engine.events import Rule
+from ....engine.quality_presets import CUSTOM
+from ...text import units
 from .comparison import Command
 
 DIALS = {
@@ -40,6 +42,13 @@ class Share(click.ParamType[float]):
         return found
 
 
+LENIENT = click.option(
+    "--lenient",
+    is_flag=True,
+    help="Measure the most that leaving out weak rows (F4) can cost: none of them is ever in GPU memory.",
+)
+
+
 def with_dials(*names: str) -> Callable[[Command], Command]:
     """A decorator that adds an option for each of these dials, all of them if none is named."""
 
@@ -56,3 +65,9 @@ def rule_of(given: Mapping[str, float | None]) -> Rule | None:
     """What these options say, None if none is given."""
     found = {name: share for name in DIALS if (share := given.get(name)) is not None}
     return replace(Rule(), **found) if found else None
+
+
+def meaning(rule: Rule) -> str:
+    """What a quality set by hand is."""
+    given = ", ".join(f"{name} {units.share(share)}" for name in DIALS if (share := getattr(rule, name)))
+    return f"{CUSTOM}: {given or 'nothing is skipped'}"

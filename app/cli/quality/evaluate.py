@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ....engine.events import Rule
 from ....engine.quality_presets import CUSTOM
 from ....models.quantities import digits, divergence
 from ... import progress
 from ...progress import rounded
 from ...text import units
 from ...text.plain_text import printable
+from ..options import PUBLISHED_NAMES
+from ..printing.wrapping import wrapped
 from .comparison import TOKENS, comparing, source_of, text_ids, text_name
-from .dials import DIALS, rule_of, with_dials
+from .dials import LENIENT, meaning, rule_of, with_dials
 
 if TYPE_CHECKING:
     from ....engine.quality.divergence import Divergence
@@ -28,7 +29,7 @@ _LOSSES = f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL m
 _HEAD = f"{_LOSSES}{'greedy':>13}{'active':>8}{'bytes':>8}"
 _KV_TITLE = "Keys and values of 8 bits against 16, both of the pack: what a chat loses that stores 8"
 _ITSELF = "  without   the loss of rounding, which --source FOLDER, the 16-bit checkpoint, would show"
-_LENIENT = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
+LENIENT_WORDS = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
 _LEGEND = (
     "perplexity  of the next token; the reference's own is above",
     "KL          how far the pack's next-word probabilities move from the reference's, in nats:",
@@ -50,7 +51,8 @@ _LEGEND = (
     "presets",
     multiple=True,
     metavar="NAME",
-    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the pack can run]',
+    help=f'Measure only this preset, "No sparsity", or a published rule ({PUBLISHED_NAMES}); may be repeated.  '
+    "[default: every preset the pack can run]",
 )
 @click.option(
     "--kv-bits",
@@ -58,11 +60,7 @@ _LEGEND = (
     help="Store keys and values as a chat does, with this many bits; 8 is also compared with 16.  [default: none are "
     "stored]",
 )
-@click.option(
-    "--lenient",
-    is_flag=True,
-    help="Measure the most that leaving out weak rows (F4) can cost: none of them is ever in GPU memory.",
-)
+@LENIENT
 def evaluate(
     model: str,
     source: Path | None,
@@ -85,6 +83,7 @@ def evaluate(
 
     \b
     Examples: floe-chat eval demo --preset Balanced --tokens 1024
+              floe-chat eval demo --preset "FloE 80 %" --preset CORM
               floe-chat eval mixtral --sparsity 70% --product 80%
     """
     from ....engine.quality.evaluate import run
@@ -121,22 +120,17 @@ def table(found: Evaluation, text: str) -> str:
         f"  reference perplexity {digits(first.source_perplexity)}",
         *((_ITSELF,) if found.source is None else ()),
         *((f"  keys      and values stored with {found.kv_bits} bits, as in a chat",) if found.kv_bits else ()),
-        *((_LENIENT,) if found.lenient else ()),
+        *((LENIENT_WORDS,) if found.lenient else ()),
         "",
         _HEAD,
         *map(_row, found.presets),
-        *(_meaning(row.rule) for row in found.presets if row.preset == CUSTOM),
+        *(meaning(row.rule) for row in found.presets if row.preset == CUSTOM),
+        *(wrapped(note, "", "  ") for note in found.notes),
         "",
         *_kv_table(found),
         *(line.format(continued=found.continued) for line in _LEGEND),
     ]
     return printable("\n".join(lines))
-
-
-def _meaning(rule: Rule) -> str:
-    """What a quality set by hand is."""
-    given = ", ".join(f"{name} {units.share(share)}" for name in DIALS if (share := getattr(rule, name)))
-    return f"{CUSTOM}: {given or 'nothing is skipped'}"
 
 
 def _kv_table(found: Evaluation) -> list[str]:

@@ -75,7 +75,7 @@ class ChatPages:
     def _open_setup(self) -> None:
         dialogue, model = self._controller.dialogue, self._controller.model
         personas = self._controller.setting.personas
-        page = SetupScreen(dialogue.name, dialogue.setup, personas, model.presets, model.wanted)
+        page = SetupScreen(dialogue.name, dialogue.setup, personas, model.known, model.wanted)
         self._screen.app.push_screen(page, self._set_up)
 
     def _set_up(self, chosen: tuple[str, ChatSetup] | None) -> None:

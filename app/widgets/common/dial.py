@@ -18,7 +18,7 @@ _LABEL, _VALUE = 26, 7
 
 
 class Dial(Widget, can_focus=True):
-    """A name, a bar and a percentage in one row; with `words`, a switch between two words instead."""
+    """A name, a bar and a percentage in one row; with `words`, a choice of one of them instead."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,minus", f"turn(-{_STEP})", "less, by 5 %", show=False),
@@ -30,7 +30,11 @@ class Dial(Widget, can_focus=True):
     class Turned(Message):
         """The user turned a dial."""
 
-    def __init__(self, name: str, label: str, meaning: str, words: tuple[str, str] | None = None) -> None:
+        def __init__(self, dial: Dial) -> None:
+            super().__init__()
+            self.dial = dial
+
+    def __init__(self, name: str, label: str, meaning: str, words: tuple[str, ...] | None = None) -> None:
         super().__init__(id=name)
         self.meaning = meaning
         self._label = label
@@ -47,9 +51,19 @@ class Dial(Widget, can_focus=True):
         self._value = min(1.0, max(0.0, round(value, 4)))
         self.refresh()
 
+    @property
+    def place(self) -> int:
+        """Which of its words it shows."""
+        return round(self._value * (len(self._words) - 1)) if self._words else 0
+
+    @place.setter
+    def place(self, place: int) -> None:
+        assert self._words is not None
+        self.value = place / (len(self._words) - 1)
+
     def render(self) -> Content:
         if self._words is not None:
-            word = self._words[1 if self._value else 0]
+            word = self._words[self.place]
             return Content.assemble((f"{self._label:<{_LABEL}}", MUTED), ("◂ ", MUTED), word, (" ▸", MUTED))
         room = max(1, self.content_size.width - _LABEL - _VALUE)
         filled = round(self._value * room)
@@ -63,13 +77,18 @@ class Dial(Widget, can_focus=True):
     def action_turn(self, step: float) -> None:
         """Turn it by `step`."""
         before = self._value
-        self.value = (1.0 if step > 0 else 0.0) if self._words is not None else before + step
+        if self._words is not None:
+            self.place += 1 if step > 0 else -1
+        else:
+            self.value = before + step
         if self._value != before:
-            self.post_message(self.Turned())
+            self.post_message(self.Turned(self))
 
     def on_click(self, event: events.Click) -> None:
         if self._words is not None:
-            self.action_turn(-1.0 if self._value else 1.0)
+            last = len(self._words) - 1
+            self.place = 0 if self.place == last else self.place + 1
+            self.post_message(self.Turned(self))
             return
         at = event.get_content_offset(self)
         room = max(1, self.content_size.width - _LABEL - _VALUE)

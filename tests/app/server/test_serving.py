@@ -109,6 +109,7 @@ def test_quality_is_per_request(demo: Served) -> None:
 
     assert preset() == "Balanced"
     assert preset(preset="high") == "High"
+    assert preset(preset="floe80") == "FloE 80 %"
     assert preset(rule={"sparsity": 0.5}) == "Custom"
     assert preset() == "Balanced"
 
@@ -172,6 +173,7 @@ def test_another_model_is_not_here(demo: Served) -> None:
     assert [model.id for model in demo.client().models.list()] == ["demo"]
     described = httpx2.get(f"{demo.url}/models/demo").json()
     assert described["context_length"] == 1024 and described["floe"]["presets"]
+    assert "FloE 80 %" in described["floe"]["published"]
     assert httpx2.get(f"{demo.url}/models/other").status_code == 404
 
 
