@@ -1,0 +1,197 @@
+"""`floe-chat paper`: the papers' tables and figures, made on this machine beside the printed ones; or their list."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...engine.paper.papers import Entry, Grid, entries, entry
+from .. import progress
+from ..progress import rounded
+from ..text.plain_text import printable
+from .printing.scatter_plot import scatter
+from .printing.wrapping import wrapped
+from .quality.comparison import check_source, text_ids, text_name
+
+if TYPE_CHECKING:
+    from ...engine.paper.papers import Made
+
+TOKENS = 1024
+_PLOT = (72, 14)
+_BAR = 50
+_MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_SHADES = " .:-=+*#%@"
+_CELL = 9
+
+
+@click.command(short_help="Make the papers' tables and figures on your own model.")
+@click.argument("table", required=False, metavar="[TABLE]")
+@click.argument("model", default="demo", metavar="[MODEL]")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="The 16-bit checkpoint that was packed.  [default: the pack's own weights stand for it]",
+)
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The text to read, in UTF-8.  [default: as for eval]",
+)
+@click.option(
+    "--tokens", type=click.IntRange(12), default=TOKENS, show_default=True, help="How many tokens of the text to read."
+)
+@click.option("--card", default="", metavar="NAME", help="The card to simulate, where one is.  [default: the paper's]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def paper(
+    table: str | None,
+    model: str,
+    source: Path | None,
+    text_file: Path | None,
+    tokens: int,
+    card: str,
+    as_json: bool,
+) -> None:
+    """Make TABLE, such as floe-t8, on MODEL, with the paper's printed figures below; without TABLE, list them all.
+
+    Nothing is downloaded. Times of cards are simulated, and the page says where.
+
+    \b
+    Examples: floe-chat paper
+              floe-chat paper floe-t8 mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
+    """
+    if table is None:
+        fields = [asdict(one) for one in entries().values()]
+        click.echo(json.dumps(rounded(fields)) if as_json else listed(entries().values()))
+        return
+    wanted = entry(table)
+    if source is not None:
+        check_source(source)
+    from ...engine.paper.study import Study
+    from ...engine.paper.tables import make
+    from ...engine.quality.told import Told
+    from ...models.catalog import find
+
+    pack = find(model)
+    called = Path(text_name(pack, text_file)).name
+    told = Told(progress.step, progress.note)
+    try:
+        made = make(wanted.id, Study(pack, model, source, text_ids(pack, text_file), called, tokens, card, told))
+    finally:
+        progress.clear()
+    if as_json:
+        click.echo(json.dumps(rounded({"version": version("floe-chat"), **asdict(wanted), "made": asdict(made)})))
+        return
+    click.echo(page(wanted, made))
+
+
+def listed(all_of_them: Iterable[Entry]) -> str:
+    """One line each, by paper."""
+    lines = ["floe-chat paper TABLE [MODEL] makes one of these on your model, beside the printed figures."]
+    for name, own in itertools.groupby(all_of_them, lambda one: one.paper):
+        lines += ["", name]
+        for one in own:
+            lines.append(f"  {one.id:<16}{'' if not one.why_not else 'not made: '}{one.shows}")
+            if one.why_not:
+                lines.append(wrapped(one.why_not, " " * 18, " " * 18))
+    return printable("\n".join(lines))
+
+
+def page(wanted: Entry, made: Made) -> str:
+    """One of them for people: figures made here, printed figures of the same columns below them, and a plot."""
+    head = f"floe-chat {version('floe-chat')}, {wanted.called}: {wanted.shows}"
+    differs = wrapped(f"{made.here}. The paper: {wanted.setup}.", "  here      ", " " * 12)
+    blocks = [[head, differs]]
+    left = list(wanted.printed)
+    for grid in made.grids:
+        blocks.append(_grid(grid))
+        same = [one for one in left if one.columns == grid.columns and one.title.startswith(grid.title)]
+        left = [one for one in left if one not in same]
+        blocks += [_grid(one, "printed: ") for one in same]
+    blocks += [_grid(one, "printed: ") for one in left]
+    if wanted.says:
+        blocks.append([wrapped(wanted.says, "In the paper: ", " " * 14)])
+    blocks += [plot(made)] if made.plot or made.grids else []
+    blocks += [_heat(made.heat)] if made.heat else []
+    blocks.append([wrapped(note) for note in made.notes])
+    return printable("\n".join("\n".join([*block, ""]) for block in blocks if block).rstrip())
+
+
+def _grid(grid: Grid, words: str = "") -> list[str]:
+    name = max(len(row) for row in (*grid.rows, f"{words}{grid.title}")) + 2
+    width = [max(_CELL, len(column) + 2) for column in grid.columns]
+    head = f"{f'{words}{grid.title}':<{name}}" + "".join(f"{c:>{w}}" for c, w in zip(grid.columns, width, strict=True))
+    rows = [
+        f"{f'  {row}':<{name}}" + "".join(f"{_cell(cell):>{w}}" for cell, w in zip(cells, width, strict=True))
+        for row, cells in grid.rows.items()
+    ]
+    return [head, *rows]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.4g}"
+
+
+def plot(made: Made) -> list[str]:
+    """The series as points; the rows of the first grid where there are none; bars where its columns are no numbers."""
+    series, axes = made.plot, made.axes
+    if not series:
+        grid = made.grids[0]
+        numbers = [_number(column) for column in grid.columns]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers) or len(known) == 1:
+            return _bars(grid)
+        series = {
+            name: [(x, y) for x, y in zip(known, row, strict=True) if y is not None] for name, row in grid.rows.items()
+        }
+        axes = ("", grid.title)
+    return _points(series, axes)
+
+
+def _number(column: str) -> float | None:
+    try:
+        return float(column.removeprefix("INT").removeprefix("<").removesuffix("%"))
+    except ValueError:
+        return None
+
+
+def _points(series: Mapping[str, Sequence[tuple[float, float]]], axes: tuple[str, str]) -> list[str]:
+    marks = dict(zip(series, itertools.cycle(_MARKS), strict=False))
+    points = [(x, y, marks[name]) for name, own in series.items() for x, y in own if y > 0]
+    if not points:
+        return []
+    return [
+        *scatter(points, *_PLOT, *axes),
+        wrapped("   ".join(f"{mark} {name}" for name, mark in marks.items()), "  ", "  "),
+    ]
+
+
+def _bars(grid: Grid) -> list[str]:
+    """The first column of each row."""
+    values = {name: row[0] or 0.0 for name, row in grid.rows.items()}
+    most, width = max((*values.values(), 1e-12)), max(map(len, values))
+    return [
+        grid.columns[0],
+        *(
+            f"  {name:<{width}} {'#' * round(_BAR * max(0.0, value) / most)} {_cell(value)}"
+            for name, value in values.items()
+        ),
+    ]
+
+
+def _heat(rows: Mapping[str, Sequence[float]]) -> list[str]:
+    width = max(map(len, rows))
+    last = len(_SHADES) - 1
+    return [
+        f"{name:<{width}} {''.join(_SHADES[round(last * min(1.0, max(0.0, share)))] for share in row)}"
+        for name, row in rows.items()
+    ]
