@@ -29,6 +29,7 @@ _BAR = 50
 _MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SHADES = " .:-=+*#%@"
 _CELL = 9
+_WIDE = 30  # largest figure over the smallest, from which on an axis is logarithmic
 
 
 @click.command(short_help="Make the papers' tables and figures on your own model.")
@@ -166,11 +167,14 @@ def _number(column: str) -> float | None:
 
 def _points(series: Mapping[str, Sequence[tuple[float, float]]], axes: tuple[str, str]) -> list[str]:
     marks = dict(zip(series, itertools.cycle(_MARKS), strict=False))
-    points = [(x, y, marks[name]) for name, own in series.items() for x, y in own if y > 0]
-    if not points:
+    points = [(x, y, marks[name]) for name, own in series.items() for x, y in own if y >= 0]
+    above = [y for _, y, _ in points if y > 0]
+    if not above:
         return []
+    if log := max(above) > _WIDE * min(above):
+        points = [point for point in points if point[1] > 0]
     return [
-        *scatter(points, *_PLOT, *axes),
+        *scatter(points, *_PLOT, *axes, log=log),
         wrapped("   ".join(f"{mark} {name}" for name, mark in marks.items()), "  ", "  "),
     ]
 

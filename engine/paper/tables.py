@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from . import quality
+from . import activations, predictors, quality
 from .papers import Made
 from .study import Study
 
-MAKERS = {**quality.MAKERS}
+MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS}
 
 
 def make(name: str, study: Study) -> Made:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from floe_chat.engine.paper import predictors
 from floe_chat.engine.paper.papers import Grid, Made, entries, entry
 from floe_chat.engine.paper.study import Study
 from floe_chat.engine.paper.tables import MAKERS, make
@@ -16,11 +17,14 @@ from floe_chat.engine.quality.candidates import Candidate, compute
 from floe_chat.engine.quality.pack_source import PackSource
 from floe_chat.engine.quality.references import NO_SPARSITY, pack_logits
 from floe_chat.engine.quality.told import Told
+from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.types import Calls
 from floe_chat.models.errors import UsageError
+from floe_chat.models.packing.calibration import threshold_at
 
 from ..helpers import relative_rms
 
-TOKENS = 512
+TOKENS, LAYERS, EXPERTS, TOP_K = 512, 2, 4, 2
 NEEDS_SOURCE = {"dualsparse-t1"}
 
 
@@ -97,6 +101,91 @@ def loses_with_corm(made: Made) -> None:
     assert (rows["4 bits"][0] or 0) < (rows["CORM, 55 % left out"][0] or 0)
 
 
+def shares_of_a_normal(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert all(rising(row) and (row[0] or 0) >= 0 and (row[-1] or 0) <= 100 for row in rows.values())
+    assert rows["a normal distribution"] == pytest.approx((7.97, 19.7, 38.3, 68.3, 95.4), abs=0.1)
+    assert [sum(share for _, share in series) <= 1.001 for series in made.plot.values()] == 3 * [True]
+
+
+def peaks_after_silu(made: Made) -> None:
+    for before, deviation, _after, narrower, _close in made.grids[0].rows.values():
+        assert abs(before or 0) < 1 and 0 < (narrower or 0) < (deviation or 0)
+
+
+def shares_by_threshold(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert len(rows) >= LAYERS and all(rising(row) for row in rows.values())
+    assert all(0 <= (share or 0) <= 100 for row in rows.values() for share in row)
+
+
+def fewer_by_theta(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert list(rows) == ["layer 1", "layer 2", "all layers"]
+    assert all(rising(tuple(-(share or 0) for share in row)) and (row[0] or 0) > 50 for row in rows.values())
+
+
+def popularity(made: Made) -> None:
+    mean, _, low, high, least = made.grids[0].rows["tiny"]
+    assert 0 <= (least or 0) <= (low or 0) <= (high or 0) <= 1 and 0 < (mean or 0) < 1
+    assert all((best or 0) >= (chance or 0) >= (worst or 0) for best, chance, worst in made.grids[1].rows.values())
+    assert max(share for row in made.heat.values() for share in row) == 1 and len(made.heat) == LAYERS
+
+
+def a_map(made: Made) -> None:
+    assert len(made.heat) == EXPERTS and all(rising(row) for row in made.grids[0].rows.values())
+    assert all((row[1] or 0) > 25 for row in made.grids[0].rows.values()), "the most used give more than others"
+
+
+def shares_add_up(made: Made) -> None:
+    for row in made.grids[0].rows.values():
+        assert sum(share or 0 for share in row) == pytest.approx(100, abs=0.1)
+    assert sum(row[0] or 0 for row in made.grids[1].rows.values()) == pytest.approx(100, abs=0.01)
+
+
+def drops_to_the_mean(made: Made) -> None:
+    assert all(rising(row) and 0 < (row[-1] or 0) <= 75 for row in made.grids[0].rows.values())
+
+
+def signs(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rows["sum of |gate|"][:2] == (0, 0) == rows["sum of |gate · up|"][:2]
+    assert all(0 < (share or 0) < 100 for share in rows["sum of gate · up"][:2])
+
+
+def falls_by_rank(made: Made) -> None:
+    for row in made.grids[0].rows.values():
+        assert rising(tuple(-(score or 0) for score in row)) and sum(score or 0 for score in row) == pytest.approx(1)
+
+
+def chances_by_rank(made: Made) -> None:
+    for row in made.grids[0].rows.values():
+        assert sum(share or 0 for share in row) == pytest.approx(100 * TOP_K), "some are used, whatever their rank"
+
+
+def predictions(made: Made) -> None:
+    cosine, experts, recall, precision, cost = made.grids
+    assert cosine.columns == ("raw", "gate", "alone", "partial") and list(cosine.rows) == ["to layer 2", "mean"]
+    assert all(
+        0 <= (share or 0) <= 1 for grid in (experts, recall, precision) for row in grid.rows.values() for share in row
+    )
+    named = dict(zip(experts.columns, experts.rows["mean"], strict=True))
+    assert (named["learned, K + 1"] or 0) >= (named["learned"] or 0)
+    assert all((row[0] or 0) > 0 for row in cost.rows.values()) and (cost.rows["learned"][1] or 0) > 0
+    assert "learned" in made.notes[0]
+
+
+def predicted_shares(made: Made) -> None:
+    assert all(0 <= (share or 0) <= 100 for row in made.grids[0].rows.values() for share in row)
+    assert sum(share or 0 for share in made.grids[0].rows["mean"]) > 0
+
+
+def predicted_scores(made: Made) -> None:
+    errors, named = made.grids
+    assert all(0 < (error or 0) < 1 for error in errors.rows["mean"])
+    assert all(0 < (share or 0) <= 1 for share in named.rows["mean"])
+
+
 CHECKS: dict[str, Callable[[Made], None]] = {
     **dict.fromkeys(("floe-t5", "floe-t6", "floe-t7", "floe-t8", "floe-f3", "floe-f9"), loses_more),
     **dict.fromkeys(("floe-t3", "floe-f10"), more_bits_are_better),
@@ -106,6 +195,21 @@ CHECKS: dict[str, Callable[[Made], None]] = {
     "dualsparse-t2": drops_as_many,
     "dualsparse-f7": drops_more,
     "importance-t3": replaces_more,
+    "floe-f2": shares_of_a_normal,
+    "floe-f11": peaks_after_silu,
+    "fiddler-t2": shares_by_threshold,
+    "fiddler-f4": popularity,
+    "corm-f2": fewer_by_theta,
+    "dualsparse-f1": a_map,
+    "dualsparse-f6": shares_add_up,
+    "dualsparse-f12": drops_to_the_mean,
+    "dualsparse-f13": signs,
+    "importance-f4": falls_by_rank,
+    "importance-f11": chances_by_rank,
+    "floe-f4": predictions,
+    "corm-f5": predicted_shares,
+    "importance-f10": predicted_scores,
+    "importance-f18": predicted_shares,
 }
 
 
@@ -129,6 +233,27 @@ def test_every_entry_is_made_or_says_why_not() -> None:
 def test_a_table_that_needs_the_source_says_so(study: Study) -> None:
     with pytest.raises(UsageError, match="--source"):
         make("dualsparse-t1", study)
+
+
+def test_neurons_are_counted_as_the_kernels_find_them(study: Study) -> None:
+    generator = torch.Generator().manual_seed(3)
+    true, guess = torch.randn(2, 30, 64, generator=generator)
+    chosen, named = (torch.rand(30, EXPERTS, generator=generator).topk(TOP_K).indices for _ in range(2))
+    layer = study.loaded.packed.layer(1)
+    limits = threshold_at(layer.thresholds, 0.6)
+
+    def found(hidden: torch.Tensor, experts: torch.Tensor) -> set[tuple[int, int, int]]:
+        tokens, flat = torch.arange(30).repeat_interleave(TOP_K), experts.flatten()
+        active = kernels.signal_gemv(hidden, layer.signal, Calls(tokens, flat, torch.ones(len(flat))), limits[flat])
+        calls = torch.arange(len(flat)).repeat_interleave(active.offsets.diff())
+        return set(zip(tokens[calls].tolist(), flat[calls].tolist(), active.neurons.tolist(), strict=True))
+
+    wanted, predicted = found(true, chosen), found(guess, named)
+    then = predictors.Seen(true, true, true, chosen, chosen)
+    recall, precision = predictors.neurons(study.loaded.packed, 1, then, guess, named, 0.6)
+    assert (recall, precision) == pytest.approx(
+        (len(wanted & predicted) / len(wanted), len(wanted & predicted) / len(predicted)), abs=2e-3
+    )
 
 
 def test_a_pack_in_its_sources_place_gives_its_own_logits(study: Study) -> None:
