@@ -52,6 +52,14 @@ _WIDE = 30  # largest figure over the smallest, from which on an axis is logarit
     "--tokens", type=click.IntRange(12), default=TOKENS, show_default=True, help="How many tokens of the text to read."
 )
 @click.option("--card", default="", metavar="NAME", help="The card to simulate, where one is.  [default: the paper's]")
+@click.option(
+    "--synthetic",
+    default="mixtral-8x7b",
+    show_default=True,
+    metavar="NAME",
+    help="At whose width kernels, links and cards are measured: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or "
+    "deepseek-v2-lite.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paper(
     table: str | None,
@@ -60,6 +68,7 @@ def paper(
     text_file: Path | None,
     tokens: int,
     card: str,
+    synthetic: str,
     as_json: bool,
 ) -> None:
     """Make TABLE, such as floe-t8, on MODEL, with the paper's printed figures below; without TABLE, list them all.
@@ -85,8 +94,9 @@ def paper(
     pack = find(model)
     called = Path(text_name(pack, text_file)).name
     told = Told(progress.step, progress.note)
+    ids = text_ids(pack, text_file)
     try:
-        made = make(wanted.id, Study(pack, model, source, text_ids(pack, text_file), called, tokens, card, told))
+        made = make(wanted.id, Study(pack, model, source, ids, called, tokens, card, synthetic, told))
     finally:
         progress.clear()
     if as_json:

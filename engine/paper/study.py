@@ -16,6 +16,7 @@ from ...models.errors import UsageError
 from ...models.packing import calibration
 from ...models.transformers_import import import_model_code
 from ..loader import LoadedModel, load
+from ..machine.random_weights import Shapes
 from ..quality.candidates import Candidate
 from ..quality.frontier import Measure, Point
 from ..quality.pack_source import PackSource
@@ -34,6 +35,8 @@ class Study:
     Attributes:
         name: of the pack. source: its 16-bit checkpoint; None: the pack stands for it. ids: the text by the pack's
             tokenizer; called: its name. tokens: to read of it. card: a virtual card's name, "" for the paper's own.
+        synthetic: the model at whose width kernels, links and cards are measured; shapes: of its kernels, if they
+            are others.
     """
 
     pack: Path
@@ -43,7 +46,9 @@ class Study:
     called: str
     tokens: int
     card: str
+    synthetic: str
     told: Told
+    shapes: Shapes | None = None
 
     @cached_property
     def loaded(self) -> LoadedModel:

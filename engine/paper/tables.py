@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from . import activations, predictors, quality
+from . import activations, predictors, quality, speeds
 from .papers import Made
 from .study import Study
 
-MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS}
+MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS, **speeds.MAKERS}
 
 
 def make(name: str, study: Study) -> Made:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.paper import predictors
 from floe_chat.engine.paper.papers import Grid, Made, entries, entry
 from floe_chat.engine.paper.study import Study
@@ -30,7 +31,8 @@ NEEDS_SOURCE = {"dualsparse-t1"}
 
 def study_of(pack: Path, source: Path | None = None) -> Study:
     ids = torch.randint(3, 250, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    return Study(pack, "tiny", source, ids, "random", TOKENS, "", Told(lambda _step: None, lambda _note: None))
+    told = Told(lambda _step: None, lambda _note: None)
+    return Study(pack, "tiny", source, ids, "random", TOKENS, "", "mixtral-8x7b", told, Shapes(128, 96, 64))
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +188,41 @@ def predicted_scores(made: Made) -> None:
     assert all(0 < (share or 0) <= 1 for share in named.rows["mean"])
 
 
+def faster_by_share(made: Made) -> None:
+    times, gains = made.grids
+    assert all((cell or 0) > 0 for row in times.rows.values() for cell in row)
+    assert [row[0] for row in gains.rows.values()] == [1, 1] and len(times.rows) == 2
+
+
+def times(made: Made) -> None:
+    assert all((cell or 0) > 0 for grid in made.grids for row in grid.rows.values() for cell in row[:1])
+
+
+def both_ways(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rising(rows["loading"]) and rows["loading"][-1] == rows["the whole expert"][0]
+    assert rows["both, one after the other"][3] == pytest.approx((rows["packing"][3] or 0) + (rows["loading"][3] or 0))
+
+
+def by_tokens(made: Made) -> None:
+    times(made)
+    cards = [grid for grid in made.grids if "measured" not in grid.title]
+    assert cards and all(rising(row) for grid in cards for row in grid.rows.values())
+
+
+def bandwidth(made: Made) -> None:
+    for grid in made.grids:
+        etp, soft, gain = grid.rows.values()
+        assert all((cell or 0) > 0 for row in (etp, soft) for cell in row)
+        assert gain[0] == pytest.approx(100 * ((soft[0] or 0) / (etp[0] or 1) - 1))
+
+
+def dropping_spares_work(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rows["no drop"][0] == 1 and rows["no drop"][2] == 0
+    assert all(0 < (row[2] or 0) < 100 and (row[1] or 0) > 0 for name, row in rows.items() if name != "no drop")
+
+
 CHECKS: dict[str, Callable[[Made], None]] = {
     **dict.fromkeys(("floe-t5", "floe-t6", "floe-t7", "floe-t8", "floe-f3", "floe-f9"), loses_more),
     **dict.fromkeys(("floe-t3", "floe-f10"), more_bits_are_better),
@@ -210,6 +247,14 @@ CHECKS: dict[str, Callable[[Made], None]] = {
     "corm-f5": predicted_shares,
     "importance-f10": predicted_scores,
     "importance-f18": predicted_shares,
+    "floe-t1": faster_by_share,
+    "floe-f7": times,
+    "corm-f9": both_ways,
+    "fiddler-f3": by_tokens,
+    "importance-f6": times,
+    "importance-f8": by_tokens,
+    "dualsparse-f9": bandwidth,
+    "dualsparse-f10": dropping_spares_work,
 }
 
 
