@@ -54,11 +54,10 @@ _WIDE = 30  # largest figure over the smallest, from which on an axis is logarit
 @click.option("--card", default="", metavar="NAME", help="The card to simulate, where one is.  [default: the paper's]")
 @click.option(
     "--synthetic",
-    default="mixtral-8x7b",
-    show_default=True,
+    default="",
     metavar="NAME",
     help="At whose width kernels, links and cards are measured: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or "
-    "deepseek-v2-lite.",
+    "deepseek-v2-lite.  [default: the paper's]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paper(
@@ -190,15 +189,15 @@ def _points(series: Mapping[str, Sequence[tuple[float, float]]], axes: tuple[str
 
 
 def _bars(grid: Grid) -> list[str]:
-    """The first column of each row."""
-    values = {name: row[0] or 0.0 for name, row in grid.rows.items()}
+    """The first column of each row; of a single row all columns, where they have one unit, which is the title."""
+    head, values = grid.columns[0], {name: row[0] or 0.0 for name, row in grid.rows.items()}
+    if grid.title and len(grid.rows) == 1:
+        (row,) = grid.rows.values()
+        head, values = grid.title, {name: cell or 0.0 for name, cell in zip(grid.columns, row, strict=True)}
     most, width = max((*values.values(), 1e-12)), max(map(len, values))
     return [
-        grid.columns[0],
-        *(
-            f"  {name:<{width}} {'#' * round(_BAR * max(0.0, value) / most)} {_cell(value)}"
-            for name, value in values.items()
-        ),
+        head,
+        *(f"  {name:<{width}} {'#' * round(_BAR * max(0.0, one) / most)} {_cell(one)}" for name, one in values.items()),
     ]
 
 

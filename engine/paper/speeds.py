@@ -32,7 +32,11 @@ _EXPERT_LAUNCHES = 3
 
 def shapes(study: Study) -> Shapes:
     """The widths at which kernels are measured."""
-    return study.shapes or shapes_of(study.synthetic)
+    return study.shapes or shapes_of(_wide(study))
+
+
+def _wide(study: Study) -> str:
+    return study.synthetic or "mixtral-8x7b"
 
 
 def _cards(study: Study, *papers: str) -> list[Card]:
@@ -93,7 +97,7 @@ def floe_t1(study: Study) -> Made:
     grid = Grid("ms of one expert", tuple(f"{sparsity:.0%}" for sparsity in SPARSITIES), rows)
     speedup = {name: tuple((row[0] or 0.0) / (cell or 1.0) for cell in row) for name, row in rows.items()}
     gains = Grid("times as fast as with nothing left out", grid.columns, speedup)
-    return Made(f"random weights of {study.synthetic}'s width on {where}", (grid, gains), notes=timer.notes())
+    return Made(f"random weights of {_wide(study)}'s width on {where}", (grid, gains), notes=timer.notes())
 
 
 def floe_f7(study: Study) -> Made:
@@ -115,7 +119,7 @@ def floe_f7(study: Study) -> Made:
     }
     grid = Grid("", ("ms", "GB/s", "% of the floor", "times torch's own"), cells)
     way = f"to {torch.cuda.get_device_name()}" if gpu else f"packing alone on {cpu()}, since there is no CUDA device"
-    return Made(f"random rows of {study.synthetic}'s width, {way}", (grid,), notes=timer.notes())
+    return Made(f"random rows of {_wide(study)}'s width, {way}", (grid,), notes=timer.notes())
 
 
 def corm_f9(study: Study) -> Made:
@@ -151,7 +155,7 @@ def corm_f9(study: Study) -> Made:
     grid = Grid(f"ms, {bits}-bit rows", tuple(f"{share:.0%}" for share in shares), cells)
     how = f"packing measured on {cpu()}, loading simulated by the figures of {card.title}"
     note = "floe-chat packs one chunk while the one before is copied, so that the longer of the two counts, not both."
-    return Made(f"random rows of {study.synthetic}'s width; {how}", (grid,), notes=(note, *timer.notes()))
+    return Made(f"random rows of {_wide(study)}'s width; {how}", (grid,), notes=(note, *timer.notes()))
 
 
 def _measured_cpu(study: Study, wide: Shapes, up: int, other: int, tokens: Sequence[int], timer: _Timer) -> Cells:
@@ -196,7 +200,7 @@ def fiddler_f3(study: Study) -> Made:
         name: list(zip(map(float, TOKENS), map(float, filter(None, row)), strict=True))
         for name, row in {**grids[0].rows, "this CPU": mine}.items()
     }
-    here = f"an expert of {study.synthetic} in 16 bits; the cards are simulated by their published figures"
+    here = f"an expert of {_wide(study)} in 16 bits; the cards are simulated by their published figures"
     return Made(here, tuple(grids), plot, ("tokens", "ms"), notes=timer.notes())
 
 

@@ -35,8 +35,8 @@ class Study:
     Attributes:
         name: of the pack. source: its 16-bit checkpoint; None: the pack stands for it. ids: the text by the pack's
             tokenizer; called: its name. tokens: to read of it. card: a virtual card's name, "" for the paper's own.
-        synthetic: the model at whose width kernels, links and cards are measured; shapes: of its kernels, if they
-            are others.
+        synthetic: the model at whose width kernels, links and cards are measured, "" for the paper's own.
+        shapes: of kernels, where they are no model's.
     """
 
     pack: Path

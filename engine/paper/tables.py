@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from . import activations, predictors, quality, speeds
+from . import activations, cards, predictors, quality, speeds
 from .papers import Made
 from .study import Study
 
-MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS, **speeds.MAKERS}
+MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS, **speeds.MAKERS, **cards.MAKERS}
 
 
 def make(name: str, study: Study) -> Made:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.paper import predictors
+from floe_chat.engine.paper.cards import STEPS
 from floe_chat.engine.paper.papers import Grid, Made, entries, entry
 from floe_chat.engine.paper.study import Study
 from floe_chat.engine.paper.tables import MAKERS, make
@@ -32,7 +33,7 @@ NEEDS_SOURCE = {"dualsparse-t1"}
 def study_of(pack: Path, source: Path | None = None) -> Study:
     ids = torch.randint(3, 250, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     told = Told(lambda _step: None, lambda _note: None)
-    return Study(pack, "tiny", source, ids, "random", TOKENS, "", "mixtral-8x7b", told, Shapes(128, 96, 64))
+    return Study(pack, "tiny", source, ids, "random", TOKENS, "", "", told, Shapes(128, 96, 64))
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,96 @@ def dropping_spares_work(made: Made) -> None:
     assert all(0 < (row[2] or 0) < 100 and (row[1] or 0) > 0 for name, row in rows.items() if name != "no drop")
 
 
+def speeds_by_length(made: Made) -> None:
+    rows = titled(made, "tokens/s").rows
+    assert len(rows) == 8 and all((speed or 0) > 0 for row in rows.values() for speed in row[1:])
+    short, long = rows["16 in, 64 out"], rows["16 in, 256 out"]
+    assert all((b or 0) > (a or 0) for a, b in zip(short, long, strict=True) if a), "prompts weigh less"
+    gains = titled(made, "times as fast, average").rows["floe-chat, Balanced"]
+    assert (gains[0] or 0) > (gains[1] or 0) > (gains[3] or 0)
+
+
+def speeds_by_memory(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rising(rows["mixtral-offloading"]) and rising(rows["Fiddler"]) and len(set(rows["Mixtral-GPU"])) == 1
+    assert (rows["floe-chat, Balanced"][-1] or 0) > (rows["floe-chat, Balanced"][0] or 0)
+
+
+def pairs_of_lengths(made: Made) -> None:
+    gains, *each = made.grids
+    assert all((gain or 0) > 1 for row in gains.rows.values() for gain in row) and len(gains.rows) == len(each) == 2
+    assert all(len(grid.rows) == 24 for grid in each)
+
+
+def longer_answers_gain_more(made: Made) -> None:
+    over, means = made.grids
+    assert rising(over.rows["over offloading, prompt 64"])
+    assert all((mean or 0) > 1 for row in means.rows.values() for mean in row)
+
+
+def each_part_helps(made: Made) -> None:
+    (row,) = made.grids[0].rows.values()
+    assert row[0] == 1 and (row[1] or 0) > 1 and (row[3] or 0) > (row[1] or 0)
+
+
+def less_is_slower_and_better(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert (rows["quantization"][0] or 0) < (rows["CORM"][0] or 0) < (rows["offloading"][0] or 0)
+    assert (rows["quantization"][1] or 0) > (rows["offloading"][1] or 0) < (rows["CORM"][1] or 0)
+
+
+def times_add_up(made: Made) -> None:
+    for token, loading, computing, overlap in made.grids[0].rows.values():
+        assert (loading or 0) + (computing or 0) - (overlap or 0) == pytest.approx(token, rel=0.02)
+
+
+def a_share_of_the_token(made: Made) -> None:
+    ((token, predictor, share),) = made.grids[0].rows.values()
+    assert share == pytest.approx(100 * (predictor or 0) / (token or 1)) and 0 < (share or 0) < 50
+
+
+def engines_of_both_settings(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rows["DeepSpeed, on demand"] == tuple(max(column) for column in zip(*rows.values(), strict=True))  # pyright: ignore[reportArgumentType]
+    assert all((time or 0) > 0 for row in rows.values() for time in row)
+
+
+def shares_found(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert all(0 <= (share or 0) <= 100 for row in rows.values() for share in row)
+    assert (rows["importance-driven"][0] or 0) > (rows["static, the most popular"][0] or 0)
+
+
+def prompts_stream(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert (rows["floe-chat, Balanced"][0] or 0) < (rows["layer by layer"][0] or 0)
+
+
+def substitution_spares_low_scores(made: Made) -> None:
+    for grid in made.grids:
+        assert 0 < (grid.rows["+ER"][1] or 0) < (grid.rows["+CE"][1] or 0)
+        assert all((count or 0) > 0 for row in grid.rows.values() for count in row)
+
+
+def steps_gain(made: Made) -> None:
+    times, hits = (grid.rows for grid in made.grids)
+    assert list(times) == list(STEPS) == list(hits)
+    for setting in range(2):
+        assert (times["+BA"][setting] or 0) < (times["+CE"][setting] or 0)
+        assert (hits["+ER"][setting] or 0) > (hits["+CE"][setting] or 0)
+
+
+def prefetching_keeps_the_link_busy(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert all((rows["+Pre, link"][at] or 0) >= (rows["+ER, link"][at] or 0) > 0 for at in range(2))
+
+
+def the_cpu_takes_a_share(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert rows["+Pre, CPU"] == (0, 0) and all((time or 0) > 0 for time in rows["+BA, CPU"])
+    assert all((rows["+BA, link"][at] or 0) < (rows["+Pre, link"][at] or 0) for at in range(2))
+
+
 CHECKS: dict[str, Callable[[Made], None]] = {
     **dict.fromkeys(("floe-t5", "floe-t6", "floe-t7", "floe-t8", "floe-f3", "floe-f9"), loses_more),
     **dict.fromkeys(("floe-t3", "floe-f10"), more_bits_are_better),
@@ -255,10 +346,32 @@ CHECKS: dict[str, Callable[[Made], None]] = {
     "importance-f8": by_tokens,
     "dualsparse-f9": bandwidth,
     "dualsparse-f10": dropping_spares_work,
+    "floe-f6": speeds_by_length,
+    "floe-f8": speeds_by_memory,
+    "fiddler-f2": pairs_of_lengths,
+    "corm-f7": longer_answers_gain_more,
+    "corm-f8": each_part_helps,
+    "corm-t1": less_is_slower_and_better,
+    "corm-t3": times_add_up,
+    "corm-t4": a_share_of_the_token,
+    "importance-f12": engines_of_both_settings,
+    "importance-f13": shares_found,
+    "importance-f14": prompts_stream,
+    "importance-f15": substitution_spares_low_scores,
+    "importance-f16": steps_gain,
+    "importance-f17": prefetching_keeps_the_link_busy,
+    "importance-f19": the_cpu_takes_a_share,
 }
 
 
-@pytest.mark.parametrize("name", {maker: name for name, maker in MAKERS.items()}.values())
+SLOW = {"dualsparse-f9", "floe-f8"}
+CASES = [
+    pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name
+    for name in {maker: name for name, maker in MAKERS.items()}.values()
+]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_made(name: str, study: Study, with_source: Study) -> None:
     made = make(name, with_source if name in NEEDS_SOURCE else study)
     figures = [value for grid in made.grids for row in grid.rows.values() for value in row if value is not None]
