@@ -28,6 +28,7 @@ from ..bench.synthetic import need_memory, sizes_of
 from ..experts.substitution import substitute
 from ..offload.cards import DENSE_LAUNCHES, Card, named
 from ..offload.offload import Parts
+from ..planning.footprint import sizes_of as own_sizes
 from ..quality.candidates import Candidate
 from ..quality_presets import Preset
 from .papers import Cells, Grid, Made
@@ -62,15 +63,17 @@ class Scene:
 
 
 def scene(study: Study, model: str, card: str, guesses: str = "auto") -> Scene:
-    """What the paper had, unless the person names a model or a card.
+    """What the paper had, unless the person names a model or a card; a pack of more experts has its own width.
 
     Raises:
-        UsageError: no such card or model, or a pack of more experts than the model has.
+        UsageError: no such card or model, or a pack of more experts than the model that was named has.
     """
-    sizes = sizes_of(study.synthetic) if study.synthetic else described(model).sizes
+    sizes, trace = sizes_of(study.synthetic) if study.synthetic else described(model).sizes, _trace(study, guesses)
+    called = study.synthetic or model
+    if not study.synthetic and (study.experts > sizes.experts or study.top_k > sizes.top_k):
+        sizes, called = own_sizes(study.loaded.packed.manifest, study.loaded.model.config), study.name
     width, own = Width(sizes), named(study.card or card, study=True)
-    trace = _trace(study, guesses).widened(sizes.experts, sizes.top_k)
-    return Scene(study.synthetic or model, own, width, trace)
+    return Scene(called, own, width, trace.widened(sizes.experts, sizes.top_k))
 
 
 def _trace(study: Study, guesses: str) -> Trace:
@@ -84,7 +87,10 @@ def _trace(study: Study, guesses: str) -> Trace:
         need_memory(4 * values * (hidden + len(ids)), "Its routing", "Give a smaller pack, such as the demo.")
         study.told.step("Recording what each token wants")
         _SEEN.clear()
-        _SEEN[key] = record(study.pack, ids, study.name, guesses)
+        try:
+            _SEEN[key] = record(study.pack, ids, study.name, guesses)
+        except UsageError:  # in this family attention is not looked ahead through
+            _SEEN[key] = record(study.pack, ids, study.name)
     return _SEEN[key]
 
 

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,14 +21,13 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ...kernels.activation import applied
-from ...kernels.step import Router
 from ...kernels.types import Calls
 from ...models.errors import UsageError
 from ...models.families import FAMILIES
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import threshold_at
 from .. import quality_presets
-from ..decoder.blocks import read_beside, read_router
+from ..decoder.blocks import read_beside
 from ..offload import predictor
 from ..quality.references import NO_SPARSITY, use
 from .papers import Cells, Grid, Made
@@ -37,6 +37,8 @@ RESIDENT = 0.5  # of a layer's experts, for "partial"
 SPARSITY = 0.8  # of the neurons that are predicted, FloE's, where the default preset has none
 CORM_SPARSITY = 0.55
 ALPHA = 0.3  # importance-driven scheduling's: scores above (1 + alpha) times the best rejected one are high
+
+Rope = tuple[Tensor, Tensor] | Tensor  # cosines and sines, or both as complex numbers (DeepSeek-V2)
 
 
 @dataclass
@@ -57,17 +59,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer with experts: its modules, and its router as the engine's own pass has it."""
+    """A decoder layer with experts: its modules, (E, H) by which it scores experts, and what corrects the choice."""
 
     module: Any
     block: Any
-    router: Router
+    scores_by: Tensor
+    correction: Tensor | None
     shared: Any
 
     def ranked(self, hidden: Tensor) -> Tensor:
         """hidden (B, H) -> (B, E), by which experts are chosen; of groups all."""
-        logits = F.linear(hidden, self.router.weight)
-        return logits if self.router.correction is None else logits.float().sigmoid() + self.router.correction
+        logits = F.linear(hidden, self.scores_by)
+        return logits if self.correction is None else logits.float().sigmoid() + self.correction
 
     def without_experts(self, seen: Seen) -> Tensor:
         """What the layer adds to the stream, and the stream, before its experts are known: (N, T, H)."""
@@ -77,31 +80,33 @@ class Layer:
 
 
 def layers_of(model: Any) -> list[Layer]:
-    """Those with experts, in order.
-
-    Raises:
-        UsageError: others are in between; attention is looked ahead through one layer.
-    """
+    """Those with experts, in order."""
     family = FAMILIES[model.config.model_type]
-    places = family.expert_layers(model.config)
-    if places != list(range(places[0], places[-1] + 1)):
-        raise UsageError(f"Predictions are not measured for {family.called}", "Not all of its layers have experts.", "")
-    return [
-        Layer(
-            model.model.layers[place],
-            block,
-            read_router(family, block),
-            None if family.shared is None else read_beside(family, block, has_experts=True),
-        )
-        for place, block in zip(places, family.blocks(model), strict=True)
-    ]
+    correction = family.routing.correction
+    found: list[Layer] = []
+    for place, block in zip(family.expert_layers(model.config), family.blocks(model), strict=True):
+        module = model.model.layers[place]
+        corrected = attrgetter(correction)(block).flatten() if correction else None
+        shared = None if family.shared is None else read_beside(family, block, has_experts=True)
+        found.append(Layer(module, block, family.scores_by(module), corrected, shared))
+    return found
 
 
-def watch(model: Any, ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
+def attends(model: Any) -> bool:
+    """Whether the next layer's attention can be passed through ahead: all layers with experts are neighbours, and have
+    the modules that most families have.
+    """
+    places = FAMILIES[model.config.model_type].expert_layers(model.config)
+    needed = ("input_layernorm", "self_attn", "post_attention_layernorm")
+    neighbours = places == list(range(places[0], places[-1] + 1))
+    return neighbours and all(hasattr(model.model.layers[place], name) for place in places for name in needed)
+
+
+def watch(model: Any, ids: Tensor) -> tuple[list[Seen], Rope]:
     """What every layer sees of ids (N, T), and the rope tables."""
     layers, norm_name = layers_of(model), FAMILIES[model.config.model_type].norm
     seen: list[dict[str, Tensor]] = [{} for _ in layers]
-    rope: list[tuple[Tensor, Tensor]] = []
+    rope: list[Rope] = []
     hooks: list[Any] = []
     for index, layer in enumerate(layers):
 
@@ -137,7 +142,7 @@ def resident_output(packed: PackedModel, layer: int, seen: Seen, share: float) -
     return y.view_as(seen.residual)
 
 
-def through_attention(layer: Any, true: Tensor, guess: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def through_attention(layer: Any, true: Tensor, guess: Tensor, rope: Rope) -> Tensor:
     """What a layer's MoE block is given, (N * T, H), for a guess of what enters the layer (N, T, H).
 
     Both streams go through the layer's attention as one sequence of 2T, of which the guess of token t sees the true
@@ -148,7 +153,9 @@ def through_attention(layer: Any, true: Tensor, guess: Tensor, rope: tuple[Tenso
     mask = torch.cat(
         [torch.cat([past, ~past & past], 1), torch.cat([past.tril(-1), torch.eye(length, dtype=torch.bool)], 1)]
     )
-    tables = tuple(torch.cat([table, table], dim=1) for table in rope)
+    tables = (
+        torch.cat([rope] * 2, dim=1) if isinstance(rope, Tensor) else tuple(torch.cat([one, one], 1) for one in rope)
+    )
     both = layer.input_layernorm(torch.cat([true, guess], dim=1))
     attended, _ = layer.self_attn(
         hidden_states=both, position_embeddings=tables, attention_mask=mask[None, None].expand(len(true), 1, -1, -1)
@@ -190,6 +197,8 @@ class _Ahead:
         self.packed, self._model, self.top_k = loaded.packed, loaded.model, study.top_k
         self.layers = layers_of(self._model)
         self.seen, self._rope = watch(self._model, windows)
+        # Gemma 4 gives its experts' norm tokens one by one, beside another branch.
+        self.attends = attends(self._model) and self.seen[0].residual.ndim == self.seen[0].stream.ndim
         names = ("gate", "learned") if self.packed.has_lookahead() else ("gate",)
         self._made = {name: predictor.make(name, self._model, self.packed) for name in names}
         self.seconds: dict[str, float] = {}
@@ -198,7 +207,7 @@ class _Ahead:
         """By predictor: the input (B, H) and the scores (B, E) of layer + 1."""
         now, then, following = self.seen[layer], self.seen[layer + 1], self.layers[layer + 1]
         known = self.layers[layer].without_experts(now)
-        output = resident_output(self.packed, layer, now, RESIDENT)
+        output = resident_output(self.packed, layer, now, RESIDENT) if self.attends else 0.0
 
         def by(name: str) -> tuple[Tensor, Tensor]:
             own = self._made[name]
@@ -212,9 +221,9 @@ class _Ahead:
         makers: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
             "raw": lambda: (now.hidden, following.ranked(now.hidden)),
             **{name: lambda name=name: by(name) for name in self._made},
-            "alone": lambda: ahead(known),
-            "partial": lambda: ahead(known + output),
         }
+        if self.attends:
+            makers |= {"alone": lambda: ahead(known), "partial": lambda: ahead(known + output)}
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, make in makers.items():
             began = time.thread_time()
@@ -352,8 +361,15 @@ def importance_f10(study: Study) -> Made:
 
 
 def importance_f18(study: Study) -> Made:
-    """Of the experts that would be prefetched, those of high score and those that are chosen."""
+    """Of the experts that would be prefetched, those of high score and those that are chosen.
+
+    Raises:
+        UsageError: attention cannot be passed through ahead in this family.
+    """
     ahead, rows = _Ahead(study), dict[str, Cells]()
+    if not ahead.attends:
+        called = study.loaded.packed.manifest.family.called
+        raise UsageError(f"Attention is not looked ahead through in {called}", "Its layers are of several kinds.", "")
     for layer, _, then in ahead.pairs():
         actual, guess = (
             scores.float().softmax(-1)
