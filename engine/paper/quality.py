@@ -11,9 +11,14 @@ from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
 from ...models.finer.transform import transform
+from ..parallel.holding import Grid as ProcessGrid
 from ..quality.candidates import Candidate
+from ..quality.divergence import Divergence, score, summarize
 from ..quality.frontier import Measure, Point
+from ..quality.references import NO_SPARSITY, pack_logits, use
+from ..quality_presets import Preset
 from .papers import Cells, Grid, Made
+from .parted import Loads, over
 from .study import Ask, Study
 
 FIGURES: dict[str, Callable[[Point], float]] = {
@@ -250,6 +255,52 @@ def importance_t3(study: Study) -> Made:
     return Made(study.here("probabilities instead of tasks"), (Grid("by alpha", columns, rows),), notes=(note,))
 
 
+APART, HALVINGS = 0.1, 6  # of 2T's thresholds from their mean; of the range in which they are looked for
+_METHODS = {"1T": (0.0, False), "2T": (APART, False), "2T, load-aware": (APART, True)}
+
+
+def dualsparse_f11(study: Study) -> Made:
+    """One and two thresholds and load-aware ones where a quarter is left out, as processes in groups would.
+
+    Raises:
+        UsageError: fewer experts than groups, or an odd number of neurons, which has no halves.
+    """
+    groups = min(4, study.experts)
+    if groups < 2 or study.neurons % 2:
+        raise UsageError("Load-aware thresholds need two experts and halves of them", "This model has none.", "")
+    windows, keep = study.windows
+    use(study.loaded, NO_SPARSITY)
+    exact = [pack_logits(study.loaded, NO_SPARSITY, row[None, :-1], keep) for row in windows]
+
+    def measured(method: str, middle: float) -> tuple[Loads, Divergence]:
+        apart, balanced = _METHODS[method]
+        rule = Rule(drop=middle - apart, major=middle + apart if apart else 0.0)
+        with over(study.loaded, ProcessGrid("ep", groups, 1), balanced=balanced) as loads:
+            logits = [pack_logits(study.loaded, Preset("", rule, 22), row[None, :-1], keep) for row in windows]
+        each = zip(logits, exact, windows, strict=True)
+        return loads, summarize([score(own, whole, row[-keep:]) for own, whole, row in each])
+
+    rows: dict[str, Cells] = {}
+    for method in _METHODS:
+        study.told.step(f"{method}: looking for thresholds")
+        low, high = APART, 1 - APART
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if measured(method, middle)[0].dropped < 0.25 else (low, middle)
+        loads, lost = measured(method, (low + high) / 2)
+        figures = (loads.gain, 100 * loads.dropped, loads.imbalance, lost.kl_mean, 100 * lost.same_top)
+        rows[method] = figures
+    columns = ("speedup of the busiest", "dropped, %", "busiest over mean", "KL, nats", "same top token, %")
+    note = (
+        f"Experts lie in {groups} groups, one a process; all are computed here. The speedup is how much less the group "
+        "with the most to do does, as if nothing else took time."
+    )
+    here = (
+        f"{study.name} as it runs against itself with nothing left out, {len(windows) * keep} tokens of {study.called}"
+    )
+    return Made(here, (Grid("", columns, rows),), notes=(note,))
+
+
 MAKERS: dict[str, Callable[[Study], Made]] = {
     "floe-t3": floe_t3,
     "floe-f10": floe_t3,
@@ -264,5 +315,6 @@ MAKERS: dict[str, Callable[[Study], Made]] = {
     "dualsparse-t1": dualsparse_t1,
     "dualsparse-t2": dualsparse_t2,
     "dualsparse-f7": dualsparse_f7,
+    "dualsparse-f11": dualsparse_f11,
     "importance-t3": importance_t3,
 }

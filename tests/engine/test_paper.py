@@ -314,6 +314,13 @@ def the_cpu_takes_a_share(made: Made) -> None:
     assert all((rows["+BA, link"][at] or 0) < (rows["+Pre, link"][at] or 0) for at in range(2))
 
 
+def balance_spares_the_busiest(made: Made) -> None:
+    rows = made.grids[0].rows
+    assert list(rows) == ["1T", "2T", "2T, load-aware"]
+    assert all(20 < (row[1] or 0) < 30 and (row[2] or 0) >= 1 and (row[3] or 0) > 0 for row in rows.values())
+    assert (rows["2T, load-aware"][2] or 0) < (rows["2T"][2] or 0), "loads come closer"
+
+
 CHECKS: dict[str, Callable[[Made], None]] = {
     **dict.fromkeys(("floe-t5", "floe-t6", "floe-t7", "floe-t8", "floe-f3", "floe-f9"), loses_more),
     **dict.fromkeys(("floe-t3", "floe-f10"), more_bits_are_better),
@@ -322,6 +329,7 @@ CHECKS: dict[str, Callable[[Made], None]] = {
     "dualsparse-t1": finer_experts_give_the_same,
     "dualsparse-t2": drops_as_many,
     "dualsparse-f7": drops_more,
+    "dualsparse-f11": balance_spares_the_busiest,
     "importance-t3": replaces_more,
     "floe-f2": shares_of_a_normal,
     "floe-f11": peaks_after_silu,
