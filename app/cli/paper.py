@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ...engine.paper.papers import Entry, Grid, entries, entry
+from ...models.errors import UsageError
 from .. import progress
 from ..progress import rounded
 from ..text.plain_text import printable
@@ -21,7 +22,10 @@ from .printing.wrapping import wrapped
 from .quality.comparison import check_source, text_ids, text_name
 
 if TYPE_CHECKING:
+    from ...engine.events import Rule
+    from ...engine.loader import LoadedModel
     from ...engine.paper.papers import Made
+    from ...engine.paper.study import Answered
 
 TOKENS = 1024
 _PLOT = (72, 14)
@@ -59,6 +63,20 @@ _WIDE = 30  # largest figure over the smallest, from which on an axis is logarit
     help="At whose width kernels, links and cards are measured: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b or "
     "deepseek-v2-lite.  [default: the paper's]",
 )
+@click.option(
+    "--tasks",
+    metavar="NAME,...",
+    help="In a table about tasks, run these of lm-evaluation-harness too; `paper` for those of the paper.  [default: "
+    "none]",
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N samples of each task.")
+@click.option(
+    "--tasks-folder",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Tasks of your own: YAML files, their data and their Python code, which is run.",
+)
+@click.option("--download", is_flag=True, help="Download the tasks' data sets from the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paper(
     table: str | None,
@@ -68,11 +86,16 @@ def paper(
     tokens: int,
     card: str,
     synthetic: str,
+    tasks: str | None,
+    limit: int | None,
+    tasks_folder: Path | None,
+    download: bool,
     as_json: bool,
 ) -> None:
     """Make TABLE, such as floe-t8, on MODEL, with the paper's printed figures below; without TABLE, list them all.
 
-    Nothing is downloaded. Times of cards are simulated, and the page says where.
+    Nothing is downloaded unless --download allows the tasks' questions. Times of cards are simulated, and the page says
+    where.
 
     \b
     Examples: floe-chat paper
@@ -85,6 +108,7 @@ def paper(
     wanted = entry(table)
     if source is not None:
         check_source(source)
+    answered = _tasks(wanted, model, tasks, limit, tasks_folder, download=download)
     from ...engine.paper.study import Study
     from ...engine.paper.tables import make
     from ...engine.quality.told import Told
@@ -95,13 +119,54 @@ def paper(
     told = Told(progress.step, progress.note)
     ids = text_ids(pack, text_file)
     try:
-        made = make(wanted.id, Study(pack, model, source, ids, called, tokens, card, synthetic, told))
+        study = Study(pack, model, source, ids, called, tokens, card, synthetic, told, answered=answered)
+        made = make(wanted.id, study)
     finally:
         progress.clear()
     if as_json:
         click.echo(json.dumps(rounded({"version": version("floe-chat"), **asdict(wanted), "made": asdict(made)})))
         return
     click.echo(page(wanted, made))
+
+
+def _tasks(
+    wanted: Entry, model: str, names: str | None, limit: int | None, folder: Path | None, *, download: bool
+) -> Answered | None:
+    """What answers tasks with a pack; None if nobody asked for it.
+
+    Raises:
+        UsageError: a table that is about none, or a task that does not exist.
+        FloeError: the harness is not installed, or a task's data cannot be had.
+    """
+    if names is None:
+        return None
+    if not wanted.tasks:
+        raise UsageError(f"{wanted.called} is not about tasks", "", "Leave out --tasks.")
+    chosen = wanted.tasks if names == "paper" else names
+    from ...models.catalog import find
+    from .harness import harness_tasks
+
+    pack = find(model)
+    harness_tasks.prepare(download=download)
+    from ...engine.paper.papers import Grid
+    from ...engine.quality_presets import Preset
+    from .harness.harness_model import PackLM, read_tokenizer
+
+    found = harness_tasks.load([name.strip() for name in chosen.split(",")], folder, None, download=download)
+
+    def answered(loaded: LoadedModel, rules: Mapping[str, Rule]) -> Grid:
+        lm = PackLM(loaded, *read_tokenizer(pack), progress.step)
+        rows: dict[str, dict[str, float]] = {}
+        for name, rule in rules.items():
+            lm.preset, loaded.control.preset = name, Preset(name, rule)
+            scores = harness_tasks.measure(lm, found, limit, chat=False, download=download)
+            # Of each task the first metric, which is accuracy where it has one.
+            rows[name] = {score.task: score.value for score in reversed(scores)}
+        columns = tuple(dict.fromkeys(task for row in rows.values() for task in reversed(row)))
+        cells = {name: tuple(row.get(task) for task in columns) for name, row in rows.items()}
+        return Grid("tasks, the pack's own bits and signals", columns, cells)
+
+    return answered
 
 
 def listed(all_of_them: Iterable[Entry]) -> str:

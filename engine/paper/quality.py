@@ -93,16 +93,19 @@ def floe_t3(study: Study) -> Made:
         rows[f"FloE-Wup {share:.0%}"] = BY["up"](share)
         rows[f"FloE {share:.0%}"] = (Candidate(up=2, rule=Rule(share)), "up")
     note = "INT3 and INT2 are floe-chat's rounding, in place of HQQ's. floe-chat has no CHESS (thresholds by channel)."
-    return Made(
-        study.here("probabilities instead of tasks, for which see `floe-chat harness`"),
-        (methods(study, rows),),
-        notes=(note,),
-    )
+    tasks = study.accuracy({"base": Rule(), "80%": Rule(0.8), "90%": Rule(0.9)})
+    return Made(study.here(_INSTEAD), (methods(study, rows), *tasks), notes=(note,))
+
+
+_INSTEAD = "tasks by the pack's own bits and signals, where --tasks names some, and probabilities"
 
 
 def floe_t5(study: Study) -> Made:
     """What is left out by gate, up or down, as the share of tokens that stay the likeliest."""
-    return _sparsity(study, (0.0, *SHARES), ("same top token, %", "KL, nats"))
+    made = _sparsity(study, (0.0, *SHARES), ("same top token, %", "KL, nats"))
+    rules = {"base": Rule()} | {f"signal {share:.0%}": Rule(share) for share in SHARES}
+    rules |= {f"down {share:.0%}": Rule(product=share) for share in SHARES}
+    return replace(made, grids=(*made.grids, *study.accuracy(rules)))
 
 
 def floe_t6(study: Study) -> Made:
@@ -148,7 +151,8 @@ def corm_t2(study: Study) -> Made:
         "CORM, 55 % left out": (replace(corm, rule=Rule(0.55), theta=0.0), "gate"),
     }
     note = "Wrong predictions, with which CORM goes on, are not in it; thresholds are of silu(gate · x) as it is."
-    return Made(study.here("probabilities instead of tasks"), (methods(study, rows),), notes=(note,))
+    tasks = study.accuracy({"base": Rule(), "55 % left out": Rule(0.55)})
+    return Made(study.here(_INSTEAD), (methods(study, rows), *tasks), notes=(note,))
 
 
 def corm_f10(study: Study) -> Made:
@@ -186,7 +190,8 @@ def dualsparse_t2(study: Study) -> Made:
         "Thresholds are of the score over the mean of a token's experts: 0.64 is the paper's 0.08 of 8 experts, and "
         "0.56 and 0.72 its 0.07 and 0.09. Halves are by importance; 2T of any halves is not made."
     )
-    return Made(study.here(), (Grid("", ("dropped, %", *tuple(FIGURES)[:3]), rows),), notes=(note,))
+    grids = (Grid("", ("dropped, %", *tuple(FIGURES)[:3]), rows), *study.accuracy(rules))
+    return Made(study.here(_INSTEAD), grids, notes=(note,))
 
 
 def dualsparse_f7(study: Study) -> Made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...kernels.activation import Projection
+from ...kernels.rule import Rule
 from ...models.catalog import asset
 from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
@@ -24,7 +25,9 @@ from ..quality.source_model import identify
 from ..quality.text_windows import cut
 from ..quality.told import Told
 from ..quality.tune import in_rows
+from .papers import Grid
 
+Answered = Callable[[LoadedModel, Mapping[str, Rule]], Grid]  # rules by name -> a row for each
 Ask = tuple[Candidate, Projection | None]  # a setting, and the projection that is the signal; None: the pack's own
 
 
@@ -36,7 +39,7 @@ class Study:
         name: of the pack. source: its 16-bit checkpoint; None: the pack stands for it. ids: the text by the pack's
             tokenizer; called: its name. tokens: to read of it. card: a virtual card's name, "" for the paper's own.
         synthetic: the model at whose width kernels, links and cards are measured, "" for the paper's own.
-        shapes: of kernels, where they are no model's.
+        shapes: of kernels, where they are no model's. answered: how well tasks are answered, where that was asked for.
     """
 
     pack: Path
@@ -49,6 +52,7 @@ class Study:
     synthetic: str
     told: Told
     shapes: Shapes | None = None
+    answered: Answered | None = None
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -129,6 +133,10 @@ class Study:
             for point in measure(settings, f"Skipping {where}"):
                 found[point.setting, signal] = point
         return [found[one] for one in asked]
+
+    def accuracy(self, rules: Mapping[str, Rule]) -> tuple[Grid, ...]:
+        """Tasks answered by the pack itself with each rule, where the person asked for them."""
+        return () if self.answered is None else (self.answered(self.loaded, rules),)
 
     def here(self, how: str = "") -> str:
         """What was measured on, in words."""

@@ -23,8 +23,10 @@ from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.types import Calls
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.calibration import threshold_at
+from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import relative_rms
+from .. import families
+from ..helpers import make_pack, relative_rms
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 512, 2, 4, 2
 NEEDS_SOURCE = {"dualsparse-t1"}
@@ -386,6 +388,20 @@ def test_made(name: str, study: Study, with_source: Study) -> None:
     assert figures and all(map(math.isfinite, figures)) and made.here
     assert all(0 <= share <= 1 for row in made.heat.values() for share in row)
     CHECKS[name](made)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma4_text", "lfm2_moe", "gpt_oss"])
+def test_other_families_give_figures_or_a_reason(tmp_path: Path, family: str) -> None:
+    make_pack(families.make(family, tmp_path / "source"), tmp_path / "pack", PackSpec())
+    study = study_of(tmp_path / "pack")
+    for name in ("floe-f4", "corm-f5", "importance-f13", "dualsparse-f12"):
+        try:
+            made = make(name, study)
+        except UsageError as error:
+            assert error.cause, name
+        else:
+            assert all(0 <= (share or 0) <= 100 for row in made.grids[0].rows.values() for share in row), name
 
 
 def test_every_entry_is_made_or_says_why_not() -> None:
