@@ -18,7 +18,7 @@ from .. import progress
 from ..progress import rounded
 from ..text.plain_text import printable
 from .printing.scatter_plot import scatter
-from .printing.wrapping import wrapped
+from .printing.wrapping import columns, wrapped
 from .quality.comparison import check_source, text_ids, text_name
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def paper(
 ) -> None:
     """Make TABLE, such as floe-t8, on MODEL, with the paper's printed figures below; without TABLE, list them all.
 
-    Nothing is downloaded unless --download allows the tasks' questions. Times of cards are simulated, and the page says
-    where.
+    Nothing is downloaded unless --download allows the tasks' questions. Quality is computed on the CPU. Times of cards
+    are simulated, and the page says where.
 
     \b
     Examples: floe-chat paper
@@ -202,18 +202,30 @@ def page(wanted: Entry, made: Made) -> str:
 
 
 def _grid(grid: Grid, words: str = "") -> list[str]:
+    """Its lines, in blocks of as many columns as the page has room for."""
     name = max(len(row) for row in (*grid.rows, f"{words}{grid.title}")) + 2
-    width = [max(_CELL, len(column) + 2) for column in grid.columns]
-    head = f"{f'{words}{grid.title}':<{name}}" + "".join(f"{c:>{w}}" for c, w in zip(grid.columns, width, strict=True))
-    rows = [
-        f"{f'  {row}':<{name}}" + "".join(f"{_cell(cell):>{w}}" for cell, w in zip(cells, width, strict=True))
-        for row, cells in grid.rows.items()
-    ]
-    return [head, *rows]
+    widths = [max(_CELL, len(column) + 2) for column in grid.columns]
+    lines: list[str] = []
+    first = 0
+    while first < len(widths):
+        last = first + 1
+        while last < len(widths) and name + sum(widths[first : last + 1]) <= columns():
+            last += 1
+        part = slice(first, last)
+
+        def line(begin: str, cells: Sequence[str], part: slice = part) -> str:
+            return f"{begin:<{name}}" + "".join(f"{c:>{w}}" for c, w in zip(cells[part], widths[part], strict=True))
+
+        lines.append(line(f"{words}{grid.title}", grid.columns))
+        lines += [line(f"  {row}", [_cell(cell) for cell in cells]) for row, cells in grid.rows.items()]
+        first = last
+    return lines
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def plot(made: Made) -> list[str]:

@@ -1,7 +1,7 @@
 """How well the next layer's experts and neurons are predicted, layer by layer, and what a prediction costs.
 
 Experts are predicted by the next router on this layer's input, as it is ("raw") or carried over the norms ("gate"); by
-the predictor that packing learned, naming K ("learned") or K + 1 ("learned, K + 1"); by the next layer's attention and
+the predictor that packing learned, naming K ("learned") or K + 1 ("K + 1"); by the next layer's attention and
 router on what this layer has without its experts ("alone"), or with those that are resident, the more popular half
 ("partial", importance-driven scheduling section 5.2). A shared expert, which needs no choice, is part of "alone".
 """
@@ -283,11 +283,11 @@ def floe_f4(study: Study) -> Made:
         shares[at], precise[at] = (tuple(one[of] for one in (true, *each)) for of in (0, 1))
     tokens = len(hops[0][1].hidden) * len(hops)
     cost = {name: (1e6 * seconds / tokens, _bytes(study, name)) for name, seconds in ahead.seconds.items()}
-    learned = ("learned, K + 1",) if "learned" in names else ()
+    learned = ("K + 1",) if "learned" in names else ()
     columns = ("true experts", *names)
     grids = (
         Grid("cosine of the predicted input", tuple(name for name in names if name != "learned"), _with_mean(cosine)),
-        Grid("experts: share of the chosen that are named", (*names, *learned), _with_mean(experts)),
+        Grid("experts: share of the chosen named", (*names, *learned), _with_mean(experts)),
         Grid(f"neurons at {sparsity:.0%}: recall", columns, _with_mean(shares)),
         Grid(f"neurons at {sparsity:.0%}: precision", columns, _with_mean(precise)),
         Grid("cost of a prediction", ("us of a token", "bytes a layer"), cost),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from . import activations, cards, predictors, quality, speeds
@@ -10,6 +12,11 @@ from .study import Study
 
 MAKERS = {**quality.MAKERS, **activations.MAKERS, **predictors.MAKERS, **speeds.MAKERS, **cards.MAKERS}
 
+# What tables read of what a person may give; the others say that it has no effect.
+_SOURCE = {*quality.MAKERS, *activations.MAKERS, "corm-t1"} - {"dualsparse-f11"}
+_WIDTH = {*cards.MAKERS, "floe-t1", "floe-f7", "corm-f9", "fiddler-f3"}
+_CARD = {*cards.MAKERS, "corm-f9", "fiddler-f3", "importance-f6", "importance-f8"}
+
 
 def make(name: str, study: Study) -> Made:
     """Make one of `papers.entries`.
@@ -17,5 +24,12 @@ def make(name: str, study: Study) -> Made:
     Raises:
         UsageError: the pack, or what was given with it, does not allow it. PackError, CheckpointError: damaged files.
     """
+    given = (
+        ("--source", study.source, _SOURCE),
+        ("--card", study.card, _CARD),
+        ("--synthetic", study.synthetic, _WIDTH),
+    )
+    idle = [f"{option} has no effect on this table." for option, value, tables in given if value and name not in tables]
     with torch.inference_mode():
-        return MAKERS[name](study)
+        made = MAKERS[name](study)
+    return replace(made, notes=(*made.notes, *idle))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +35,11 @@ class PackSource:
         self.family = loaded.packed.manifest.family
         self.experts, self.neurons = architecture.experts, architecture.intermediate
         self.layers = range(architecture.layers)
+        self._layer = lru_cache(1)(loaded.packed.layer)
 
     def expert(self, layer: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate and up (F, H) and down (H, F), float32."""
-        own = self.loaded.packed.layer(layer)
+        own = self._layer(layer)
         signal = own.signal.dense(number, torch.float32)
         other, down = own.rows.layout.read(own.rows.data[number], torch.float32)
         gate, up = (signal, other) if self.loaded.packed.manifest.signal_of(layer) == "gate" else (other, signal)
