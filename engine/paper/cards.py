@@ -202,8 +202,7 @@ ENGINES: dict[str, Engine] = {
 }
 _OURS_NOTE = (
     "DeepSpeed-MII is played as whole experts in 16 bits, fetched when needed; Mixtral-GPU as all experts in 2 bits on "
-    "a card that holds them. floe-chat is as planned, at Balanced, the time of its code here counted; that of the others "
-    "is unknown."
+    "a card that holds them. floe-chat is as planned, at Balanced, with the time of its code here; others have none."
 )
 
 

@@ -412,6 +412,17 @@ def test_every_entry_is_made_or_says_why_not() -> None:
         entry("floe-t2")
 
 
+def test_a_source_takes_the_packs_place(study: Study, with_source: Study) -> None:
+    """The pack's gates have 4 bits, which are nearly the source's."""
+    packed, source = (make("fiddler-t2", one) for one in (study, with_source))
+    for layer, row in source.grids[0].rows.items():
+        assert row == pytest.approx(packed.grids[0].rows[layer], abs=5) and row != packed.grids[0].rows[layer]
+    assert "source" in source.here and "rounded" in packed.here
+    few = titled(make("floe-t8", with_source), "KL, nats").rows["up"]
+    assert 0 < (few[0] or 0) < 1e-3 < (few[3] or 0)
+    assert make("floe-f4", with_source).notes[-1] == "--source has no effect on this table."
+
+
 def test_a_table_that_needs_the_source_says_so(study: Study) -> None:
     with pytest.raises(UsageError, match="--source"):
         make("dualsparse-t1", study)
