@@ -28,6 +28,7 @@ from .history import NUMBER, history
 from .models import models, paths
 from .options import MODEL, SAMPLING, SERVER, given_by
 from .pack import pack
+from .paper import paper
 from .plan import plan
 from .quality.evaluate import evaluate
 from .quality.tune import tune
@@ -212,6 +213,7 @@ cli.add_command(harness)
 cli.add_command(history)
 cli.add_command(models)
 cli.add_command(pack)
+cli.add_command(paper)
 cli.add_command(paths)
 cli.add_command(plan)
 cli.add_command(serve)

@@ -30,7 +30,7 @@ from ...models.packing.allotment import LayerTables, spread
 from ...models.packing.rounding import Felt, felt, round_down, round_for
 from ..experts import substitution
 from .half_resident import RESIDENT_SHARE
-from .source_model import SourceModel
+from .pack_source import PackSource, model_of
 
 WEIGHED = Rule(weighed=True)
 MAJOR, WHOLE = 1, 2  # how many halves of an expert's neurons are computed
@@ -45,6 +45,7 @@ class Candidate:
         up, gate, down: bits per weight; as in a pack, `up` are those of a layer's signal and `gate` those of the other
             projection. rank: of the low-rank compensator of the signal, 0 for none.
         rule: what a token may skip; `late` has no effect here, since all rows are there.
+        theta: |signal| below which a neuron is skipped in every expert, whatever share that is (CORM section 3).
     """
 
     up: int = 16
@@ -52,6 +53,7 @@ class Candidate:
     down: int = 16
     rank: int = 0
     rule: Rule = WEIGHED
+    theta: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class Outcome:
 
 
 def compute(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | PackSource,
     settings: Sequence[Candidate],
     passages: Tensor,
     windows: Tensor,
@@ -141,7 +143,7 @@ def compute(
             "Its experts are no SwiGLU, which is what is tried at other widths.",
             "Pack it, and run `floe-chat tune` on the pack.",
         )
-    model = SourceModel(checkpoint, report, experts)
+    model = model_of(checkpoint, report, experts)
     states = model.states(torch.cat([passages, windows.repeat(len(settings), 1)]))[len(passages) :]
     count = len(windows)
 
@@ -161,7 +163,7 @@ class _Experts(nn.Module):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | PackSource,
         layer: int,
         router: nn.Module,
         settings: Sequence[Candidate],
@@ -178,13 +180,14 @@ class _Experts(nn.Module):
         self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
         self._probabilities, self._normalized = torch.empty(0), checkpoint.family.normalizes(router)
-        router.register_forward_hook(self._note)
+        self._heard = router.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
         self._probabilities = output[0].float().softmax(-1)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
+        self._heard.remove()  # a pack's router outlives this pass
         lead, out = self._lead, torch.zeros_like(hidden)
         blocks = [slice(lead + i * self._size, lead + (i + 1) * self._size) for i in range(len(self._settings))]
         routes = [
@@ -299,7 +302,9 @@ class _Expert:
         """
         s, rule, each = setting, setting.rule, ease[:, None]
         v = self._v(s, x)
-        active = ~(v.abs() < self._v_limit(s) * each) if rule.sparsity else torch.ones_like(v, dtype=torch.bool)
+        active = ~(v.abs() < s.theta)
+        if rule.sparsity:
+            active &= ~(v.abs() < self._v_limit(s) * each)
         if part == MAJOR:
             active &= ~self._minor(s)
         h = self._h(s, x, v)
@@ -393,6 +398,6 @@ def _sides(s: Candidate) -> tuple[int, int, int]:
     return s.up, s.gate, s.rank
 
 
-def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:
+def bytes_per_setting(checkpoint: Checkpoint | PackSource, tokens: int) -> int:
     """Memory that one more setting takes in a pass over `tokens` tokens: a few hidden states, and one expert's work."""
     return 4 * tokens * (8 * checkpoint.config.hidden_size + 3 * checkpoint.neurons)

@@ -24,6 +24,7 @@ from ..quality_presets import LEVELS
 from . import candidates
 from .candidates import WEIGHED, Candidate, Outcome, Taken
 from .divergence import Divergence, score, summarize
+from .pack_source import PackSource
 
 WIDTHS = (2, 3, 4, 8)
 SKIPS = (  # sparsity by the signal, then of what enters down
@@ -129,7 +130,7 @@ def search(
             short: its kind of scales, see `candidates.compute`.
     """
     even = checkpoint.neurons % 2 == 0
-    measure = _Measure(checkpoint, passages, windows, keep, report, signals, short=short)
+    measure = Measure(checkpoint, passages, windows, keep, report, signals, short=short)
     alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
@@ -171,12 +172,12 @@ def _drops(*, even: bool) -> list[tuple[float, float]]:
     return [(low, high) for low, high in DROPS if even or low == high]
 
 
-class _Measure:
+class Measure:
     """Runs settings in as many passes over the source as memory requires."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Checkpoint | PackSource,
         passages: Tensor,
         windows: Tensor,
         keep: int,
@@ -234,7 +235,7 @@ class _Measure:
 class _Guess:
     """Predicts the costs of combinations from the costs of their dials."""
 
-    def __init__(self, alone: Iterable[Point], measure: _Measure) -> None:
+    def __init__(self, alone: Iterable[Point], measure: Measure) -> None:
         self._known = {point.setting: point for point in alone}
         self._whole, self._shape = self._known[Candidate()].taken, measure.shape
 

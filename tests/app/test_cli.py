@@ -38,6 +38,7 @@ LIGHT: list[list[str]] = [
     ["ask", "--help"],
     ["pack", "--help"],
     ["bench", "kernels", "--help"],
+    ["paper"],
     ["completion", "bash"],
     ["nonesuch"],
     [],

@@ -225,6 +225,22 @@ def test_a_model_that_does_not_exist(tasks: Path) -> None:
     assert "nonesuch" in explained(run_harness("nonesuch", tasks, "--tasks", "tiny_choice"), 2)
 
 
+def test_a_papers_table_about_tasks_answers_them_by_its_rules(tiny_pack: Path, tasks: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(LONG, encoding="utf-8")
+    options = ("--tasks", "tiny_text,tiny_choice", "--tasks-folder", str(tasks), "--json")
+    given = (str(tiny_pack), "--text", str(tmp_path / "text.txt"), "--tokens", "512", *options)
+    ran = run_cli("paper", "dualsparse-t2", *given)
+    assert ran.code == 0, ran.err
+    grid = json.loads(ran.out)["made"]["grids"][1]
+    assert sorted(grid["columns"]) == ["tiny_choice", "tiny_text"] and list(grid["rows"])[:2] == ["no drop", "1T"]
+    whole = json.loads(run_harness(tiny_pack, tasks, *options[:2], "-p", "no sparsity", "--json").out)["figures"]
+    values = {figure["task"]: figure["value"] for figure in reversed(whole)}
+    found = dict(zip(grid["columns"], grid["rows"]["no drop"], strict=True))
+    assert found == pytest.approx(values, rel=1e-4)
+    assert grid["rows"]["1T"] != grid["rows"]["no drop"], "each rule is measured"
+    assert "not about tasks" in explained(run_cli("paper", "floe-t6", *given), 2)
+
+
 def test_without_the_harness_it_says_how_to_install_it(
     tiny_pack: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

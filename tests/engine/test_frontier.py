@@ -123,7 +123,7 @@ def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(
     def measure() -> tuple[list[Point], set[str]]:
         told: set[str] = set()
         with torch.inference_mode():
-            run = frontier._Measure(Checkpoint(tiny_checkpoint), windows[:, :-1], windows, 8, told.add)  # pyright: ignore[reportPrivateUsage]
+            run = frontier.Measure(Checkpoint(tiny_checkpoint), windows[:, :-1], windows, 8, told.add)
             return run(settings, "settings"), told
 
     at_once, told = measure()

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
+from floe_chat.engine.paper.predictors import through_attention, watch
 from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lookahead
 from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
-from ..bench.recall import through_attention, watch
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, reference_model, reseal
 from .driver import open_model
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from floe_chat.engine.loader import load
+from floe_chat.engine.paper.predictors import watch
 from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lesson, Lookahead, Training, carry, learn, width
@@ -20,7 +21,6 @@ from floe_chat.models.packing.pack import EXACT
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..bench.recall import watch
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, make_pack, reference_model, reseal
 
 H, E, K = 24, 6, 2

@@ -76,9 +76,9 @@ class Baseline:
         return resident.reshape(used.shape)
 
 
-def naive(card: Card, width: Width, trace: Trace, warm: int) -> Played:
+def naive(card: Card, width: Width, trace: Trace, warm: int, bits: int = 16) -> Played:
     """Every expert is fetched when needed, in 16 bit, and not cached."""
-    engine = Baseline(card, width.at(16, 16, 16), trace)
+    engine = Baseline(card, width.at(bits, bits, bits), trace)
 
     def step(_token: int, _layer: int, chosen: list[int]) -> None:
         for end in [engine.copy() for _ in chosen]:
@@ -87,11 +87,11 @@ def naive(card: Card, width: Width, trace: Trace, warm: int) -> Played:
     return engine.play(step, warm)
 
 
-def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int) -> Played:
+def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int, bits: int = 3, dense: int = 4) -> Played:
     """Whole quantized experts, with an LRU cache per layer and the next layer's likeliest loaded ahead (Eliseev and
     Mazur): experts of 3 bit, attention of 4, two speculative loads.
     """
-    engine = Baseline(card, width.at(3, 3, 4), trace)
+    engine = Baseline(card, width.at(bits, bits, dense), trace)
     each = engine.room // engine.layers
     kept = [OrderedDict[int, float]() for _ in range(engine.layers)]
     ahead: dict[int, float] = {}

@@ -129,6 +129,7 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
     family = FAMILIES[loaded.packed.manifest.architecture.model_type]
     blocks = family.blocks(loaded.model)
+    routers = [family.scores_by(loaded.model.model.layers[at]) for at in family.expert_layers(loaded.model.config)]
     own = loaded.decoder.ahead if isinstance(loaded.decoder, FusedDecoder) else None
     ahead = predictor.make(guesses, loaded.model, loaded.packed, own)
     packed: list[PackedLayer] = [block.experts.packed for block in blocks]
@@ -158,7 +159,7 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
         at = layer.index
         trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
         trace.values[token, at] = signals(at, hidden)
-        heard[token, at] = F.linear(hidden, family.router(blocks[at]).weight)[0].float().softmax(-1).numpy()
+        heard[token, at] = F.linear(hidden, routers[at])[0].float().softmax(-1).numpy()
         if at + 1 < layers:
             guess = ahead.guess(at, hidden, None)
             trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import MoELayer
+from floe_chat.engine.paper.parted import Loads, over, parted
 from floe_chat.engine.parallel.holding import Grid, Holding
 from torch import Tensor
 
 from ...helpers import relative_rms
 from .alone import Alone, prompt_of
 from .leader import preset_of
-from .parted import Loads, over, parted
 from .processes import Processes
 
 FOUR = Grid("ep", 4, 1)

@@ -6,12 +6,13 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
-from floe_chat.engine.experts.moe_layer import Choice, MoELayer
-from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.parallel.holding import Grid, Holding
-from floe_chat.engine.parallel.spread_layer import HeldLayer
-from floe_chat.kernels.types import Calls, Work
 from torch import Tensor
+
+from ...kernels.types import Calls, Work
+from ..experts.moe_layer import Choice, MoELayer
+from ..loader import LoadedModel
+from ..parallel.holding import Grid, Holding
+from ..parallel.spread_layer import HeldLayer
 
 
 class Loads:
