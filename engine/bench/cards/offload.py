@@ -4,7 +4,7 @@ A trace of a real small model drives all of them at a published model's width (t
 code decides for the engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine
 is added in turn.
 
-Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
+Each card has two sections. In the first one our own code takes the host time that plans count, and the others take
 none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth. First tokens
 of prompts follow (prompts.py), and texts that are computed together (batches.py). Several cards of one machine are
 compared with the first of them (several.py).
@@ -34,7 +34,7 @@ from .width import Width
 CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
 OTHERS = "FloE, 90 %"  # the baseline of all comparisons
 PLACED = "Balanced, layers placed one by one", "Balanced, static placement"
-COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
+COUNTED, FREE = "our host time counted as plans count it", "no host time counted, for any engine"
 _FLOE = Parts(eviction="lru", cpu=False)
 
 
@@ -94,10 +94,11 @@ def run(
 
 _NOTES = (
     "tok/s counts all layers and the head. MB is what crosses the link for one token; hidden is the share of the "
-    "link's time for which the GPU does not wait and in which it moves what is needed. host is the time of one layer "
-    "of experts that our own code takes on this machine's processor, measured as the trace is played; the time of "
-    "Python around the layers is not in it.",
-    "Rows of other engines are the same in both sections: their host time cannot be measured here, so none is counted.",
+    "link's time for which the GPU does not wait and in which it moves what is needed. host is the time of our own "
+    "code for one layer, by graphs and compiled steps as plans count it (assets/figures.json); a prompt's is measured "
+    "here.",
+    "The pools start with what the first third of the text used, as at the program's next start. Rows of other "
+    "engines are the same in both sections: their host time cannot be measured here, so none is counted.",
     "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
     "with 2-bit up and 16-bit rows. The CPU computes quantized rows at the share of its memory's rate that plans count "
     "with, and 16-bit experts (Fiddler) at all of it.",

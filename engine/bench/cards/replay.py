@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
+from ....models.pack.usage_file import Heat
 from ...experts.moe_layer import Control, MoELayer
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...experts.whole_layers import RamLayer, ResidentLayer
@@ -26,7 +27,8 @@ from ...offload.device import Partial
 from ...offload.links.transfer import Transfer
 from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
-from ...offload.virtual.virtual_device import Turns, VirtualDevice
+from ...offload.virtual.virtual_device import HostTimes, Turns, VirtualDevice
+from ...planning.speed_estimate import Speeds, host_times
 from ...quality_presets import Preset
 from ...telemetry import LayerCounts, Telemetry, hidden
 from .trace import Trace
@@ -49,7 +51,7 @@ class ReplayDevice(VirtualDevice):
         row_bytes: int,
         cpu_share: float,
         *,
-        host: bool,
+        host: HostTimes | None,
         turns: Turns | None = None,
     ) -> None:
         given = (card, row_bytes, width.hidden, width.dense_bytes, cpu_share)
@@ -137,8 +139,8 @@ class Played:
         waited: seconds in which the GPU did nothing but wait for the link. busy: seconds in which the link was busy.
         apart: of the time of a layer's step in which link and CPU both have work, the mean share for which one of them
             goes on after the other; None where there are no such steps.
-        counts: of the engine's own layers; empty for baselines. host: seconds of our own code on the host, as measured;
-            0 where they were not counted. unused: bytes that were fetched ahead and not needed.
+        counts: of the engine's own layers; empty for baselines. host: seconds of our own code, as plans count them; 0
+            where they were not counted. unused: bytes that were fetched ahead and not needed.
     """
 
     seconds: float
@@ -178,6 +180,7 @@ class Stage:
         others: Sequence[tuple[Card, Mix]] = (),
     ) -> None:
         """See `play`."""
+        times = host_times(Speeds(1.0), width.sizes) if host else None
         self.card, self.width, self.trace = card, width, trace
         layers, experts = trace.scores.shape[1:]
         packed = [width.layer(table) for table in (trace.thresholds if preset.rule.weighed else trace.plain)]
@@ -187,13 +190,15 @@ class Stage:
         self._layers: list[MoELayer] = []
         self.apart: list[float] = []  # see `Played`, of each such step
         self.devices: list[ReplayDevice] = []
+        self._pools: list[Offload] = []
         self._of: list[ReplayDevice] = []  # of each layer
         for one, mix in ((card, parts.mix or Mix(pool=layers)), *others):
             given = one, width, trace, preset, row_bytes, cpu_share
-            device, first = ReplayDevice(*given, host=host, turns=self._turns), len(self._layers)
+            device, first = ReplayDevice(*given, host=times, turns=self._turns), len(self._layers)
             part = mix if others else None
             rows = room(one, width, trace, mix, part, first=not first) if pool is None and mix.pool else pool or 0
             shared = Offload(device, parts, packed, rows, mix=mix, first=first)
+            self._pools.append(shared)
             if ahead:
                 shared.predictor = _Guesses(device, trace)
             self.devices.append(device)
@@ -229,6 +234,17 @@ class Stage:
         self.device.arrive(len(at))
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()
+
+    def restart(self) -> None:
+        """Fill the pools with what was used so far, as the program's next start does."""
+        for shared in self._pools:
+            layers, (_, experts, neurons) = len(self._layers), shared.pool.slots.shape
+            nothing = Heat(np.zeros((layers, experts), np.float32), np.zeros((layers, experts, neurons), np.float32))
+            heat, capacity = shared.heat(nothing), shared.pool.capacity
+            shared.settle()
+            shared.pool.resize(0)
+            shared.pool.resize(capacity)
+            shared.warm(heat)
 
     @contextmanager
     def _lanes(self, device: ReplayDevice) -> Generator[None]:
@@ -268,7 +284,7 @@ def play(
     Args:
         together: see `run`.
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
-        pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
+        pool: rows; None for what the card's memory leaves. host: whether our own code's time counts too, as in plans.
             Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
             cards, with the mixes of their layers; `parts.mix` is then of the first card's.
 
@@ -292,6 +308,7 @@ def run(stage: Stage, warm: int, together: int = 1) -> Played:
 
     for token in range(warm):
         step(token)
+    stage.restart()
     before, stage.control.counting = stage.spent(), True
     stage.apart.clear()
     for token in range(warm, length):
