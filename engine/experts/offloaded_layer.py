@@ -119,6 +119,8 @@ class OffloadedLayer(MoELayer):
         shared.scheduler.look()
         device.dense(hidden.shape[0])
         step = self._found(hidden, choice)
+        if hidden.shape[0] == 1:
+            shared.found(self.pooled)
         found = step.found()
         placed, joined = step.start(found)
         total = Sum()
@@ -189,7 +191,7 @@ class OffloadedLayer(MoELayer):
         `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing.
         """
         shared, following = self.shared, self.neighbours.following
-        if following is None or shared.predictor is None:
+        if following is None or shared.predictor is None or not shared.looks(self.pooled):
             return
         device, there, ruled = shared.device, following.shared, following.in_force()
         device.looks()

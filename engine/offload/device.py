@@ -52,8 +52,7 @@ class Device:
         name: for people. place: torch's name of where its tensors are. link: the way into its memory.
         rates: the lanes' speeds. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
         real: whether `now` is real time. moves: how rows cross the link and why, in words.
-        looks_ahead: whether the predictor "auto" fetches rows ahead. Beside a GPU that costs the host more than it
-            hides (tests/bench/LOG.md).
+        looks_ahead: whether the predictor "auto" fetches rows ahead in all layers, or where that was measured to pay.
     """
 
     real = True

@@ -33,6 +33,7 @@ from ..offload.links.link import Link, throttled_link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
+from ..offload.looking import Looking
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import Turns, VirtualDevice
 from ..quality_presets import Preset
@@ -332,12 +333,14 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, f
     if choice.make is None:
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
-    if parts.predictor == "auto" and not device.looks_ahead:
-        parts = dataclasses.replace(parts, predictor="none")
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:
-        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
+        made = Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
+        if parts.predictor == "auto" and not device.looks_ahead:
+            kept = rates_file(hardware.machine_id(), device.name, layers[0].rows.layout.nbytes) if device.real else None
+            made.looking = Looking(len(made.pooled), kept and kept.with_suffix(".ahead.json"))
+        return made
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()
         raise

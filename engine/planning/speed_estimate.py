@@ -359,7 +359,7 @@ def layer_time(
     end, copied = _absent_end(absent, row, rates, cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
     # The device and the link work behind half of the rest of the host's own time; the other half follows when their
-    # rows are there. Nothing is fetched ahead: see `Device.looks_ahead`.
+    # rows are there. What is fetched ahead where that pays is not counted.
     later = speeds.host_behind / 2
     return LayerTime(dense, up, max(own, end, later), host + later, hit, copied * row, away)
 

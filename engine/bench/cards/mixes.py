@@ -16,7 +16,7 @@ from ...planning.memory_plan import Needs
 from ...planning.mix_choice import Costs, Placed
 from ...planning.speed_estimate import Speeds, TokenWork
 from ...quality_presets import PRESETS, Preset
-from .replay import Played, layers_held, play
+from .replay import Played, Stage, layers_held, play, run
 from .trace import Trace
 from .width import Width
 
@@ -57,8 +57,12 @@ def estimated(card: Card, width: Width, *, host: bool) -> float | None:
     return speed_estimate.decode(width.footprint, work, own, chosen.held, context=0).seconds
 
 
-def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1) -> Played | None:
-    """The planner's mix for the whole model, in the trace's proportion. together: see `play`."""
+def placed(
+    card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1, ahead: bool = False
+) -> Played | None:
+    """The planner's mix for the whole model, in the trace's proportion. together: see `play`. ahead: looking ahead
+    where that pays.
+    """
     chosen = planned(card, width, host=host)
     if chosen is None:
         return None
@@ -66,7 +70,8 @@ def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool, tog
     def one(mix: Mix) -> list[Played]:
         given, share = (card, width, trace, balanced(), Parts(mix=mix)), cpu_reached(card)
         pool = round(chosen.share * mix.pool * width.sizes.experts * width.neurons)
-        return [play(*given, ahead=False, cpu_share=share, warm=warm, pool=pool, host=host, together=together)]
+        stage = Stage(*given, ahead=ahead, where_it_pays=ahead, cpu_share=share, pool=pool, host=host)
+        return [run(stage, warm, together)]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
 

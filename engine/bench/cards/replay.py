@@ -25,6 +25,7 @@ from ...experts.whole_layers import RamLayer, ResidentLayer
 from ...offload.cards import Card
 from ...offload.device import Partial
 from ...offload.links.transfer import Transfer
+from ...offload.looking import Looking
 from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import HostTimes, Turns, VirtualDevice
@@ -174,6 +175,7 @@ class Stage:
         parts: Parts,
         *,
         ahead: bool = True,
+        where_it_pays: bool = False,
         cpu_share: float = 1.0,
         pool: int | None = None,
         host: bool = False,
@@ -201,6 +203,7 @@ class Stage:
             self._pools.append(shared)
             if ahead:
                 shared.predictor = _Guesses(device, trace)
+                shared.looking = Looking(len(shared.pooled)) if where_it_pays else None
             self.devices.append(device)
             self._of += mix.layers * [device]
             for index, place in enumerate(mix.places, first):
@@ -234,6 +237,11 @@ class Stage:
         self.device.arrive(len(at))
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known where looking ahead pays."""
+        return all(shared.looking is None or shared.looking.settled for shared in self._pools)
 
     def restart(self) -> None:
         """Fill the pools with what was used so far, as the program's next start does."""
@@ -272,6 +280,7 @@ def play(
     parts: Parts,
     *,
     ahead: bool = True,
+    where_it_pays: bool = False,
     cpu_share: float = 1.0,
     warm: int = 32,
     pool: int | None = None,
@@ -283,7 +292,8 @@ def play(
 
     Args:
         together: see `run`.
-        ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
+        ahead: whether the next layer's rows are fetched ahead; where_it_pays: only in layers where that is measured to
+            pay, with the text's first tokens again and again. warm: tokens before the clock is read.
         pool: rows; None for what the card's memory leaves. host: whether our own code's time counts too, as in plans.
             Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
             cards, with the mixes of their layers; `parts.mix` is then of the first card's.
@@ -291,8 +301,9 @@ def play(
     Raises:
         ValueError: the card has no room for a pool.
     """
-    given = (card, width, trace, preset, parts)
-    return run(Stage(*given, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host, others=others), warm, together)
+    given, where = (card, width, trace, preset, parts), where_it_pays
+    stage = Stage(*given, ahead=ahead, where_it_pays=where, cpu_share=cpu_share, pool=pool, host=host, others=others)
+    return run(stage, warm, together)
 
 
 def run(stage: Stage, warm: int, together: int = 1) -> Played:
@@ -309,6 +320,8 @@ def run(stage: Stage, warm: int, together: int = 1) -> Played:
     for token in range(warm):
         step(token)
     stage.restart()
+    for token in itertools.takewhile(lambda _token: not stage.settled, itertools.count()):
+        step(token % warm)
     before, stage.control.counting = stage.spent(), True
     stage.apart.clear()
     for token in range(warm, length):
