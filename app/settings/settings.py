@@ -267,7 +267,7 @@ class Settings:
         "auto",
         "How the weights that the next layer needs are predicted, to prefetch them: gate uses its router, learned a "
         "predictor that was trained while packing, partial the next layer's attention too; none prefetches nothing, "
-        "and auto does so where it pays, which it does not beside a graphics card.",
+        "and auto does so in the layers where the first answers show that it pays.",
         PREDICTORS,
     )
     cpu_share: bool = _key(

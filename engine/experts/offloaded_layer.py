@@ -86,7 +86,7 @@ class OffloadedLayer(MoELayer):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`."""
-        with self.shared.device.host():
+        with self.shared.device.host("pool", prompt=hidden.shape[0] > DECODE_TOKENS):
             return super().forward(hidden, top_k_index, top_k_weights)
 
     def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
@@ -119,10 +119,13 @@ class OffloadedLayer(MoELayer):
         shared.scheduler.look()
         device.dense(hidden.shape[0])
         step = self._found(hidden, choice)
+        if hidden.shape[0] == 1:
+            shared.found(self.pooled)
         found = step.found()
         placed, joined = step.start(found)
         total = Sum()
         step.add(placed.ready, total)
+        device.began()
         if hidden.shape[0] <= DECODE_TOKENS:
             self.look_ahead(hidden, step.choice, total.y)
         self.compare(found)
@@ -188,9 +191,10 @@ class OffloadedLayer(MoELayer):
         `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing.
         """
         shared, following = self.shared, self.neighbours.following
-        if following is None or shared.predictor is None:
+        if following is None or shared.predictor is None or not shared.looks(self.pooled):
             return
         device, there, ruled = shared.device, following.shared, following.in_force()
+        device.looks()
         if shared.predictor.attends:
             device.dense(hidden.shape[0])
         guess = shared.predictor.guess(self.index, hidden, output)

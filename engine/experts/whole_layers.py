@@ -32,7 +32,7 @@ class ResidentLayer(MoELayer):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`."""
-        with self.shared.device.host():
+        with self.shared.device.host("gpu", prompt=hidden.shape[0] > DECODE_TOKENS):
             self.shared.device.dense(hidden.shape[0])
             return super().forward(hidden, top_k_index, top_k_weights)
 
@@ -89,7 +89,7 @@ class RamLayer(MoELayer):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`. The host waits once for the device, for the inputs of a few tokens."""
         device = self.shared.device
-        with device.host():
+        with device.host("cpu", prompt=hidden.shape[0] > DECODE_TOKENS):
             device.dense(hidden.shape[0])
             if hidden.shape[0] > DECODE_TOKENS:
                 return super().forward(hidden, top_k_index, top_k_weights)

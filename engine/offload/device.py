@@ -29,6 +29,7 @@ from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
 from .links.link import Link
 from .links.transfer import Transfer
+from .mix import ExpertsPlace
 
 Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
@@ -51,8 +52,7 @@ class Device:
         name: for people. place: torch's name of where its tensors are. link: the way into its memory.
         rates: the lanes' speeds. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
         real: whether `now` is real time. moves: how rows cross the link and why, in words.
-        looks_ahead: whether the predictor "auto" fetches rows ahead. Beside a GPU that costs the host more than it
-            hides (tests/bench/LOG.md).
+        looks_ahead: whether the predictor "auto" fetches rows ahead in all layers, or where that was measured to pay.
     """
 
     real = True
@@ -78,9 +78,15 @@ class Device:
         """Seconds, from no particular start."""
         return time.perf_counter()
 
-    def host(self) -> AbstractContextManager[None]:
-        """A context around the engine's own work on a layer: a virtual clock counts its time."""
+    def host(self, place: ExpertsPlace, *, prompt: bool) -> AbstractContextManager[None]:
+        """A context around the engine's own work on a layer of that place: a virtual clock counts its time."""
         return nullcontext()
+
+    def began(self) -> None:
+        """A step has asked for its absent rows, and for the sum of those that are there; see `host`."""
+
+    def looks(self) -> None:
+        """The engine looks one layer ahead; see `host`."""
 
     def meet(self, other: Device) -> None:
         """The host turns to this card for a moment while it works on a layer of another's: a virtual clock is set to

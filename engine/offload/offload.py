@@ -25,6 +25,7 @@ from .device_memory import ALIGNED, DeviceMemory
 from .eviction import Policy
 from .expert_ring import ExpertRing
 from .links.transfer import TransferMode
+from .looking import Looking
 from .mix import Mix
 from .predictor import Predictor
 from .row_pool import RowPool
@@ -79,7 +80,8 @@ class Offload:
     Attributes:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
         pooled: the model's layers that the pool serves -> their numbers in its tables.
-        predictor: predicts what the next layer will need; None if nothing is prefetched.
+        predictor: predicts what the next layer will need; None if nothing is prefetched. looking: in which layers that
+            pays; None: in all.
         ring: through which a prompt's experts stream.
         notices: for the user, until collected.
     """
@@ -115,6 +117,7 @@ class Offload:
         capacity = min(capacity, total)
         self.device, self.parts = device, parts
         self.predictor: Predictor | None = None
+        self.looking: Looking | None = None
         # Tables have a layer at least: where none uses the pool, it stays empty.
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
@@ -129,6 +132,20 @@ class Offload:
         self._peak = device.rates.link_bytes_s
         self.called = ""  # where there are several cards, this one's name for people
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
+
+    @property
+    def predicts(self) -> bool:
+        """Whether anything is predicted."""
+        return self.predictor is not None and (self.looking is None or self.looking.any)
+
+    def looks(self, layer: int) -> bool:
+        """Whether what this layer of the pool's would predict is fetched."""
+        return self.predictor is not None and (self.looking is None or self.looking.does(layer))
+
+    def found(self, layer: int) -> None:
+        """The active neurons of one token in this layer of the pool's are known, and where they are is not."""
+        if self.looking is not None and self.predictor is not None:
+            self.looking.found(layer, self.device.now)
 
     def rows(self, layout: RowLayout) -> ExpertRows:
         """The pool's rows, as those of one expert."""

@@ -153,7 +153,7 @@ def _naive(bits: int) -> Engine:
 
 def _mixtral_offloading(bits: int, dense: int) -> Engine:
     def pace(own: Scene, lengths: Sequence[int]) -> Pace:
-        decode = baselines.mixtral_offloading(own.card, own.width, own.trace, own.warm, bits, dense)
+        decode = baselines.mixtral_offloading(own.card, own.width, own.trace, own.warm, bits=bits, dense=dense)
         width = own.width.at(bits, bits, dense)
         return _others(own, decode, prompts.layerwise(own.card, width, own.trace, lengths), lengths)
 
@@ -568,7 +568,7 @@ def importance_f12(study: Study) -> Made:
         ours = mixes.placed(*given, host=True)
         played = (
             baselines.naive(*given),
-            baselines.mixtral_offloading(*given, 16, 16),
+            baselines.mixtral_offloading(*given, bits=16, dense=16),
             mixes.static(own.card, wide, own.trace, own.warm, host=False),
             baselines.fiddler(*given),
             importance(own, STEPS["+BA"])[0],

@@ -144,11 +144,11 @@ THETAS = (0.1, 0.15, 0.175, 0.2, 0.225, 0.25, 0.275, 0.3)
 
 def corm_t2(study: Study) -> Made:
     """CORM's threshold and bits."""
-    corm = Candidate(4, 4, 4, rule=Rule(), theta=0.25)
+    corm = Candidate(4, 4, 4, rule=Rule(theta=0.25))
     rows: dict[str, Ask] = {
         "4 bits": (Candidate(4, 4, 4, rule=Rule()), "gate"),
         "CORM, threshold 0.25": (corm, "gate"),
-        "CORM, 55 % left out": (replace(corm, rule=Rule(0.55), theta=0.0), "gate"),
+        "CORM, 55 % left out": (replace(corm, rule=Rule(0.55)), "gate"),
     }
     note = "Wrong predictions, with which CORM goes on, are not in it; thresholds are of silu(gate · x) as it is."
     tasks = study.accuracy({"base": Rule(), "55 % left out": Rule(0.55)})
@@ -157,7 +157,7 @@ def corm_t2(study: Study) -> Made:
 
 def corm_f10(study: Study) -> Made:
     """Quality and what is read, by threshold."""
-    asked: list[Ask] = [(Candidate(rule=Rule(), theta=theta), "gate") for theta in (0.0, *THETAS)]
+    asked: list[Ask] = [(Candidate(rule=Rule(theta=theta)), "gate") for theta in (0.0, *THETAS)]
     points = study.points(asked)
     whole = points[0]
     rows: dict[str, Cells] = {

@@ -33,14 +33,16 @@ from ..offload.links.link import Link, throttled_link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
+from ..offload.looking import Looking
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import Turns, VirtualDevice
 from ..quality_presets import Preset
 from . import disk_tier, machine
 from .footprint import kv_element
-from .memory_plan import DeviceShares, Needs
+from .memory_plan import DeviceShares
 from .opened_pack import Asked, OpenedPack, UsableGpu
 from .rates import measured_rates, memory_rate
+from .speed_estimate import Speeds, host_times
 
 THROTTLED = "throttled:"
 # Defaults for what cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while
@@ -227,7 +229,7 @@ def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {_words(shares)}"
-    return virtual_with(card, why, shares, budget, pack.needs)
+    return virtual_with(card, why, shares, budget, pack)
 
 
 def virtual_budget(card: Card, wanted: str, vram: int | None) -> int:
@@ -243,14 +245,16 @@ def virtual_budget(card: Card, wanted: str, vram: int | None) -> int:
 
 
 def virtual_with(
-    card: Card, why: str, shares: DeviceShares, budget: int, needs: Needs, turns: Turns | None = None
+    card: Card, why: str, shares: DeviceShares, budget: int, pack: OpenedPack, turns: Turns | None = None
 ) -> DeviceChoice:
-    """The choice of a virtual card whose memory is divided so. needs: of the model. turns: with other cards."""
+    """The choice of a virtual card whose memory is divided so. turns: with other cards."""
 
     def make(wanted: TransferMode) -> Device:
         # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
-        device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers, turns=turns)
+        needs = pack.needs
+        given = own, needs.row, needs.hidden, needs.dense // needs.layers
+        device = VirtualDevice(*given, host=host_times(Speeds(1.0), pack.takes.sizes), turns=turns)
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 
@@ -329,12 +333,14 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, f
     if choice.make is None:
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
-    if parts.predictor == "auto" and not device.looks_ahead:
-        parts = dataclasses.replace(parts, predictor="none")
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:
-        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
+        made = Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
+        if parts.predictor == "auto" and not device.looks_ahead:
+            kept = rates_file(hardware.machine_id(), device.name, layers[0].rows.layout.nbytes) if device.real else None
+            made.looking = Looking(len(made.pooled), kept and kept.with_suffix(".ahead.json"))
+        return made
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()
         raise

@@ -18,6 +18,7 @@ from ...models.catalog_entry import Recurrent, Sizes
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
+from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
 from .footprint import Footprint, by_library, kv_bytes, kv_element
 from .measured_figures import Curve, figures
@@ -247,15 +248,29 @@ def decode(
         far = 0 if held.keys is None else max(0, seen - held.keys)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
-        token, own = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending), speeds.host_gpu
+        token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+        # Layers with experts have counted it.
+        more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)
     else:
         seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
-        token, own = _on_cpu(takes, work, speeds, held, seen), speeds.host
-    slow = one_by_one(takes.sizes, gpu=held.gpu)
-    more = takes.sizes.decoder_layers * max(0.0, speeds.host_library - own) if slow else 0.0
-    if isinstance(takes.sizes.recurrent, Recurrent):
-        more += takes.sizes.recurrent.layers * (speeds.host_recurrent if slow else speeds.recurrent)
+        token = _on_cpu(takes, work, speeds, held, seen)
+        more = takes.sizes.decoder_layers * _beside_s(takes.sizes, speeds, gpu=False)
     return dataclasses.replace(token, host=token.host + held.part * more)
+
+
+def host_times(speeds: Speeds, sizes: Sizes) -> HostTimes:
+    """What plans count for the engine's own code beside a GPU."""
+    own = speeds.host_gpu, speeds.host_ram, speeds.host_pool, speeds.host_behind, figures().host_ahead_s
+    return HostTimes(*own, _beside_s(sizes, speeds, gpu=True))
+
+
+def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
+    """Seconds that a layer's dense part adds, in the mean, where it keeps a state, or its operations go one by one."""
+    deltas = sizes.recurrent.layers / sizes.decoder_layers if isinstance(sizes.recurrent, Recurrent) else 0.0
+    if not one_by_one(sizes, gpu=gpu):
+        return speeds.recurrent * deltas
+    own = speeds.host_gpu if gpu else speeds.host
+    return max(0.0, speeds.host_library - own) + speeds.host_recurrent * deltas
 
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
@@ -340,32 +355,33 @@ def layer_time(
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
     dense = takes.attention / speeds.gpu + speeds.launch + DENSE_LAUNCHES * speeds.node
+    more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":
-        return _by_cpu(takes, work, speeds, dense)
+        return _by_cpu(takes, work, speeds, dense, more)
     wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
     up = takes.sizes.top_k * work.calls * takes.up / speeds.gpu + launches
     if place == "gpu":
         own = wanted * row * work.read / speeds.gpu + launches
         # The host never waits for the device: the slower of the two counts.
-        return LayerTime(dense, up, own, max(0.0, speeds.host_gpu - dense - up - own))
+        return LayerTime(dense, up, own, max(0.0, speeds.host_gpu + more - dense - up - own))
     hit = at(curve or figures().hits, pool)
-    absent, host = wanted * (1 - hit), speeds.host_pool
+    absent, host = wanted * (1 - hit), speeds.host_pool + max(0.0, more - dense)
     own = wanted * hit * row * work.read / speeds.gpu + launches
     rates = speeds.rates(takes, work)
     end, copied = _absent_end(absent, row, rates, cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
     # The device and the link work behind half of the rest of the host's own time; the other half follows when their
-    # rows are there. Nothing is fetched ahead: see `Device.looks_ahead`.
+    # rows are there. What is fetched ahead where that pays is not counted.
     later = speeds.host_behind / 2
     return LayerTime(dense, up, max(own, end, later), host + later, hit, copied * row, away)
 
 
-def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float) -> LayerTime:
+def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float, more: float) -> LayerTime:
     """A `RamLayer`: the GPU computes up to the router, waits for the CPU, and gets its sum."""
     sizes, calls = takes.sizes, takes.sizes.top_k * work.calls
     compute = _wanted(takes, work) * work.read * speeds.row_s(takes)
     there_and_back = 2 * speeds.link_latency + 4 * speeds.launch
-    host = max(0.0, speeds.host_gpu - dense) + speeds.host_ram
+    host = max(0.0, speeds.host_gpu + more - dense) + speeds.host_ram
     # Disk reads bring neighbouring pages along: of a used expert nearly all is read.
     away = calls * (takes.up + sizes.intermediate * takes.row)
     return LayerTime(dense, calls * speeds.up_s(takes), compute + there_and_back, host, 0.0, 0.0, away)

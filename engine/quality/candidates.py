@@ -45,7 +45,6 @@ class Candidate:
         up, gate, down: bits per weight; as in a pack, `up` are those of a layer's signal and `gate` those of the other
             projection. rank: of the low-rank compensator of the signal, 0 for none.
         rule: what a token may skip; `late` has no effect here, since all rows are there.
-        theta: |signal| below which a neuron is skipped in every expert, whatever share that is (CORM section 3).
     """
 
     up: int = 16
@@ -53,7 +52,6 @@ class Candidate:
     down: int = 16
     rank: int = 0
     rule: Rule = WEIGHED
-    theta: float = 0.0
 
 
 @dataclass(slots=True)
@@ -302,7 +300,7 @@ class _Expert:
         """
         s, rule, each = setting, setting.rule, ease[:, None]
         v = self._v(s, x)
-        active = ~(v.abs() < s.theta)
+        active = ~(v.abs() < rule.theta)
         if rule.sparsity:
             active &= ~(v.abs() < self._v_limit(s) * each)
         if part == MAJOR:

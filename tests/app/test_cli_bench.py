@@ -13,6 +13,7 @@ from floe_chat.app.cli.bench.table import text
 from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.machine.random_weights import Shapes
+from floe_chat.models.errors import UsageError
 
 from ..helpers import explained, run_cli
 
@@ -97,6 +98,21 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
     assert "CUDA" in told and "--device cpu" in told
+
+
+def test_an_answer_is_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def run(_pack: Path, _name: str, text: str, _cards: object, **_options: object) -> None:
+        seen.append(text)
+        raise UsageError("The text has 3 tokens", "12 are needed.", "Give fewer with --tokens.")
+
+    monkeypatch.setattr("floe_chat.engine.bench.cards.offload.run", run)
+    answer = tmp_path / "answer.md"
+    answer.write_text("An answer", encoding="utf-8")
+    assert "12 are needed" in explained(run_cli("bench", "offload", "--trace", str(answer)), 2)
+    assert seen == ["An answer"]
+    assert "cannot be read" in explained(run_cli("bench", "offload", "--trace", str(tmp_path / "none")), 2)
 
 
 @pytest.mark.parametrize("options", [["--threads", "1"], ["--runs", "3"]], ids=" ".join)

@@ -45,7 +45,7 @@ def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
     """A test device whose CPU lane is as fast as its link unless told otherwise."""
     nbytes, hidden = layer.packed.rows.layout.nbytes, layer.packed.rows.layout.other.n
     if kind == "virtual":
-        return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000, host=False)
+        return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000)
     rates = Rates(1e9, 1e-6, cpu, cpu, 1e-6, 1e10, 1e-6)
     return Device("throttled", "cpu", throttled_link(nbytes, rate=1e9, chunk=7), rates)
 

@@ -18,6 +18,7 @@ from floe_chat.engine.experts.offloaded_layer import Neighbours
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.device_memory import DeviceMemory
+from floe_chat.engine.offload.looking import Looking
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.sampling import Sampler
@@ -196,7 +197,7 @@ def located(loaded: LoadedModel) -> list[int]:
 
 
 @pytest.mark.parametrize(("share", "cpu"), [(0.01, True), (0.01, False), (0.3, True), (0.3, False), (1.0, True)])
-@pytest.mark.parametrize("predict", ["none", "gate", "partial"])
+@pytest.mark.parametrize("predict", ["none", "gate", "in turns", "partial"])
 @pytest.mark.parametrize("preset", PRESETS_HERE, ids=lambda preset: preset.name)
 def test_tokens_and_counts_are_those_of_experts_one_by_one(
     loaded: LoadedModel, preset: Preset, predict: str, share: float, cpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +208,9 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
     with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu), cpu=2e9) as shared:
         assert isinstance(loaded.decoder, FusedDecoder)
         if predict != "none":
-            shared.predictor = predictor.make(predict, loaded.model, loaded.packed, loaded.decoder.ahead)
+            name = "gate" if predict == "in turns" else predict
+            shared.predictor = predictor.make(name, loaded.model, loaded.packed, loaded.decoder.ahead)
+            shared.looking = Looking(len(shared.pooled)) if predict == "in turns" else None
         found, as_counted = fed(loaded)
         # Each layer's record, and the logits; a predictor that attends goes without graphs of layers.
         assert card.waits == len(IDS) * (1 if predict == "partial" else len(as_counted) + 1)

@@ -202,14 +202,14 @@ class TestRecommendation:
         assert not any(ugly in said for ugly in ("e+", "e-0", "nan"))
 
     def test_what_transformers_computes_takes_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machines = [a_machine(vram=vram) for vram in (0, 12, 48)]
+        machines = [a_machine(vram=vram) for vram in (0, 12)]
         before = [plan.make(one, MIXTRAL).chosen for one in machines]
         with monkeypatch.context() as patch:
             patch.setattr(speed_estimate, "by_library", bool)  # of any name
             after = [plan.make(one, MIXTRAL).chosen for one in machines]
         assert all(
             own and library and library.decode.mid < own.decode.mid for own, library in zip(before, after, strict=True)
-        )
+        )  # where a card holds all of it, the host has to wait for the card in any case
         for entry in PUBLISHED:
             said = any("by transformers' modules" in sentence for sentence in plan.make(a_machine(), entry).why)
             assert said is (by_library(entry.sizes.model_type) and plan.make(a_machine(), entry).chosen is not None)

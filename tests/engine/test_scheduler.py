@@ -37,7 +37,7 @@ class Side(VirtualDevice):
     """A card, and one of the two schedulers over it."""
 
     def __init__(self, capacity: int, *, compiled: bool) -> None:
-        super().__init__(CARD, NBYTES, 64, 10_000, host=False, content=False)
+        super().__init__(CARD, NBYTES, 64, 10_000, content=False)
         rate = min(CARD.link_bytes_s, CARD.pack_bytes_s)
         self.link = Link(
             *("virtual", "", NBYTES),

@@ -357,17 +357,17 @@ def test_the_stream_is_on_the_card_whose_layer_is_next() -> None:
 def test_virtual_cards_take_turns() -> None:
     """The second begins when the host has got there, its GPU when the stream has arrived."""
     card, turns = named(CARD), Turns()
-    first, second = (VirtualDevice(card, 4352, 4096, 23_000_000, host=False, turns=turns) for _ in range(2))
-    with first.host():
+    first, second = (VirtualDevice(card, 4352, 4096, 23_000_000, turns=turns) for _ in range(2))
+    with first.host("pool", prompt=False):
         first.dense(1)
     alone = first.clock.end("gpu")
-    with second.host():
+    with second.host("pool", prompt=False):
         second.dense(1)
     crossing = 2 * (card.link_latency_s + 2 * 4096 / card.link_bytes_s)
     assert second.clock.end("gpu") == pytest.approx(2 * alone + crossing)
     assert first.clock.end("gpu") == alone
     second.finish()
-    with first.host():
+    with first.host("pool", prompt=False):
         first.dense(1)
     assert first.clock.end("gpu") == pytest.approx(3 * alone + 2 * crossing)
     for device in (first, second):

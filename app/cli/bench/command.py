@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
 from ....models.errors import UsageError
-from ...arguments import memory_size
+from ...arguments import memory_size, read_text
 from ...progress import rounded
 from ...settings.file import read, settings_file
 from ..command_names import SuggestingGroup
@@ -105,24 +106,44 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
     metavar="NAME",
     help="A virtual card, such as sim:rtx3060-12gb@8gb; A,B are two in one machine, against the first alone.",
 )
+@click.option(
+    "--trace",
+    "answer",
+    type=click.Path(path_type=Path),
+    metavar="ANSWER",
+    help="Replay what an answer wants: a file with its text, or an exported chat.",
+)
 @click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="Tokens that the model reads.")
 @click.option(
     "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
-def offload(model: str, synthetic: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
+def offload(
+    model: str,
+    synthetic: str,
+    cards: tuple[str, ...],
+    answer: Path | None,
+    tokens: int,
+    skew: float | None,
+    as_json: bool,
+) -> None:
     """Compare engines where the model is larger than the card, on virtual cards.
 
     MODEL reads a text, and its routing drives this engine and others at a published model's width. Where that has more
     experts, each block of them is routed as MODEL was elsewhere in the text. Nothing is downloaded and no GPU is
     needed. Times are virtual, with and without the time of floe-chat's own code. A card takes two minutes.
 
+    With --trace it reads one of your answers: the experts and neurons that each of its tokens wanted, on any card.
+
     Example: floe-chat bench offload --card sim:rtx3060-12gb
+
+    Example: floe-chat bench offload --trace answer.md --card sim:rtx4060-8gb
     """
     from ....engine.bench.cards import offload as bench_offload
     from ....models.catalog import asset, find
 
-    pack, text = find(model), asset("calibration.txt").read_text(encoding="utf-8")
+    text = asset("calibration.txt").read_text(encoding="utf-8") if answer is None else read_text(answer)
+    pack = find(model)
     with measuring() as report:
         table = bench_offload.run(
             pack,

@@ -18,6 +18,10 @@ from .trace import Trace
 from .width import Width
 
 EXPERT_LAUNCHES = 3
+# Others' own code for one layer, seconds: what is left of their published speeds where link and kernels alone would
+# be faster. Mixtral-offloading's authors give 2 to 3 tokens/s for cards such as an RTX 3060 (arXiv 2312.17238), which
+# makes 10 here without it and 3 with it; Fiddler's over 3 for a Quadro RTX 6000, which makes 6 without and 3 with it.
+MIXTRAL_OFFLOADING_S, FIDDLER_S = 9.0e-3, 5.2e-3
 
 
 class Baseline:
@@ -87,9 +91,11 @@ def naive(card: Card, width: Width, trace: Trace, warm: int, bits: int = 16) -> 
     return engine.play(step, warm)
 
 
-def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int, bits: int = 3, dense: int = 4) -> Played:
+def mixtral_offloading(
+    card: Card, width: Width, trace: Trace, warm: int, *, bits: int = 3, dense: int = 4, host: bool = False
+) -> Played:
     """Whole quantized experts, with an LRU cache per layer and the next layer's likeliest loaded ahead (Eliseev and
-    Mazur): experts of 3 bit, attention of 4, two speculative loads.
+    Mazur): experts of 3 bit, attention of 4, two speculative loads. host: with its own code's time.
     """
     engine = Baseline(card, width.at(bits, bits, dense), trace)
     each = engine.room // engine.layers
@@ -98,6 +104,7 @@ def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int, bits: 
 
     def step(token: int, layer: int, chosen: list[int]) -> None:
         nonlocal ahead
+        engine.clock.run("host", MIXTRAL_OFFLOADING_S if host else 0.0)
         ends: list[float] = []
         for expert in chosen:
             end = kept[layer].pop(expert, None)
@@ -117,15 +124,16 @@ def mixtral_offloading(card: Card, width: Width, trace: Trace, warm: int, bits: 
     return engine.play(step, warm)
 
 
-def fiddler(card: Card, width: Width, trace: Trace, warm: int) -> Played:
+def fiddler(card: Card, width: Width, trace: Trace, warm: int, *, host: bool = False) -> Played:
     """The most popular experts stay on the GPU, in 16 bit; each of the others is computed by the CPU or copied,
-    whichever ends the layer sooner (Fiddler section 3).
+    whichever ends the layer sooner (Fiddler section 3). host: with its own code's time.
     """
     engine = Baseline(card, width.at(16, 16, 16), trace)
     resident, cpu_s = engine.popular(), card.cpu_s(engine.nbytes, engine.flops)
     copy_s = card.link_latency_s + engine.nbytes / card.link_bytes_s
 
     def step(_token: int, layer: int, chosen: list[int]) -> None:
+        engine.clock.run("host", FIDDLER_S if host else 0.0)
         absent = [expert for expert in chosen if not resident[layer, expert]]
         copied = min(range(len(absent) + 1), key=lambda n: max(n * copy_s, (len(absent) - n) * cpu_s))
         ends = [engine.copy() for _ in range(copied)]

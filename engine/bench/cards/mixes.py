@@ -11,12 +11,12 @@ from ...context import CONTEXT
 from ...offload.cards import Card
 from ...offload.mix import Mix
 from ...offload.offload import Parts
-from ...planning import machine, mix_choice
+from ...planning import machine, mix_choice, speed_estimate
 from ...planning.memory_plan import Needs
 from ...planning.mix_choice import Costs, Placed
 from ...planning.speed_estimate import Speeds, TokenWork
 from ...quality_presets import PRESETS, Preset
-from .replay import Played, layers_held, play
+from .replay import Played, Stage, layers_held, play, run
 from .trace import Trace
 from .width import Width
 
@@ -31,7 +31,7 @@ def balanced() -> Preset:
 def speeds(card: Card, *, host: bool) -> Speeds:
     """A card's, as the planner has them; host: with the time that our own code takes."""
     found = machine.speeds_of(card, disk=1e9)
-    free = {} if host else dict.fromkeys(("host_gpu", "host_pool", "host_behind", "host_ram"), 0.0)
+    free = {} if host else dict.fromkeys(("host_gpu", "host_library", "host_pool", "host_behind", "host_ram"), 0.0)
     return dataclasses.replace(found, **free)
 
 
@@ -49,15 +49,29 @@ def planned(card: Card, width: Width, *, host: bool) -> Placed | None:
     return None if found is None else found[0]
 
 
-def placed(card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1) -> Played | None:
-    """The planner's mix for the whole model, in the trace's proportion. together: see `play`."""
+def estimated(card: Card, width: Width, *, host: bool) -> float | None:
+    """Seconds of a token by the planner's choice, as `floe-chat plan` counts them, at the beginning of a text."""
+    if (chosen := planned(card, width, host=host)) is None:
+        return None
+    work, own = TokenWork.of(balanced()), speeds(card, host=host)
+    return speed_estimate.decode(width.footprint, work, own, chosen.held, context=0).seconds
+
+
+def placed(
+    card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1, ahead: bool = False
+) -> Played | None:
+    """The planner's mix for the whole model, in the trace's proportion. together: see `play`. ahead: looking ahead
+    where that pays.
+    """
     chosen = planned(card, width, host=host)
     if chosen is None:
         return None
 
     def one(mix: Mix) -> list[Played]:
         given, share = (card, width, trace, balanced(), Parts(mix=mix)), cpu_reached(card)
-        return [play(*given, ahead=False, cpu_share=share, warm=warm, host=host, together=together)]
+        pool = round(chosen.share * mix.pool * width.sizes.experts * width.neurons)
+        stage = Stage(*given, ahead=ahead, where_it_pays=ahead, cpu_share=share, pool=pool, host=host)
+        return [run(stage, warm, together)]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
 

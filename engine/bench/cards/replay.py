@@ -18,15 +18,18 @@ from torch import Tensor
 
 from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
+from ....models.pack.usage_file import Heat
 from ...experts.moe_layer import Control, MoELayer
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...experts.whole_layers import RamLayer, ResidentLayer
 from ...offload.cards import Card
 from ...offload.device import Partial
 from ...offload.links.transfer import Transfer
+from ...offload.looking import Looking
 from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
-from ...offload.virtual.virtual_device import Turns, VirtualDevice
+from ...offload.virtual.virtual_device import HostTimes, Turns, VirtualDevice
+from ...planning.speed_estimate import Speeds, host_times
 from ...quality_presets import Preset
 from ...telemetry import LayerCounts, Telemetry, hidden
 from .trace import Trace
@@ -49,7 +52,7 @@ class ReplayDevice(VirtualDevice):
         row_bytes: int,
         cpu_share: float,
         *,
-        host: bool,
+        host: HostTimes | None,
         turns: Turns | None = None,
     ) -> None:
         given = (card, row_bytes, width.hidden, width.dense_bytes, cpu_share)
@@ -137,8 +140,8 @@ class Played:
         waited: seconds in which the GPU did nothing but wait for the link. busy: seconds in which the link was busy.
         apart: of the time of a layer's step in which link and CPU both have work, the mean share for which one of them
             goes on after the other; None where there are no such steps.
-        counts: of the engine's own layers; empty for baselines. host: seconds of our own code on the host, as measured;
-            0 where they were not counted. unused: bytes that were fetched ahead and not needed.
+        counts: of the engine's own layers; empty for baselines. host: seconds of our own code, as plans count them; 0
+            where they were not counted. unused: bytes that were fetched ahead and not needed.
     """
 
     seconds: float
@@ -172,12 +175,14 @@ class Stage:
         parts: Parts,
         *,
         ahead: bool = True,
+        where_it_pays: bool = False,
         cpu_share: float = 1.0,
         pool: int | None = None,
         host: bool = False,
         others: Sequence[tuple[Card, Mix]] = (),
     ) -> None:
         """See `play`."""
+        times = host_times(Speeds(1.0), width.sizes) if host else None
         self.card, self.width, self.trace = card, width, trace
         layers, experts = trace.scores.shape[1:]
         packed = [width.layer(table) for table in (trace.thresholds if preset.rule.weighed else trace.plain)]
@@ -187,15 +192,18 @@ class Stage:
         self._layers: list[MoELayer] = []
         self.apart: list[float] = []  # see `Played`, of each such step
         self.devices: list[ReplayDevice] = []
+        self._pools: list[Offload] = []
         self._of: list[ReplayDevice] = []  # of each layer
         for one, mix in ((card, parts.mix or Mix(pool=layers)), *others):
             given = one, width, trace, preset, row_bytes, cpu_share
-            device, first = ReplayDevice(*given, host=host, turns=self._turns), len(self._layers)
+            device, first = ReplayDevice(*given, host=times, turns=self._turns), len(self._layers)
             part = mix if others else None
             rows = room(one, width, trace, mix, part, first=not first) if pool is None and mix.pool else pool or 0
             shared = Offload(device, parts, packed, rows, mix=mix, first=first)
+            self._pools.append(shared)
             if ahead:
                 shared.predictor = _Guesses(device, trace)
+                shared.looking = Looking(len(shared.pooled)) if where_it_pays else None
             self.devices.append(device)
             self._of += mix.layers * [device]
             for index, place in enumerate(mix.places, first):
@@ -230,6 +238,22 @@ class Stage:
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known where looking ahead pays."""
+        return all(shared.looking is None or shared.looking.settled for shared in self._pools)
+
+    def restart(self) -> None:
+        """Fill the pools with what was used so far, as the program's next start does."""
+        for shared in self._pools:
+            layers, (_, experts, neurons) = len(self._layers), shared.pool.slots.shape
+            nothing = Heat(np.zeros((layers, experts), np.float32), np.zeros((layers, experts, neurons), np.float32))
+            heat, capacity = shared.heat(nothing), shared.pool.capacity
+            shared.settle()
+            shared.pool.resize(0)
+            shared.pool.resize(capacity)
+            shared.warm(heat)
+
     @contextmanager
     def _lanes(self, device: ReplayDevice) -> Generator[None]:
         """How far apart link and CPU end in a layer's step that is computed inside."""
@@ -256,6 +280,7 @@ def play(
     parts: Parts,
     *,
     ahead: bool = True,
+    where_it_pays: bool = False,
     cpu_share: float = 1.0,
     warm: int = 32,
     pool: int | None = None,
@@ -267,16 +292,18 @@ def play(
 
     Args:
         together: see `run`.
-        ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
-        pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
+        ahead: whether the next layer's rows are fetched ahead; where_it_pays: only in layers where that is measured to
+            pay, with the text's first tokens again and again. warm: tokens before the clock is read.
+        pool: rows; None for what the card's memory leaves. host: whether our own code's time counts too, as in plans.
             Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
             cards, with the mixes of their layers; `parts.mix` is then of the first card's.
 
     Raises:
         ValueError: the card has no room for a pool.
     """
-    given = (card, width, trace, preset, parts)
-    return run(Stage(*given, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host, others=others), warm, together)
+    given, where = (card, width, trace, preset, parts), where_it_pays
+    stage = Stage(*given, ahead=ahead, where_it_pays=where, cpu_share=cpu_share, pool=pool, host=host, others=others)
+    return run(stage, warm, together)
 
 
 def run(stage: Stage, warm: int, together: int = 1) -> Played:
@@ -292,6 +319,9 @@ def run(stage: Stage, warm: int, together: int = 1) -> Played:
 
     for token in range(warm):
         step(token)
+    stage.restart()
+    for token in itertools.takewhile(lambda _token: not stage.settled, itertools.count()):
+        step(token % warm)
     before, stage.control.counting = stage.spent(), True
     stage.apart.clear()
     for token in range(warm, length):

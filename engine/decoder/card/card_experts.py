@@ -160,7 +160,7 @@ class CardExperts:
         Raises:
             Cancelled: the answer was stopped. RuntimeError: the link's failure.
         """
-        functions, scheduler, predicts = library(), self._scheduler, self._shared.predictor is not None
+        functions, scheduler, predicts = library(), self._scheduler, self._shared.predicts
         stop, start, end = self._control.cancelled.stop.record, functions.step_start, functions.step_end
         offload = scheduler.begin_token(self._shared.device.cpu_share if self._shared.parts.cpu else 0.0)
         ended = False
@@ -176,6 +176,8 @@ class CardExperts:
                 if predicts:
                     scheduler.look()
                 before.wait()
+                if predicts:
+                    self._shared.found(one.layer.pooled)
                 if code := start(offload, step):
                     scheduler.failed(one.layer.pooled, code)
                 ready.replay()
@@ -198,6 +200,9 @@ class CardExperts:
 
     def _look_ahead(self, one: _Layer) -> None:
         """While the device adds up the rows that are there."""
+        layer = one.layer.pooled
+        if not self._shared.looks(layer) and layer not in self._scheduler.guessed:
+            return
         step = one.stepped(int(one.form.listing.offsets[-1]))
         one.layer.compare(step.found())
         one.layer.look_ahead(step.there.hidden, step.choice, self._total.y)

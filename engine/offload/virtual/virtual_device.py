@@ -5,9 +5,10 @@ It shows, and tests, what a schedule would cost on a card (`cards.py`), on any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from ..cards import CHUNK_BYTES, DENSE_LAUNCHES, PREFIX, Card
 from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
 from ..links.link import Link
+from ..mix import ExpertsPlace
 from .virtual_clock import Clock
 
 
@@ -41,11 +43,30 @@ class Turns:
         return nullcontext() if now is None or now is device else now.clock.aside()
 
 
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds of the engine's own code for one layer and token beside a real card, where graphs and compiled steps run,
+    as plans count them (`measured_figures.Figures`).
+
+    Attributes:
+        gpu, ram: of a layer whose experts are all on the card, and what one in RAM adds. pool, behind: of one with a
+            pool, until absent rows are asked for, and the rest. ahead: what looking ahead adds. library: what a dense
+            part adds that torch's operations compute one by one.
+    """
+
+    gpu: float
+    ram: float
+    pool: float
+    behind: float
+    ahead: float
+    library: float = 0.0
+
+
 class VirtualDevice(Device):
     """The CPU computes what a card would, and the card's profile says how long that would take.
 
-    The engine's own code in a layer of experts counts with its real time here. Around the layers the CPU computes
-    attention instead of launching it, so only launches are counted.
+    The engine's own code counts with the time that it takes beside a real card; in a prompt, with its real time here.
+    Around the layers the CPU computes attention instead of launching it, so only launches are counted.
     """
 
     real = False
@@ -60,19 +81,20 @@ class VirtualDevice(Device):
         cpu_share: float = 1.0,
         *,
         dense_weights: int | None = None,
-        host: bool = True,
+        host: HostTimes | None = None,
         content: bool = True,
         turns: Turns | None = None,
     ) -> None:
         """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
 
-        `dense_weights`: how many those are; None: one a byte. `host`: whether the host's own time is counted; without
-        it times depend on the profile alone. `content`: whether rows have any. `turns`: with the other cards of the
+        `dense_weights`: how many those are; None: one a byte. `host`: the host's own time; without it times
+        depend on the profile alone. `content`: whether rows have any. `turns`: with the other cards of the
         machine.
         """
         self._turns = turns or Turns()
         self._comes: tuple[float, Card] | None = None  # when another card has the stream, and that card
-        self.clock, self.card, self._counts_host = Clock(), card, host
+        self.clock, self.card, self._host = Clock(), card, host
+        self._due: list[float] = []  # of the host's time in this layer, what is to come
         self._dense_bytes, self._content = dense_bytes, content
         self._dense_weights, self._hidden = dense_weights or dense_bytes, hidden
         # A row is two vectors of `hidden` weights: a product and a sum for each.
@@ -86,10 +108,36 @@ class VirtualDevice(Device):
         """Virtual seconds."""
         return self.clock.now
 
-    def host(self) -> AbstractContextManager[None]:
+    def host(self, place: ExpertsPlace, *, prompt: bool) -> AbstractContextManager[None]:
         """Inside, the host's own time is counted."""
         self._turns.take(self)
-        return self.clock.host() if self._counts_host else super().host()
+        if self._host is None:
+            return nullcontext()
+        return self.clock.host() if prompt else self._step(place, self._host)
+
+    @contextmanager
+    def _step(self, place: ExpertsPlace, host: HostTimes) -> Generator[None]:
+        """A step's times, each where it comes: when the dense part is under way; with a pool, once the active neurons
+        are known, once the sum of those that are there is under way, and at last; in RAM, at last.
+        """
+        dense = host.library + (0.0 if place == "pool" else host.gpu)
+        rest: dict[ExpertsPlace, list[float]] = {
+            "gpu": [],
+            "cpu": [host.ram],
+            "pool": [host.pool, host.behind / 2, host.behind / 2],
+        }
+        self._due = [dense, *rest[place]]
+        yield
+        while self._due:
+            self._spend()
+
+    def _spend(self) -> None:
+        if self._due:
+            self.clock.run("host", self._due.pop(0))
+
+    def began(self) -> None:
+        """The rest of the host's time comes while the device and the link work."""
+        self._spend()
 
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router; in a prompt each token attends to half of the others."""
@@ -98,6 +146,7 @@ class VirtualDevice(Device):
         # Of a prompt, each kernel is launched by itself.
         work = card.graph_s if tokens == 1 else card.gpu_s
         self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
+        self._spend()
 
     def follow(self, other: VirtualDevice) -> None:
         """Go on where another card has got to; the next work waits for its stream, see `arrive`."""
@@ -122,6 +171,11 @@ class VirtualDevice(Device):
         ways = ((card.link_bytes_s, card.link_latency_s) for card in (other, self.card))
         return sent + sum(latency + nbytes / rate for rate, latency in ways)
 
+    def looks(self) -> None:
+        """The host looks one layer ahead."""
+        if self._host is not None:
+            self.clock.run("host", self._host.ahead)
+
     def ask(
         self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
@@ -141,6 +195,14 @@ class VirtualDevice(Device):
         """The host waits until then."""
         self.clock.wait("host", copy.at)
         return copy.tensors
+
+    def up(
+        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> tuple[Active, Tensor, list[Tensor]]:
+        """See `Device`; the host decides then."""
+        found = super().up(x, up, calls, thresholds, x_bits, also)
+        self._spend()
+        return found
 
     def rows(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int

@@ -255,7 +255,7 @@ class _Several:
             choice = device_choice.gpu_with(self._gpus[number], why, shares, streamed, self._vram)
         elif self._cards:
             why = f"{why}; it is a virtual device: the CPU computes, and times come from the card's profile"
-            choice = device_choice.virtual_with(self._cards[number], why, shares, card.budget, pack.needs, self._turns)
+            choice = device_choice.virtual_with(self._cards[number], why, shares, card.budget, pack, self._turns)
         else:
             choice = device_choice.throttled_with(name, why, shares, card.budget, own)
         return Part(choice, layers, self._of_decoder(layers))
