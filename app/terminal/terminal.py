@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 EXIT_SIGNAL = 128
 """The exit code after a signal is this plus its number, as shells have it: 130 interrupt, 143 TERM, 129 hang-up."""
@@ -107,7 +107,7 @@ class Terminal:
         if self._ending is not None:
             self._ending.join()
 
-    def end_now(self, code: int) -> None:
+    def end_now(self, code: int) -> NoReturn:
         """Save unsaved data, restore the terminal, and end this process, whatever the screen is doing."""
 
         def restore() -> None:

@@ -20,6 +20,7 @@ from floe_chat.engine.quality.pack_source import PackSource
 from floe_chat.engine.quality.references import NO_SPARSITY, pack_logits
 from floe_chat.engine.quality.told import Told
 from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Calls
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.calibration import threshold_at
@@ -454,7 +455,7 @@ def test_a_pack_in_its_sources_place_gives_its_own_logits(study: Study) -> None:
     source = PackSource(study.loaded)
     with torch.inference_mode():
         plain, sparse = compute(
-            source, [Candidate(), Candidate(theta=0.3)], passages, windows, 20, lambda _step: None, ()
+            source, [Candidate(), Candidate(rule=Rule(theta=0.3))], passages, windows, 20, lambda _step: None, ()
         )
         expected = torch.stack([pack_logits(study.loaded, NO_SPARSITY, row[None], 20) for row in windows])
     assert relative_rms(plain.logits(), expected) <= 1e-3
