@@ -91,21 +91,25 @@ class LearnedPredictor(GatePredictor):
         return super().experts(layer, hidden, chosen, guess) if learned is None else learned.scores(hidden, chosen)
 
 
-class PartialPredictor(GatePredictor):
+class PartialPredictor(LearnedPredictor):
     """The next layer's attention and router on this layer's partial output: nothing, or that of its resident experts
     (importance-driven scheduling section 5.2).
 
     Predicts far more of the needed experts and neurons than the others, at the cost of a second pass through attention.
 
+    Where neighbours have so little in common that even half the experts are seldom known, as at the first layer, the
+    learned predictor names the experts: what is missing from the output is most of what the next layer reads.
+
     Args:
         ahead: of the decoder, which has the residual stream and the keys and values: layer and its output, (B, H) or
             None for nothing -> (B, H), the input of layer + 1's MoE block.
+        layers: as `LearnedPredictor`'s, of the layers with little in common; none if the pack has none.
     """
 
     name, attends = "partial", True
 
-    def __init__(self, routers: Sequence[Tensor], ahead: PartialPass) -> None:
-        super().__init__(routers, ())
+    def __init__(self, routers: Sequence[Tensor], ahead: PartialPass, layers: Sequence[Lookahead | None] = ()) -> None:
+        super().__init__(routers, (), layers or [None] * len(routers))
         self._ahead = ahead
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
@@ -130,7 +134,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     family = FAMILIES[model.config.model_type]
     routers = [family.scores_by(model.model.layers[index]) for index in family.expert_layers(model.config)]
     if name == "partial" and ahead is not None:
-        return PartialPredictor(routers, ahead)
+        return PartialPredictor(routers, ahead, _learned(packed, routers, packed.lookahead_far()))
     if name == "partial":
         raise UsageError(
             'The predictor "partial" does not work with this model',
@@ -138,12 +142,17 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
             "Set advanced.predictor to learned or gate.",
         )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
-        learned = packed.lookahead()
-        useful = packed.lookahead_gains() if name == "auto" else [True] * len(learned)
-        each = zip(learned, useful, routers, strict=False)
-        layers = [layer.to(router.device, router.dtype) if used else None for layer, used, router in each]
-        return LearnedPredictor(routers, carries(model), layers)
+        useful = packed.lookahead_gains() if name == "auto" else [True] * (len(routers) - 1)
+        return LearnedPredictor(routers, carries(model), _learned(packed, routers, useful))
     return GatePredictor(routers, carries(model))
+
+
+def _learned(packed: PackedModel, routers: Sequence[Tensor], useful: Sequence[bool]) -> list[Lookahead | None]:
+    """Of the layers where it is useful, the learned predictors beside the routers."""
+    if not useful:
+        return []
+    each = zip(packed.lookahead(), useful, routers, strict=False)
+    return [layer.to(router.device, router.dtype) if used else None for layer, used, router in each]
 
 
 def carries(model: Any) -> list[Tensor]:

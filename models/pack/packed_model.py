@@ -157,6 +157,17 @@ class PackedModel:
             )
         return found
 
+    def lookahead_far(self) -> list[bool]:
+        """For which of them the next router found less than half the experts, and they more; none if there are none.
+
+        Raises:
+            PackError: what was measured does not fit the model.
+        """
+        if not self.has_lookahead():
+            return []
+        routers = self.profile()[learned_predictor.RECALL][:, 1]
+        return [gains and router < 0.5 for gains, router in zip(self.lookahead_gains(), routers.tolist(), strict=True)]
+
     def lookahead_gains(self) -> list[bool]:
         """Which of them named more experts than the next router, on calibration text that they had not learned from.
 

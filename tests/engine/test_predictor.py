@@ -61,7 +61,7 @@ def test_the_learned_predictor_adds_the_parts_of_its_layer() -> None:
             torch.testing.assert_close(scores[token], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recall", [(0.5, 0.6), (0.6, 0.5), (0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("recall", [(0.5, 0.6), (0.6, 0.5), (0.5, 0.5), (0.6, 0.4), (0.3, 0.4)], ids=str)
 def test_a_layer_where_the_router_did_better_has_the_router(
     tiny_pack: Path, tmp_path: Path, recall: tuple[float, float]
 ) -> None:
@@ -74,6 +74,11 @@ def test_a_layer_where_the_router_did_better_has_the_router(
     scores = {made: made.experts(0, hidden, chosen, made.guess(0, hidden, None)) for made in (auto, learned, gate)}
     assert not torch.equal(scores[learned], scores[gate])
     assert torch.equal(scores[auto], scores[learned if recall[0] > recall[1] else gate])
+    # Through attention, only where the router found less than half of them.
+    partial = predictor.make("partial", loaded.model, packed, lambda _layer, _output: 2 * hidden)
+    named = partial.experts(0, hidden, chosen, partial.guess(0, hidden, None))
+    by_router = F.linear(2 * hidden, loaded.model.model.layers[1].mlp.gate.weight)
+    assert torch.equal(named, scores[learned] if recall == (0.6, 0.4) else by_router)
 
     edit_tensors(copy, lambda name, tensor: tensor[:, :1] if name == learned_predictor.RECALL else tensor)
     reseal(copy)
