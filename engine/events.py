@@ -59,7 +59,7 @@ class Advanced:
         predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
             share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
         kv_bits: of stored keys and values, of `ranges.KV_BITS`. context: tokens whose keys and values have device
-            memory reserved.
+            memory reserved. placement: where experts are, see `ranges.Wanted`.
     """
 
     predictor: str = "auto"
@@ -67,19 +67,27 @@ class Advanced:
     transfer: str = "auto"
     kv_bits: str = "auto"
     context: int = CONTEXT
+    placement: str = "auto"
 
-    def changed(self, *, offloaded: bool = True) -> tuple[str, ...]:
-        """The values that differ from the default and are in force, in words."""
-        words = [f"{self.kv_bits}-bit context"] if self.kv_bits != "auto" else []
-        if offloaded:
-            words = [
-                ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
-                ("" if self.cpu_share else "no CPU share"),
-                ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
-                *words,
-                ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved"),
-            ]
-        return tuple(word for word in words if word)
+    def changed(self, *, offloaded: bool = True, pooled: bool = True) -> tuple[str, ...]:
+        """The values that differ from the default, in words, and which of them have no effect.
+
+        Args:
+            offloaded: a part of the experts is not on the device. pooled: rows of them share a pool there.
+        """
+        moved = (
+            ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
+            ("" if self.cpu_share else "no CPU share"),
+            ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
+        )
+        words = (
+            ("" if self.placement == "auto" else f"placement {self.placement}", offloaded),
+            (moved[0], pooled),
+            *((word, offloaded) for word in moved[1:]),
+            ("" if self.kv_bits == "auto" else f"{self.kv_bits}-bit context", True),
+            ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved", offloaded),
+        )
+        return tuple(f"{word}{'' if counts else ' (no effect here)'}" for word, counts in words if word)
 
 
 @dataclass(frozen=True, slots=True)
