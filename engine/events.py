@@ -263,6 +263,17 @@ class CardRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRows:
+    """One layer's, see `Rows`. resident: share of its rows that are in the pool; None if it does not share the pool."""
+
+    resident: float | None
+    ready: float | None
+    coming: float | None
+    copied: float | None
+    on_cpu: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Where the rows of active neurons came from in an answer's decode, where device memory holds a part of them only.
 
@@ -270,9 +281,11 @@ class Rows:
 
     Attributes:
         ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
-            when needed, and computed by the CPU in RAM. left_out: absent rows that a lenient preset skipped. The five
-            add up to 1.
-        expert_hits: share of expert calls of which at least half the rows were there or on their way.
+            when needed, and computed by the CPU in RAM. left_out: absent rows that a lenient preset skipped.
+            in_place: in layers that are all on the device. The six add up to 1.
+        hits: as `ready`, of the pool's layers alone. layers: of each layer.
+        expert_hits: share of expert calls of the pool's layers of which at least half the rows were there or on
+            their way.
         recall, precision: of the neurons that were predicted one layer ahead; recalls, precisions: by layer.
         expert_recall, expert_precision: of the experts that were predicted one layer ahead, likewise; expert_recalls,
             expert_precisions: by layer. A correctly predicted neuron belongs to a correctly predicted expert.
@@ -316,6 +329,14 @@ class Rows:
     whole: int = 0
     link_hidden: float | None = None
     cards: tuple[CardRows, ...] = ()
+    in_place: float | None = None
+    hits: float | None = None
+    layers: tuple[LayerRows, ...] = ()
+
+    @property
+    def static(self) -> bool:
+        """Whether no layer shares a pool: each is all on the device, or all in RAM."""
+        return bool(self.layers) and all(layer.resident is None for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,13 @@ def test_the_panel_can_tell_what_the_memory_is_used_for(pack: Path) -> None:
     rows = stats.rows
     assert rows is not None and (rows.whole, rows.up) == (needs.rows // 3, 2 * (needs.up // 3))
     assert stats.vram_budget is not None and rows.pool + rows.whole + rows.up + rows.dense < stats.vram_budget
-    shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out
+    shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out, rows.in_place
     assert sum(share or 0.0 for share in shares) == pytest.approx(1)
+    assert [layer.resident is not None for layer in rows.layers] == [place == "pool" for place in mix.places]
+    for layer, place in zip(rows.layers, mix.places, strict=True):
+        assert sum(part or 0.0 for part in (layer.ready, layer.coming, layer.copied, layer.on_cpu)) == pytest.approx(1)
+        assert place != "pool" or (rows.hits == layer.ready and 0 < (layer.resident or 0) <= 1)
+    assert not rows.static
     loaded.close()
 
 
