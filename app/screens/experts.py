@@ -30,10 +30,10 @@ _PREDICTED = (
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
 _IN_PLACE = "The whole model fits the device, so nothing is prefetched."
-_ROWS = ("in pool", "hits", "late", "copied", "on CPU", "predicted")
+_ROWS = ("in pool", "hits", "late", "copied", "on CPU", "guessed")
 _OF_ROWS = (
     "In pool: the share of the layer's rows that are in the pool now. Hits, late, copied, on CPU: where the rows of "
-    "active neurons were; late ones were fetched ahead and still on their way. Predicted: as recall above."
+    "active neurons were; late ones were fetched ahead and still on their way. Guessed: the recall of neurons."
 )
 
 
@@ -95,13 +95,13 @@ class HeatMap(Widget):
             lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))
         lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _PREDICTED), MUTED))
         if rows is not None and rows.layers:
-            lines += _of_pool(rows)
+            lines += _of_pool(rows, width)
         return Content("\n").join(lines)
 
 
-def _of_pool(rows: Rows) -> list[Content]:
+def _of_pool(rows: Rows, width: int) -> list[Content]:
     """A line for each layer: what the pool has of it, and where its rows were."""
-    column = 2 + max(map(len, _ROWS))
+    column = min(2 + max(map(len, _ROWS)), max(0, width - 5) // len(_ROWS))
     lines = [Content.styled(f"\n{'':5}" + "".join(f"{name:>{column}}" for name in _ROWS), MUTED)]
     for number, layer in enumerate(rows.layers):
         if layer.resident is None:
