@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 from pathlib import Path
@@ -43,22 +42,6 @@ def need_terminal() -> None:
             "The terminal says that it cannot move its cursor (TERM=dumb).",
             "Chat line by line: floe-chat --plain",
         )
-
-
-def memory_size(text: str | None) -> int | None:
-    """Bytes of a size such as "8", "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold; GB if no unit is
-    given; None stays None.
-
-    Raises:
-        UsageError: something else.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([mgt])(?:i?b)?)?\s*", text, re.IGNORECASE | re.ASCII)
-    size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[(match[2] or "g").lower()] if match else 0.0
-    if not 1 <= size < 2**60:
-        raise UsageError(f"{text!r} is not a memory size", "", "Give it in GB, such as 10, or with a unit: 900mb.")
-    return int(size)
 
 
 def sampling_from(options: dict[str, Any], pack: Path | None) -> tuple[Sampling, int, str | None]:

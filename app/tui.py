@@ -281,7 +281,7 @@ class FloeChatApp(App[int]):
     def _open_settings(self) -> None:
         from .screens.settings import SettingsScreen
 
-        self.push_screen(SettingsScreen(self._file, self._settings, self._apply))
+        self.push_screen(SettingsScreen(self._file, self._settings, self._apply, self._chat.dashboard.figures.stats))
 
     def _open_models(self) -> None:
         from .screens.models import ModelsScreen

@@ -59,7 +59,7 @@ class Advanced:
         predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
             share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
         kv_bits: of stored keys and values, of `ranges.KV_BITS`. context: tokens whose keys and values have device
-            memory reserved.
+            memory reserved. placement: where experts are, see `ranges.Wanted`.
     """
 
     predictor: str = "auto"
@@ -67,19 +67,27 @@ class Advanced:
     transfer: str = "auto"
     kv_bits: str = "auto"
     context: int = CONTEXT
+    placement: str = "auto"
 
-    def changed(self, *, offloaded: bool = True) -> tuple[str, ...]:
-        """The values that differ from the default and are in force, in words."""
-        words = [f"{self.kv_bits}-bit context"] if self.kv_bits != "auto" else []
-        if offloaded:
-            words = [
-                ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
-                ("" if self.cpu_share else "no CPU share"),
-                ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
-                *words,
-                ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved"),
-            ]
-        return tuple(word for word in words if word)
+    def changed(self, *, offloaded: bool = True, pooled: bool = True) -> tuple[str, ...]:
+        """The values that differ from the default, in words, and which of them have no effect.
+
+        Args:
+            offloaded: a part of the experts is not on the device. pooled: rows of them share a pool there.
+        """
+        moved = (
+            ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
+            ("" if self.cpu_share else "no CPU share"),
+            ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
+        )
+        words = (
+            ("" if self.placement == "auto" else f"placement {self.placement}", offloaded),
+            (moved[0], pooled),
+            *((word, offloaded) for word in moved[1:]),
+            ("" if self.kv_bits == "auto" else f"{self.kv_bits}-bit context", True),
+            ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved", offloaded),
+        )
+        return tuple(f"{word}{'' if counts else ' (no effect here)'}" for word, counts in words if word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,17 @@ class CardRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRows:
+    """One layer's, see `Rows`. resident: share of its rows that are in the pool; None if it does not share the pool."""
+
+    resident: float | None
+    ready: float | None
+    coming: float | None
+    copied: float | None
+    on_cpu: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Where the rows of active neurons came from in an answer's decode, where device memory holds a part of them only.
 
@@ -262,9 +281,11 @@ class Rows:
 
     Attributes:
         ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
-            when needed, and computed by the CPU in RAM. left_out: absent rows that a lenient preset skipped. The five
-            add up to 1.
-        expert_hits: share of expert calls of which at least half the rows were there or on their way.
+            when needed, and computed by the CPU in RAM. left_out: absent rows that a lenient preset skipped.
+            in_place: in layers that are all on the device. The six add up to 1.
+        hits: as `ready`, of the pool's layers alone. layers: of each layer.
+        expert_hits: share of expert calls of the pool's layers of which at least half the rows were there or on
+            their way.
         recall, precision: of the neurons that were predicted one layer ahead; recalls, precisions: by layer.
         expert_recall, expert_precision: of the experts that were predicted one layer ahead, likewise; expert_recalls,
             expert_precisions: by layer. A correctly predicted neuron belongs to a correctly predicted expert.
@@ -308,6 +329,14 @@ class Rows:
     whole: int = 0
     link_hidden: float | None = None
     cards: tuple[CardRows, ...] = ()
+    in_place: float | None = None
+    hits: float | None = None
+    layers: tuple[LayerRows, ...] = ()
+
+    @property
+    def static(self) -> bool:
+        """Whether no layer shares a pool: each is all on the device, or all in RAM."""
+        return bool(self.layers) and all(layer.resident is None for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

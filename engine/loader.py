@@ -151,7 +151,8 @@ def load(
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, places[0], one, several, places)
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) + experts.nbytes
     nbytes += sum(linear.nbytes for linear in linears.values())
-    changed = advanced.changed(offloaded=shared is not None)
+    pooled = any(part.choice.shares.mix is not None and part.choice.shares.mix.pool for part in pack.placement.parts)
+    changed = advanced.changed(offloaded=shared is not None, pooled=shared is not None and pooled)
     return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..models.errors import UsageError
+from ..models.quantities import memory_size
 
 if TYPE_CHECKING:
     from .events import Sampling
@@ -15,6 +16,40 @@ if TYPE_CHECKING:
 PREDICTORS = ("auto", "learned", "gate", "partial", "none")  # see predictor.py; "none" prefetches nothing
 KV_BITS = ("auto", "16", "8")  # of stored keys and values, see memory_plan.py
 TRANSFERS = ("auto", "staged", "in place")  # see tuned_link.py
+PLACEMENTS = ("auto", "pool", "static", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where a person wants experts that do not all fit the device.
+
+    Attributes:
+        kind: of `PLACEMENTS`. pool: bytes of its rows; None: as many as fit.
+    """
+
+    kind: str = "auto"
+    pool: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Wanted:
+        """By its name: one of `PLACEMENTS`, or "pool:4gb".
+
+        Raises:
+            UsageError: it is none.
+        """
+        kind, colon, size = text.partition(":")
+        if kind not in PLACEMENTS or (colon and kind != "pool"):
+            hint = "Use auto, pool, pool:SIZE, static or cpu."
+            raise UsageError(f"There is no placement {text!r}", "", hint)
+        return cls(kind, memory_size(size) if colon else None)
+
+    @property
+    def least(self) -> Literal["pool", "cpu"]:
+        """Where all layers are if there is the least memory for it."""
+        return "pool" if self.kind == "pool" else "cpu"
+
+
+ANY_PLACE = Wanted()
 
 
 @dataclass(frozen=True, slots=True)

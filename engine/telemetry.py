@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import psutil
 from torch import Tensor
 
-from .events import CardRows, Rows, Stats
+from .events import CardRows, LayerRows, Rows, Stats
 from .host_copies import to_host
 
 N = TypeVar("N", int, float)
@@ -96,6 +96,10 @@ class PoolReport(Protocol):
 
     def sizes(self) -> dict[str, int]:
         """Bytes of device memory: pool, pool_used, up, dense, whole."""
+        ...
+
+    def resident(self) -> dict[int, float]:
+        """The pool's layers, and the share of each one's rows that are in it."""
         ...
 
     def link_peak(self) -> float:
@@ -289,20 +293,23 @@ class Telemetry:
         def total(name: str) -> float:
             return sum(getattr(layer, name) for layer in self.layers)
 
-        looked, guessed, needed = total("looked"), total("guessed"), total("needed")
-        # Not `active`, which a GPU's layers count one token later than the rows' places.
-        located = sum(map(total, ("ready", "coming", "copied", "on_cpu", "left_out")))
+        guessed, needed, resident = total("guessed"), total("needed"), memory.resident()
+        pooled = [self.layers[layer] for layer in resident]
+        ready, located = sum(layer.ready for layer in pooled), sum(map(_located, self.layers))
         chosen = sum(sum(layer.calls) for layer in self.layers)
         moved, busy = memory.moved()
         moved, busy = moved - self._moved_before[0], busy - self._moved_before[1]
         decoded = self._decoded > 0
         return Rows(
-            ready=_share(total("ready"), located),
+            ready=_share(ready, located),
+            in_place=_share(total("ready") - ready, located),
+            hits=_share(ready, sum(map(_located, pooled))),
+            layers=tuple(_layer_rows(layer, resident.get(index)) for index, layer in enumerate(self.layers)),
             coming=_share(total("coming"), located),
             copied=_share(total("copied"), located),
             on_cpu=_share(total("on_cpu"), located),
             left_out=_share(total("left_out"), located),
-            expert_hits=_share(total("hit"), looked),
+            expert_hits=_share(sum(layer.hit for layer in pooled), sum(layer.looked for layer in pooled)),
             recall=_share(total("right"), needed),
             precision=_share(total("right"), guessed),
             recalls=tuple(_share(layer.right, layer.needed) for layer in self.layers),
@@ -323,6 +330,16 @@ class Telemetry:
             cards=tuple(map(self._card, memory.cards())),
             **memory.sizes(),
         )
+
+
+def _located(layer: LayerCounts) -> int:
+    """Its active neurons; not `active`, which a GPU's layers count one token later than the rows' places."""
+    return layer.ready + layer.coming + layer.copied + layer.on_cpu + layer.left_out
+
+
+def _layer_rows(layer: LayerCounts, resident: float | None) -> LayerRows:
+    parts = layer.ready, layer.coming, layer.copied, layer.on_cpu
+    return LayerRows(resident, *(_share(part, _located(layer)) for part in parts))
 
 
 def _later(before: N, then: N, now: N) -> N:

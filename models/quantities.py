@@ -6,6 +6,9 @@ Disks and downloads count in powers of 1000 (`size`), memory in powers of 1024 (
 from __future__ import annotations
 
 import math
+import re
+
+from .errors import UsageError
 
 _PREFIXES = ("B", "kB", "MB", "GB", "TB")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -84,3 +87,19 @@ def forecast(seconds: float) -> str:
 def share(part: float) -> str:
     """A share in 0..1 as a percentage: a small one is never shown as zero."""
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"
+
+
+def memory_size(text: str | None) -> int | None:
+    """Bytes of a size such as "8", "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold; GB if no unit is
+    given; None stays None.
+
+    Raises:
+        UsageError: something else.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([mgt])(?:i?b)?)?\s*", text, re.IGNORECASE | re.ASCII)
+    size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[(match[2] or "g").lower()] if match else 0.0
+    if not 1 <= size < 2**60:
+        raise UsageError(f"{text!r} is not a memory size", "", "Give it in GB, such as 10, or with a unit: 900mb.")
+    return int(size)

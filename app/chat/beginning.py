@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,9 +12,11 @@ import click
 from click.core import ParameterSource
 
 from ...engine.events import SpreadBy
+from ...engine.ranges import Wanted
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
-from ..arguments import memory_size, sampling_from
+from ...models.quantities import memory_size
+from ..arguments import sampling_from
 from ..client.chat_client import ChatClient
 from ..client.interface import Client
 from ..settings.file import read, settings_file, with_installed_model
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from ..settings.settings import Settings
 
 
-_HERE = ("preset", "device", "vram", "parallel", "balance")  # options for models of this machine
+_HERE = ("preset", "device", "vram", "placement", "predictor", "parallel", "balance")  # options of this machine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
         return _connected(address, key_file, options, given, found.settings, saved)
     if key_file is not None:
         raise click.UsageError("--key-file is the key of a server. Give --connect URL too.")
+    if "placement" in given and options["device"] == "cpu":
+        raise click.UsageError("--mix divides a card's memory. With --device cpu all experts are in RAM.")
     own_model, remark = "model" not in given, ""
     if saved is not None and own_model and (model := saved.setup.model):
         try:
@@ -111,11 +115,14 @@ class _Local(Protocol):
 def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Local:
     """What makes an engine for models of this machine, by the options about that, which are taken out."""
     device, vram, kept = (options.pop(name, None) for name in ("device", "vram", "kv_memory"))
+    named = {name: value for name in ("placement", "predictor") if (value := options.pop(name)) is not None}
+    advanced = replace(settings.advanced, **named)
+    Wanted.of(advanced.placement)
     parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
     spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
 
     def make(pack: Path, preset: str | None = None, /) -> ChatClient:
-        own = pack, preset, "auto" if device is None else device, most, settings.advanced
+        own = pack, preset, "auto" if device is None else device, most, advanced
         return ChatClient(*own, think=think, parked=parked, spread=spread)
 
     return make
@@ -144,7 +151,7 @@ def _connected(
     from ..client.remote.client import RemoteClient
     from ..settings.servers import SavedServer, is_name, server
 
-    here = [f"--{name}" for name in _HERE if name in given]
+    here = [f"--{'mix' if name == 'placement' else name}" for name in _HERE if name in given]
     if here:
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
     kept = server(address) if is_name(address) else SavedServer("", address)

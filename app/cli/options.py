@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ...engine.quality_presets import PUBLISHED
-from ...engine.ranges import MAX_TOKENS
+from ...engine.ranges import MAX_TOKENS, PREDICTORS
 
 Command = Callable[..., Any]
 PUBLISHED_NAMES = ", ".join(rule.name for rule in PUBLISHED)
@@ -44,6 +44,18 @@ MODEL = (
         "--vram",
         metavar="SIZE",
         help="Use at most this much GPU memory, of each card, such as 10gb.  [default: what is free]",
+    ),
+    click.option(
+        "--mix",
+        "placement",
+        metavar="KIND",
+        help="Where experts are if they do not all fit GPU memory: pool or pool:SIZE (the rows used most), static "
+        "(whole layers), cpu, or auto, the fastest by estimate.  [default: auto]",
+    ),
+    click.option(
+        "--predictor",
+        type=click.Choice(PREDICTORS),
+        help="What names the rows of a pool to fetch ahead.  [default: auto]",
     ),
     click.option(
         "--parallel",

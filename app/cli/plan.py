@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...models.errors import FloeError, UsageError
+from ...models.quantities import memory_size
 from .. import progress
-from ..arguments import memory_size
 from ..text.plain_text import printable
 from .bench.table import measuring
 from .printing.plan_page import cards_text, text_of, text_of_all

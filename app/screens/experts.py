@@ -12,6 +12,7 @@ from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
+from ...engine.events import Rows
 from ..text.units import share
 from ..widgets.common.hints import ScrollingPage, hint
 from ..widgets.common.keys import closing
@@ -29,6 +30,11 @@ _PREDICTED = (
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
 _IN_PLACE = "The whole model fits the device, so nothing is prefetched."
+_ROWS = ("in pool", "hits", "late", "copied", "on CPU", "guessed")
+_OF_ROWS = (
+    "In pool: the share of the layer's rows that are in the pool now. Hits, late, copied, on CPU: where the rows of "
+    "active neurons were; late ones were fetched ahead and still on their way. Guessed: the recall of neurons."
+)
 
 
 class HeatMap(Widget):
@@ -88,7 +94,23 @@ class HeatMap(Widget):
             over_all = (stats.active_neurons, rows.recall, rows.precision, rows.expert_recall, rows.expert_precision)
             lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))
         lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _PREDICTED), MUTED))
+        if rows is not None and rows.layers:
+            lines += _of_pool(rows, width)
         return Content("\n").join(lines)
+
+
+def _of_pool(rows: Rows, width: int) -> list[Content]:
+    """A line for each layer: what the pool has of it, and where its rows were."""
+    column = min(2 + max(map(len, _ROWS)), max(0, width - 5) // len(_ROWS))
+    lines = [Content.styled(f"\n{'':5}" + "".join(f"{name:>{column}}" for name in _ROWS), MUTED)]
+    for number, layer in enumerate(rows.layers):
+        if layer.resident is None:
+            words = "not used yet" if layer.ready is None else "whole on the GPU" if layer.ready else "by the CPU"
+            lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), Content.styled(f"   {words}", MUTED)))
+            continue
+        figures = (layer.resident, layer.ready, layer.coming, layer.copied, layer.on_cpu, _at(rows.recalls, number))
+        lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), _columns(figures, column)))
+    return [*lines, Content.styled(f"\n{_OF_ROWS}", MUTED)]
 
 
 class ExpertsScreen(ModalScreen[None]):

@@ -35,7 +35,7 @@ from ..widgets.panel.meanings import KL
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "No effect here: the whole model fits the device."
+_OFFLOADED_ONLY = "No effect here: there is no pool of rows. advanced.placement (settings) or --mix makes one."
 
 _DIALS = (
     ("sparsity", "skip neurons", "Skip neurons with the weakest signal: up to this share of them."),
@@ -159,10 +159,15 @@ class QualityScreen(ModalScreen[None]):
     def on_unmount(self) -> None:
         self._figures.watchers.remove(self._show_now)
 
+    @property
+    def _unpooled(self) -> bool:
+        stats = self._figures.stats
+        return stats is not None and (stats.rows is None or stats.rows.static)
+
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Explain the line that has the focus."""
         if isinstance(event.widget, Dial):
-            useless = event.widget.id in ("alpha", "late") and self._figures.stats and self._figures.rows is None
+            useless = event.widget.id in ("alpha", "late") and self._unpooled
             self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
         else:
             self._meaning.update(f"KL: {KL}. {_measured_on(self._costs.presets)}")

@@ -13,6 +13,7 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Checkbox, Input, Select, Static
 
+from ...engine.events import Stats
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ...models.paths import expanded
@@ -24,6 +25,8 @@ from ..text.plain_text import printable
 from ..widgets.common.hints import Page, hints
 from ..widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 
+_OF_A_POOL = ("advanced.predictor",)
+_OF_A_PART = ("advanced.placement", "advanced.cpu_share", "advanced.transfer", "advanced.context")
 Apply = Callable[[SettingsRead], None]
 
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "cuda:1")
@@ -50,8 +53,12 @@ class SettingsScreen(ModalScreen[None]):
         Binding("down", "app.focus_next", "the setting below", show=False),
     ]
 
-    def __init__(self, file: Path | None, found: SettingsRead, apply: Apply) -> None:
+    def __init__(self, file: Path | None, found: SettingsRead, apply: Apply, stats: Stats | None = None) -> None:
+        """stats: of the last answer, by which some settings have no effect."""
         super().__init__()
+        self._useless: tuple[str, ...] = ()
+        if stats is not None and (stats.rows is None or stats.rows.static):
+            self._useless = _OF_A_POOL if stats.rows else (*_OF_A_POOL, *_OF_A_PART)
         self._file = file
         self._found = found
         self._apply = apply
@@ -141,6 +148,9 @@ class SettingsScreen(ModalScreen[None]):
             said = f"{field.key.description} {field.key.hint if isinstance(field, Written) else ''}".rstrip()
         if not field.setting.startswith(_AT_ONCE):
             said += " Takes effect at the next start."
+        if field.setting in self._useless:
+            why = "there is no pool of rows" if field.setting in _OF_A_POOL else "all experts are in one place"
+            said = f"No effect where the last answer was computed: {why}. {said}"
         where = f"[{field.setting}] in {self._file}" if self._file else "Not saved: there is no settings file here"
         self._meaning.update(f"{said}\n{where}")
         self._meaning.remove_class("-wrong")

@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 from ...engine.context import CONTEXT
 from ...engine.events import Advanced
 from ...engine.quality_presets import PRESETS, PUBLISHED
-from ...engine.ranges import KV_BITS, MAX_TOKENS, PREDICTORS, RESERVED, SAMPLING, TRANSFERS, Range
+from ...engine.ranges import KV_BITS, MAX_TOKENS, PREDICTORS, RESERVED, SAMPLING, TRANSFERS, Range, Wanted
 from ...models.errors import UsageError
+from ...models.quantities import memory_size
 from ..actions import OWN
-from ..arguments import memory_size
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?(,cuda:\d{1,2})*|sim:\S+")
 _SHOWN = 60  # characters of a wrong value quoted in an error
@@ -39,6 +39,13 @@ def _is_size(text: str) -> bool:
         return False
 
 
+def _is_placement(text: str) -> bool:
+    try:
+        return bool(Wanted.of(text).kind)
+    except UsageError:
+        return False
+
+
 _LINE = Text(
     "text in quotes, not empty and without control characters", lambda text: text and text.isprintable(), obvious=True
 )
@@ -46,6 +53,7 @@ _MAYBE_LINE = Text("text in quotes, without control characters", str.isprintable
 _ANY_TEXT = Text('text in quotes, such as "this"', lambda _text: True, obvious=True)
 _A_DEVICE = Text("auto, cpu, cuda, a card such as cuda:1, or several such as cuda:0,cuda:1", _DEVICE.fullmatch)
 _A_SIZE = Text("a size such as 10gb", _is_size)
+_A_PLACEMENT = Text("auto, pool, a pool's size such as pool:4gb, static or cpu", _is_placement)
 
 THINKING = ("fold", "show", "off")
 """What can be done with a model's thinking."""
@@ -262,6 +270,13 @@ class Settings:
         unset="in floe-chat's data folder; `floe-chat paths` shows it",
         example="/data/models",
     )
+    placement: str = _key(
+        "advanced.placement",
+        "auto",
+        "Where experts are if they do not all fit GPU memory: pool keeps the rows used most there, as many as fit or "
+        "pool:4gb; static keeps whole layers there, cpu none; auto takes the fastest by estimate.",
+        _A_PLACEMENT,
+    )
     predictor: str = _key(
         "advanced.predictor",
         "auto",
@@ -299,7 +314,7 @@ class Settings:
     @property
     def advanced(self) -> Advanced:
         """Those of the table [advanced], most of which matter for models larger than the GPU's memory."""
-        return Advanced(self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context)
+        return Advanced(self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context, self.placement)
 
     def with_persona(self, name: str) -> Settings:
         """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.

@@ -167,6 +167,10 @@ class Offload:
         used = self.pool.used * self.memory.row_bytes
         return {"pool": self.memory.rows.nbytes, "pool_used": used, **self._fixed}
 
+    def resident(self) -> dict[int, float]:
+        """The pool's layers, and the share of each one's rows that are in it."""
+        return {layer: float(self.pool.resident(number).mean()) for layer, number in self.pooled.items()}
+
     def link_peak(self) -> float:
         """The link's bytes per second when nothing delays it."""
         return self._peak

@@ -50,6 +50,10 @@ class Pools:
         sizes = [one.sizes() for one in self.each]
         return {use: sum(each[use] for each in sizes) for use in sizes[0]}
 
+    def resident(self) -> dict[int, float]:
+        """See `Offload.resident`: of all cards' layers."""
+        return {layer: share for one in self.each for layer, share in one.resident().items()}
+
     def link_peak(self) -> float:
         """Of one link: in decode they move one after the other."""
         return max(one.link_peak() for one in self.each)

@@ -143,7 +143,7 @@ def choose(
     speeds = {gpu: pack.tokens_s(gpu.machine, pack.shares(gpu.machine, gpu.budget(vram))) for gpu in fitting}
     best = max(fitting, key=speeds.__getitem__)
     cpu = pack.tokens_s(best.machine, pack.in_ram())
-    if cpu > speeds[best] and asked.mix is None:
+    if cpu > speeds[best] and asked.mix is None and asked.wanted.kind == "auto":
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
         return _in_ram(f"{why}, and the CPU is faster for this model by our estimate: {estimate}", pack, packed)
     if len(gpus) > 1:
@@ -264,9 +264,10 @@ def virtual_with(
 def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     """All layers share a pool unless told otherwise: this device is there to test that."""
     throttled_rate(wanted, vram)
-    mix = pack.mix or pack.needs.every("pool")
+    mix = pack.mix or pack.needs.every("pool" if pack.wanted.kind == "auto" else pack.wanted.least)
     needs = next((one for one in pack.forms if one.fits(mix, vram or 0)), pack.needs)
-    shares = needs.share_out(mix, vram or 0, pack.window)
+    found = None if pack.mix or pack.wanted.kind == "auto" else pack.wanted_of(needs, vram or 0)
+    shares = found or needs.share_out(mix, vram or 0, pack.window)
     why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {_words(shares)}"
     return throttled_with(wanted, why, shares, vram or 0, pack.layers)
 

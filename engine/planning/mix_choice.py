@@ -18,7 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...models.errors import UsageError
+from ...models.quantities import memory as size
 from ..offload.mix import ExpertsPlace, Mix
+from ..ranges import Wanted
 from . import memory_plan
 from .footprint import Footprint
 from .memory_plan import DeviceShares, Needs
@@ -115,6 +118,36 @@ def choose_in(costs: Costs, needs: Needs, budget: int, room: int) -> tuple[Place
         time = float(seconds[at, step])
         found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step]), time))
     return found[0], found[1]
+
+
+def asked(needs: Needs, budget: int, wanted: Wanted, order: tuple[int, ...]) -> tuple[Mix, int | None] | None:
+    """The mix of a kind that a person wants, and the rows of its pool (None: as many as fit); None if it does not fit.
+
+    As many layers as fit, beside a pool of the wanted size, share it, or are whole on the device. The CPU has
+    the others.
+
+    Args:
+        order: of the layers, see `Mix`.
+
+    Raises:
+        UsageError: there is a pool, and none of the wanted size.
+    """
+    if wanted.kind == "cpu":
+        mixes = [needs.every("cpu")]
+    elif wanted.kind == "static":
+        mixes = [Mix(count, 0, needs.layers - count, order) for count in range(needs.layers, -1, -1)]
+    else:
+        mixes = [Mix(0, count, needs.layers - count, order) for count in range(needs.layers, 0, -1)]
+    fitting = [mix for mix in mixes if needs.fits(mix, budget)]
+    if not fitting or wanted.pool is None:
+        return (fitting[0], None) if fitting else None
+    rows, least, each = wanted.pool // needs.row, needs.top_k * needs.neurons, needs.experts * needs.neurons
+    for mix in fitting:
+        if least <= rows and min(rows, mix.pool * each) <= needs.most_rows(mix, budget):
+            return mix, rows
+    most = max(needs.most_rows(mix, budget) for mix in fitting)
+    hint = f"Give {size(least * needs.row)} to {size(most * needs.row)}, or no size for as many layers as fit."
+    raise UsageError(f"A pool of {size(wanted.pool)} does not suit this model and device", "", hint)
 
 
 def share(needs: Needs, shares: DeviceShares) -> float:

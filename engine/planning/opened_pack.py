@@ -17,7 +17,7 @@ from ..events import Advanced
 from ..machine.hardware import Hardware
 from ..offload.mix import Mix
 from ..quality_presets import Preset
-from ..ranges import KV_BITS
+from ..ranges import ANY_PLACE, KV_BITS, Wanted
 from . import machine, memory_plan, mix_choice, rates, speed_estimate, worth
 from .footprint import Footprint
 from .machine import Machine
@@ -33,20 +33,21 @@ class Asked:
     Attributes:
         mix: where each layer's experts are; None: as planned. kv_bits: of keys and values; None: as planned. context:
             tokens whose keys and values have memory reserved. division: layers with experts of each of several cards;
-            empty: as planned.
+            empty: as planned. wanted: which kind of mix, where none is given.
     """
 
     mix: Mix | None = None
     kv_bits: int | None = None
     context: int = CONTEXT
     division: tuple[int, ...] = ()
+    wanted: Wanted = ANY_PLACE
 
     @classmethod
     def of(cls, advanced: Advanced, mix: Mix | None = None, division: tuple[int, ...] = ()) -> Asked:
         """By the user's settings.
 
         Raises:
-            UsageError: there are no such bits, or no tokens.
+            UsageError: there are no such bits, no tokens, or no such placement.
         """
         if advanced.kv_bits not in KV_BITS:
             hint = f"Set advanced.kv_bits to one of {', '.join(KV_BITS)}."
@@ -56,7 +57,7 @@ class Asked:
                 f"A context cannot have {advanced.context} tokens", "", "Set advanced.context to 1 or more."
             )
         kv_bits = None if advanced.kv_bits == "auto" else int(advanced.kv_bits)
-        return cls(mix, kv_bits, advanced.context, division)
+        return cls(mix, kv_bits, advanced.context, division, Wanted.of(advanced.placement))
 
     def forms(self) -> tuple[int, ...]:
         """The bits that keys and values may have, the most exact first."""
@@ -103,7 +104,7 @@ class OpenedPack:
         asked: Asked,
     ) -> None:
         """`element`: bytes of a key's or a value's number on the device, where it has 16 bits."""
-        self.layers, self.mix, self.division = layers, asked.mix, asked.division
+        self.layers, self.mix, self.division, self.wanted = layers, asked.mix, asked.division, asked.wanted
         self.window = context.window(config)
         self.forms = [Needs.of(manifest, layers, config, element, bits, asked.context) for bits in asked.forms()]
         self.needs = self.forms[0]
@@ -136,7 +137,7 @@ class OpenedPack:
             found = self._in_form(costs, needs, budget, machine.ram)
             if found is not None and (best is None or self._pays(machine, best, found)):
                 best = found
-        return best or self.forms[-1].share_out(self.mix or self.needs.every("cpu"), budget, self.window)
+        return best or self.forms[-1].share_out(self.mix or self.needs.every(self.wanted.least), budget, self.window)
 
     def _pays(self, machine: Machine, exact: DeviceShares, coarse: DeviceShares) -> bool:
         """Whether fewer bits of keys and values make it faster by more than their loss outweighs."""
@@ -147,8 +148,15 @@ class OpenedPack:
         """None if it does not fit."""
         if self.mix is not None:
             return needs.share_out(self.mix, budget, self.window) if needs.fits(self.mix, budget) else None
+        if self.wanted.kind != "auto":
+            return self.wanted_of(needs, budget)
         found = mix_choice.choose(costs, needs, budget, ram)
         return None if found is None else needs.share_out(found[0].mix, budget, self.window, found[0].rows)
+
+    def wanted_of(self, needs: Needs, budget: int) -> DeviceShares | None:
+        """The division for the kind of mix that is wanted; None if it does not fit."""
+        wanted = mix_choice.asked(needs, budget, self.wanted, self.work.order)
+        return None if wanted is None else needs.share_out(wanted[0], budget, self.window, wanted[1])
 
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
         """Tokens per second, by the cost model."""

@@ -26,7 +26,7 @@ from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.panel.status_line import StatusLine
-from floe_chat.engine.events import Finished, Loaded, Rows, Rule, Sampling, Stats
+from floe_chat.engine.events import Finished, LayerRows, Loaded, Rows, Rule, Sampling, Stats
 from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
 from floe_chat.models.pack.dial_loss import DialLoss
@@ -78,11 +78,19 @@ ROWS = Rows(
     expert_precision=0.88,
     expert_recalls=(None, 0.9, 0.91, 0.95),
     expert_precisions=(None, 0.86, 0.88, 0.9),
+    hits=0.62,
+    layers=(
+        LayerRows(None, None, None, None, None),
+        LayerRows(None, 1.0, 0.0, 0.0, 0.0),
+        LayerRows(0.31, 0.62, 0.2, 0.12, 0.06),
+        LayerRows(0.4, 0.7, 0.1, 0.1, 0.1),
+    ),
 )
 
 _COUNTED = (
     *(
         "ready",
+        "hits",
         "coming",
         "copied",
         "on_cpu",
@@ -103,7 +111,7 @@ _COUNTED = (
         "expert_precision",
     ),
 )
-_BY_LAYER = ("recalls", "precisions", "expert_recalls", "expert_precisions")
+_BY_LAYER = ("layers", "recalls", "precisions", "expert_recalls", "expert_precisions")
 UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), **dict.fromkeys(_BY_LAYER, ()))
 
 

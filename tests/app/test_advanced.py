@@ -28,10 +28,11 @@ def test_the_engine_works_as_it_is_told(tiny_pack: Path) -> None:
         engine.send(asking(1, [1, 40, 41, 42], tokens=4))
         rows = engine.until(Finished).stats.rows
         assert rows is not None and rows.on_cpu == 0 and rows.recall is None
-        # Where all rows are in place little of it matters, and the rest is not shown.
+        # Where all rows are in place little of it matters, which is said.
         engine.send(Load(str(tiny_pack), None, "cpu", None, OTHERS))
         loaded = engine.until(Loaded)
-        assert loaded.advanced == ("8-bit context",) and "keys and values of 8 bits" in loaded.reason
+        useless = {f"{word} (no effect here)" for word in WORDS} - {"8-bit context (no effect here)"}
+        assert {*loaded.advanced} == useless | {"8-bit context"} and "keys and values of 8 bits" in loaded.reason
 
 
 @pytest.mark.parametrize("arguments", [("ask", "hi"), ("--plain",)], ids=" ".join)
@@ -42,6 +43,20 @@ def test_a_setting_reaches_the_engine(arguments: tuple[str, ...]) -> None:
     assert "in place" in told and "advanced.transfer" in told
     change(settings_file(), {"advanced.transfer": None})
     assert run_cli(*arguments, *ON_A_TEST_DEVICE).code == 0
+
+
+def test_a_placement_can_be_chosen() -> None:
+    """By the option or the setting; what cannot be is refused before anything answers."""
+    arguments, on_a_card = ("ask", "hi"), ("--device", "sim:rtx3060-12gb", "--vram", "10mb")
+    for mix in ("pool", "pool:1mb", "static", "cpu"):
+        assert run_cli(*arguments, *on_a_card, "--mix", mix, "--max-tokens", "4").code == 0
+    assert "does not suit" in explained(run_cli(*arguments, *on_a_card, "--mix", "pool:0.0625mb"), 2)
+    assert "pool:SIZE" in explained(run_cli(*arguments, "--mix", "heap"), 2)
+    assert "--mix" in run_cli(*arguments, "--device", "cpu", "--mix", "pool").err
+    several = ("--devices", "sim:rtx3060-12gb,sim:rtx3060-12gb")
+    assert "one card" in explained(run_cli(*arguments, *several, "--mix", "pool"), 2)
+    change(settings_file(), {"advanced.placement": "pool:0.0625mb"})
+    assert "does not suit" in explained(run_cli(*arguments, *on_a_card), 2)
 
 
 def test_doctor_shows_them() -> None:

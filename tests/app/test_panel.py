@@ -142,7 +142,8 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         client.say(stats(request, rows=ROWS, experts=64))
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(pilot.app.screen, ExpertsScreen) and "88 %" in shown(pilot))
-        heading, names, *layers, over_all, _blank, _words = drawn(pilot)
+        table = drawn(pilot)
+        heading, names, *layers, over_all = table[: table.index("")]
         assert heading.split()[-2:] == ["neurons", "experts"] and names.split().count("recall") == 2
         # A line each, none of them folded: the figures stand under their names.
         assert layers[0].endswith("—") and layers[0].count("—") == 4
@@ -151,6 +152,9 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         width = pilot.app.screen.query_one(HeatMap).content_size.width
         assert {len(line) for line in (heading, names, *layers, over_all)} == {len(names)} and len(names) <= width
         assert "Recall: the share of active" in shown(pilot)
+        by_layer = table[next(at for at, line in enumerate(table) if "in pool" in line) + 1 :]
+        assert [line.split()[1:] for line in by_layer[:2]] == [["not", "used", "yet"], ["whole", "on", "the", "GPU"]]
+        assert " ".join(by_layer[2].split()) == "3 31 % 62 % 20 % 12 % 6 % 83 %" and len(by_layer[2]) <= width
 
 
 async def test_what_was_not_predicted_is_no_zero() -> None:

@@ -13,7 +13,7 @@ from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel import memory
 from floe_chat.app.widgets.panel.figures import Draw, PanelFigures
 from floe_chat.app.widgets.panel.heat import stack
-from floe_chat.engine.events import CardRows, Rows
+from floe_chat.engine.events import CardRows, LayerRows, Rows
 
 from .scripted import LOADED, ROWS, UNCOUNTED, stats
 
@@ -21,7 +21,7 @@ WIDTHS = (30, 32, 33, 48)  # the panel has 32 columns beside its scroll bar, 33 
 ZERO = dataclasses.replace(
     ROWS,
     **dict.fromkeys(
-        ("ready", "coming", "expert_hits", "recall", "precision", "substituted", "dropped", "left_out"), 0.0
+        ("ready", "hits", "coming", "expert_hits", "recall", "precision", "substituted", "dropped", "left_out"), 0.0
     ),
     **dict.fromkeys(("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "link_peak"), 0.0),
     **dict.fromkeys(("pool", "pool_used", "up", "dense"), 0),
@@ -30,7 +30,7 @@ ZERO = dataclasses.replace(
 )
 LONG = dataclasses.replace(
     ROWS,
-    **dict.fromkeys(("ready", "expert_hits", "recall", "precision", "substituted", "dropped"), 1.0),
+    **dict.fromkeys(("ready", "hits", "expert_hits", "recall", "precision", "substituted", "dropped"), 1.0),
     **dict.fromkeys(("coming", "copied", "on_cpu"), 0.0),
     **dict.fromkeys(("pool", "pool_used", "up", "dense"), 999_400_000_000),
     moved_per_token=999.4e12,
@@ -47,7 +47,13 @@ CARDS = dataclasses.replace(
         CardRows("cuda:1", 0, 0.0, pool=0, pool_used=0, up=1 << 30, dense=0, whole=4 << 30, moved_per_token=0.0),
     ),
 )
-ANY = {"some": ROWS, "cards": CARDS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
+STATIC = dataclasses.replace(
+    UNCOUNTED,
+    in_place=0.27,
+    on_cpu=0.73,
+    layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), *3 * (LayerRows(None, 0.0, 0.0, 0.0, 1.0),)),
+)
+ANY = {"static": STATIC, "some": ROWS, "cards": CARDS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
 DRAWINGS = (
     *(memory.origins, memory.link, memory.memory),
     *(draw.speed_heading, draw.speed_course, draw.neurons, draw.strip),
@@ -101,6 +107,17 @@ def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:
         assert all(line.cell_length <= width for line in content.split("\n")), content.plain
     for width in (0, 1, 9):
         drawing(shown, width)
+
+
+def test_a_split_has_no_hits() -> None:
+    assert lines(memory.origins, figures(STATIC)) == [
+        "Split       1 of 4 layers on GPU",
+        "█" * 9 + "░" * 23,
+        "█ on GPU   27 %  ░ on CPU   73 %",
+    ]
+    assert lines(memory.link, figures(STATIC)) == ["Link" + " " * 28, "a split moves no rows"]
+    strip = lines(draw.strip, figures(STATIC), 76)[0]
+    assert "on GPU 27 %" in strip and "hits" not in strip
 
 
 def test_what_was_not_counted_is_no_zero() -> None:

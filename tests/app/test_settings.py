@@ -44,6 +44,7 @@ GOOD = {
     "folders.models": "/models",
     "advanced.predictor": "none",
     "advanced.cpu_share": False,
+    "advanced.placement": "pool:4gb",
     "advanced.transfer": "staged",
     "advanced.kv_bits": "8",
     "advanced.context": 16384,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,26 @@ from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
+from floe_chat.engine.events import Finished, LayerRows
 from floe_chat.models import catalog
 from textual.pilot import Pilot
+from textual.widgets import Static
 
-from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, status, until, write
+from .scripted import (
+    ROWS,
+    ScriptedClient,
+    ask,
+    chatting,
+    composer,
+    finish,
+    order,
+    ready,
+    screen_text,
+    stats,
+    status,
+    until,
+    write,
+)
 from .wizardry import see
 
 
@@ -115,6 +132,22 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
         await pilot.press("space")
         await until(pilot, lambda: not read(file).settings.save_history)
         assert read(file).problems == ()
+
+
+async def test_a_setting_without_effect_says_so() -> None:
+    split = dataclasses.replace(ROWS, layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), LayerRows(None, 0.0, 0.0, 0.0, 1.0)))
+    for rows, useless in ((None, {"predictor", "transfer"}), (split, {"predictor"}), (ROWS, set[str]())):
+        async with chatting(size=(100, 30)) as (client, pilot):
+            request = await ask(pilot, client)
+            client.say(Finished(request, "stop", stats(request, rows=rows)))
+            await until(pilot, lambda: status(pilot).state == "ready")
+            fields = await opened(pilot)
+            for name in ("predictor", "transfer", "kv_bits"):
+                fields[f"advanced.{name}"].focus()
+                said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
+                meaning = pilot.app.screen.query_one(".explained", Static)
+                await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
+                assert ("No effect where" in str(meaning.render())) == (name in useless), (rows, name)
 
 
 WRONG = (

@@ -33,7 +33,7 @@ from floe_chat.app.widgets.chat.answer import AnswerTurn  # noqa: E402
 from floe_chat.app.widgets.chat.composer import Composer  # noqa: E402
 from floe_chat.app.widgets.panel.status_line import StatusLine  # noqa: E402
 from floe_chat.app.widgets.setup.machine import MachineStep  # noqa: E402
-from floe_chat.engine.events import Sampling  # noqa: E402
+from floe_chat.engine.events import Advanced, Sampling  # noqa: E402
 from floe_chat.engine.machine import hardware  # noqa: E402
 from floe_chat.engine.machine.hardware import Hardware  # noqa: E402
 from floe_chat.engine.planning import machine  # noqa: E402
@@ -45,6 +45,7 @@ from textual.widgets import OptionList  # noqa: E402
 _FOLDER = Path(__file__).parents[2] / "assets" / "screenshots"
 _CARD, _RAM, _DISK = "rtx3060-12gb", 32 << 30, 500_000_000_000
 _SIM, _SIM_VRAM = f"sim:{_CARD}", 10 << 20
+_SIM_ADVANCED = Advanced(predictor="learned", placement="pool")
 _MODELS = Path(tempfile.gettempdir()) / "models"  # is shown, and not made
 _QUESTIONS = ("What is an expert?", "And a neuron?")
 _REMOTE_FONT = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
@@ -78,7 +79,7 @@ async def main() -> None:
         await _until(pilot, lambda: _listed(pilot, "#choices"))
         await pilot.pause(1)
         _save(pilot, folder / "wizard.svg")
-    playing = ChatClient(catalog.find(catalog.DEMO), device=_SIM, vram=_SIM_VRAM)
+    playing = ChatClient(catalog.find(catalog.DEMO), device=_SIM, vram=_SIM_VRAM, advanced=_SIM_ADVANCED)
     async with _chatting(playing, (110, 52)) as pilot:
         for question in _QUESTIONS:
             await _ask(pilot, question)

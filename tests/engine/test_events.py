@@ -12,9 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 from floe_chat.engine import events
-from floe_chat.engine.events import Advanced, CardRows, Chance, Command, Event, Extras, Rows, Sampling, SpreadBy
+from floe_chat.engine.events import (
+    Advanced,
+    CardRows,
+    Chance,
+    Command,
+    Event,
+    Extras,
+    LayerRows,
+    Rows,
+    Sampling,
+    SpreadBy,
+)
 
-_PARTS: list[type[Any]] = [Sampling, Advanced, Rows, CardRows, Extras, Chance, SpreadBy]
+_PARTS: list[type[Any]] = [Sampling, Advanced, Rows, CardRows, LayerRows, Extras, Chance, SpreadBy]
 KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), *_PARTS]
 
 

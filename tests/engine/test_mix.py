@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.events import Advanced
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer, ResidentLayer
@@ -15,6 +16,8 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.mix_choice import asked
+from floe_chat.engine.ranges import Wanted
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack import usage_file
 from floe_chat.models.pack.packed_model import PackedModel
@@ -119,6 +122,43 @@ def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:
         needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)) - 1, 512)
 
 
+@pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
+def test_a_kind_of_mix_can_be_asked_for(pack: Path, device: str) -> None:
+    needs = needs_of(pack)
+    vram = needs.least(Mix(pool=3)) + 5 * needs.row
+
+    def mix_of(placement: str, vram: int = vram) -> Mix:
+        advanced = Advanced(placement=placement, kv_bits="16")
+        loaded = load(pack, None, device, silent, vram=vram, advanced=advanced)[0]
+        kinds = [type(layer) for layer in layers_of(loaded)]
+        loaded.close()
+        return Mix(kinds.count(ResidentLayer), kinds.count(OffloadedLayer), kinds.count(RamLayer))
+
+    assert (mix_of("pool"), mix_of("cpu")) == (Mix(pool=3), Mix(cpu=3))
+    static = mix_of("static")
+    assert static.pool == 0 and (not static.gpu or needs.fits(static, vram))
+    assert not static.cpu or not needs.fits(Mix(static.gpu + 1, 0, static.cpu - 1), vram)
+    assert mix_of("static", 1 << 30) == Mix(gpu=3)
+    with pytest.raises(UsageError, match="too little"):
+        mix_of("pool", min(needs.least(Mix(pool=count, cpu=3 - count)) for count in (1, 2, 3)) - 1)
+
+
+def test_a_pool_has_the_rows_that_were_asked_for(pack: Path) -> None:
+    needs = needs_of(pack)
+    least, every = needs.top_k * needs.neurons, needs.experts * needs.neurons
+
+    def rows(count: int, vram: int) -> tuple[Mix, int | None] | None:
+        return asked(needs, vram, Wanted("pool", count * needs.row), ())
+
+    vram = needs.least(Mix(pool=3)) + 5 * needs.row
+    assert rows(least + 5, vram) == (Mix(pool=3), least + 5)
+    assert rows(9 * every, 1 << 40) == (Mix(pool=3), 9 * every)  # of which there are fewer: all are there
+    for wrong in (least - 1, every + 1):
+        with pytest.raises(UsageError, match="does not suit"):
+            rows(wrong, needs.least(Mix(pool=1, cpu=2)) + 5 * needs.row)
+    assert asked(needs, needs.least(Mix(pool=1, cpu=2)) - 1, Wanted("pool", 1 << 20), ()) is None
+
+
 def test_the_panel_can_tell_what_the_memory_is_used_for(pack: Path) -> None:
     needs, mix = needs_of(pack), Mix(1, 1, 1)
     loaded = opened(pack, "sim:rtx3060-12gb", mix)
@@ -127,8 +167,13 @@ def test_the_panel_can_tell_what_the_memory_is_used_for(pack: Path) -> None:
     rows = stats.rows
     assert rows is not None and (rows.whole, rows.up) == (needs.rows // 3, 2 * (needs.up // 3))
     assert stats.vram_budget is not None and rows.pool + rows.whole + rows.up + rows.dense < stats.vram_budget
-    shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out
+    shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out, rows.in_place
     assert sum(share or 0.0 for share in shares) == pytest.approx(1)
+    assert [layer.resident is not None for layer in rows.layers] == [place == "pool" for place in mix.places]
+    for layer, place in zip(rows.layers, mix.places, strict=True):
+        assert sum(part or 0.0 for part in (layer.ready, layer.coming, layer.copied, layer.on_cpu)) == pytest.approx(1)
+        assert place != "pool" or (rows.hits == layer.ready and 0 < (layer.resident or 0) <= 1)
+    assert not rows.static
     loaded.close()
 
 

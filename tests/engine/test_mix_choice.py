@@ -20,6 +20,7 @@ from floe_chat.engine.planning.opened_pack import OpenedPack
 from floe_chat.engine.planning.options import WIDTHS, option
 from floe_chat.engine.planning.speed_estimate import ANSWER, PROMPT, Held, Speeds, TokenWork
 from floe_chat.engine.planning.worth import CLEARLY
+from floe_chat.engine.ranges import ANY_PLACE
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import described, find
 from floe_chat.models.configuration import read
@@ -128,7 +129,7 @@ class _Mixtral(OpenedPack):
     """Without its files."""
 
     def __init__(self, context: int) -> None:
-        self.layers, self.mix, self.work = (), None, BALANCED
+        self.layers, self.mix, self.wanted, self.work = (), None, ANY_PLACE, BALANCED
         self.takes, self.window = Footprint.of(MIXTRAL.sizes, PackSpec()), MIXTRAL.sizes.window
         self.forms = [Needs.of_footprint(self.takes, context, bits) for bits in (16, 8)]
         self.needs = self.forms[0]

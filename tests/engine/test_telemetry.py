@@ -206,6 +206,9 @@ class Pool:
     def sizes(self) -> dict[str, int]:
         return {"pool": 1, "pool_used": 1, "up": 1, "dense": 1}
 
+    def resident(self) -> dict[int, float]:
+        return {0: 0.5}
+
     def link_peak(self) -> float:
         return 1e9
 

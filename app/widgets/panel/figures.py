@@ -209,7 +209,7 @@ def strip(figures: PanelFigures, width: int) -> Content:
         speeds = [
             Content.assemble((spark, "$primary"), " ", *now),
             Content(f"first token {units.seconds(stats.first_token_s)}"),
-            *([] if rows is None else [Content(f"hits {units.share(rows.ready)}")]),
+            *([] if rows is None else [_held(rows)]),
             *([] if figures.remote else [Content(f"neurons {units.share(stats.active_neurons)}")]),
             *([left_out(rows)] if rows is not None and rows.left_out else []),
             *([] if figures.remote else [Content(f"prefill {units.rate_of(stats.prefill_tps)}")]),
@@ -238,6 +238,13 @@ def between(parts: Sequence[Content]) -> list[Content]:
     for part in parts:
         joined += [muted(" · "), part] if joined else [part]
     return joined
+
+
+def _held(rows: Rows) -> Content:
+    """How much of what was needed was on the device."""
+    if rows.static:
+        return Content(f"on GPU {units.share(rows.in_place)}")
+    return Content(f"hits {units.share(rows.hits)}")
 
 
 def left_out(rows: Rows) -> Content:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from ....engine.events import CardRows
+from ....engine.events import CardRows, Rows
 from ...text import units
 from ..common.themes import MUTED
 from .figures import NO_GPU, PanelFigures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
@@ -38,10 +38,14 @@ def origins(figures: PanelFigures, width: int) -> Content:
     rows = figures.rows
     if rows is None:
         return Content("")
+    if rows.static:
+        return _split(rows, width)
     shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
-    remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
+    remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.hits)}"
     named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
     parts = [_Part(glyph, tone, share, name, units.share(share)) for glyph, tone, share, name in named]
+    if rows.in_place:
+        parts.append(_Part("▞", _TONES[0], rows.in_place, "whole layers", units.share(rows.in_place)))
     if rows.left_out:
         parts.append(_Part("·", MUTED, rows.left_out, "left out", units.share(rows.left_out)))
         parts.append(_Part("!", "$warning", 0.0, LESS_EXACT, ""))
@@ -66,11 +70,28 @@ def origins(figures: PanelFigures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
+def _split(rows: Rows, width: int) -> Content:
+    """Where active neurons were computed if no layer shares a pool."""
+    on_cpu = sum(layer.on_cpu is not None and layer.on_cpu > 0 for layer in rows.layers)
+    known = rows.in_place is not None
+    remark = f"{len(rows.layers) - on_cpu} of {len(rows.layers)} layers on GPU" if known else "not measured yet"
+    parts = [
+        _Part(glyph, tone, share, name, units.share(share))
+        for glyph, tone, share, name in (
+            ("█", _TONES[0], rows.in_place, "on GPU"),
+            ("░", _TONES[3], rows.on_cpu, "on CPU"),
+        )
+    ]
+    return Content("\n").join([heading("Split", width, remark), _bar(parts, width), *_legend(parts, width)])
+
+
 def link(figures: PanelFigures, width: int) -> Content:
     """The link in decode: bytes moved, speed, and time waited; blank without a pool."""
     rows = figures.rows
     if rows is None:
         return Content("")
+    if rows.static:
+        return Content("\n").join([heading("Link", width), muted("a split moves no rows")])
     rate, peak = rows.link_bytes_s, rows.link_peak
     lines = [
         heading("Link", width, virtual=is_virtual(figures)),

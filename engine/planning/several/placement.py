@@ -115,6 +115,9 @@ def choose(
         every = range(manifest.architecture.layers)
         return Placement((Part(choice, every, range(config.num_hidden_layers)),), choice.why)
     _check(names)
+    if asked.wanted.kind != "auto":
+        hint = "Name one card, or use --mix auto (advanced.placement)."
+        raise UsageError(f"Several cards cannot take the mix {asked.wanted.kind!r}", "It is for one card.", hint)
     if not divisible(manifest.architecture.model_type):
         cause = "Its layers are computed by transformers' modules or keep a state, and cannot cross from card to card."
         raise UsageError("This model cannot be divided among cards", cause, "Name one card with --device.")
