@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from ....models.errors import UsageError
-from ...arguments import memory_size, read_text
+from ....models.quantities import memory_size
+from ...arguments import read_text
 from ...progress import rounded
 from ...settings.file import read, settings_file
 from ..command_names import SuggestingGroup
