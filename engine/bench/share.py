@@ -29,7 +29,7 @@ from ..machine import hardware
 FORMAT = 1
 """Changes whenever a field changes its meaning."""
 _ROWS = (
-    *("ready", "coming", "copied", "on_cpu", "left_out", "expert_hits", "recall", "precision"),
+    *("ready", "coming", "copied", "on_cpu", "left_out", "in_place", "expert_hits", "recall", "precision"),
     *("expert_recall", "substituted", "moved_per_token", "waited_per_token", "link_peak", "link_busy", "link_hidden"),
     *("pool", "pool_used", "up", "dense", "whole"),
 )

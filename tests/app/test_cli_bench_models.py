@@ -199,7 +199,7 @@ def test_a_run_to_post_on_a_simulated_card_says_so_and_its_rows_add_up() -> None
     found: dict[str, Any] = json.loads(ran.out)
     assert found["simulated"] and found["model"]["name"] == "demo" and found["run"]["vram_limit"] == 10 << 20
     assert (found["preset"]["name"], found["preset"]["rule"]["sparsity"]) == (CUSTOM, 0.5)
-    parts = [found["rows"][name] for name in ("ready", "coming", "copied", "on_cpu", "left_out")]
+    parts = [found["rows"][name] for name in ("ready", "coming", "copied", "on_cpu", "left_out", "in_place")]
     assert sum(parts) == pytest.approx(1, abs=1e-5)
 
 
