@@ -4,11 +4,12 @@ benchmarks that measure them.
 Dropped experts are read from the demo pack's frontier.json, which `floe-chat tune` wrote. The rest
 is measured by the named parts: "widths" packs the demo by up and tunes that, and packs it twice more, all on the manual
 that it was trained on, since on a text that it does not know this small model loses far more than large ones do on
-theirs; "hits" runs the bench of eviction, "lenient" `floe-chat eval`, "kernels" `kernel_shares.py` by both instruction
-sets. "widths" and "lenient" need the demo's 16-bit source, which `make demo` makes. Parts that are not named keep their
-figures. Others (packing, prompts, the host's own time) are written into the file by hand, with their command.
+theirs; "hits" runs the bench of eviction, "lenient" `floe-chat eval`, "host" `step_overhead.py`, "kernels"
+`kernel_shares.py` by both instruction sets. "widths" and "lenient" need the demo's 16-bit source, which `make demo`
+makes. Parts that are not named keep their figures. Others (packing, prompts, dense parts) are written into the file by
+hand, with their command.
 
-Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient kernels] [--machine B]
+Run: .venv/bin/python tests/bench/plan_figures.py [widths hits lenient host kernels] [--machine B]
 """
 
 from __future__ import annotations
@@ -100,6 +101,14 @@ def lenient() -> float:
     return round(late - strict, 4)
 
 
+def host() -> dict[str, float]:
+    """The host's own time for a layer with a pool and for one in RAM, milliseconds."""
+    ran = json.loads(_bench("step_overhead.py", "--predictor", "none"))
+    graphs = ran["through_graphs"]["10%"]
+    found = {"host_pool_ms": graphs["cpu_until_asked_ms"], "host_behind_ms": graphs["cpu_behind_ms"]}
+    return {name: round(ms, 3) for name, ms in (found | {"host_ram_ms": ran["in_ram"]["cpu_median_ms"]}).items()}
+
+
 Shares = dict[str, dict[str, float]]
 
 
@@ -167,7 +176,7 @@ def _bench(script: str, *arguments: str, **environment: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["widths", "hits", "lenient", "kernels", []])
+    parser.add_argument("parts", nargs="*", choices=["widths", "hits", "lenient", "host", "kernels", []])
     parser.add_argument("--machine", default="B", help="this one's letter in BENCHMARKS.md")
     options = parser.parse_args()
     file = asset("figures.json")
@@ -186,6 +195,8 @@ def main() -> None:
         put("hits", hits())
     if "lenient" in options.parts:
         put("lenient_kl", lenient())
+    for name, ms in host().items() if "host" in options.parts else ():
+        put(name, ms)
     if "kernels" in options.parts:
         shares, alone = kernels()
         put("kernels", shares)

@@ -321,7 +321,7 @@ def run(stage: Stage, warm: int, together: int = 1) -> Played:
         step(token)
     stage.restart()
     for token in itertools.takewhile(lambda _token: not stage.settled, itertools.count()):
-        step(token % warm)
+        step(token % (warm - 1 + warm % 2))  # an odd number, so that each token comes in each of the turns
     before, stage.control.counting = stage.spent(), True
     stage.apart.clear()
     for token in range(warm, length):
