@@ -71,8 +71,7 @@ def test_no_value_of_a_preset_is_overlooked() -> None:
     assert {field.name for field in dataclasses.fields(Preset)} == {"name", "rule", "x_bits", "without_weak"}
     for name, other in others.items():
         kept = [holding(([1, 2], a)).keep([1, 2, 3], b) for a, b in ((SAME, other), (other, SAME))]
-        # Shares by layer have the same mean: each of two is finer somewhere.
-        assert sorted(kept) == ([0, 0] if name == "layers" else [0, 2]), name
+        assert sorted(kept) == [0, 2], name
 
 
 def test_a_preset_that_changed_on_the_way_keeps_what_came_before() -> None:
