@@ -228,7 +228,7 @@ def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:
     finally:
         case.theirs.load_state_dict(kept)
     # Our own pass keeps keys and values in float16 where weights are codes, the library in float32.
-    limit = 2e-3 if isinstance(case.low.decoder, FusedDecoder) else 1e-4
+    limit = 2.5e-3 if isinstance(case.low.decoder, FusedDecoder) else 1e-4  # 2.0e-3 by portable kernels
     got = read(case.low, ids, KVCache(), pieces)
     # One token may lie where two experts' scores are alike, and then get the other one.
     *most, _ = sorted(relative_rms(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
