@@ -1,4 +1,4 @@
-"""`floe-chat paper`: the papers' tables and figures, made on this machine beside the printed ones; or their list."""
+"""`floe-chat paper`: the papers' tables and figures, made here and shown with the printed ones; or their list."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _tasks(
 
 def listed(all_of_them: Iterable[Entry]) -> str:
     """One line each, by paper."""
-    lines = ["floe-chat paper TABLE [MODEL] makes one of these on your model, beside the printed figures."]
+    lines = ["floe-chat paper TABLE [MODEL] makes one of these on your model, next to the printed figures."]
     for name, own in itertools.groupby(all_of_them, lambda one: one.paper):
         lines += ["", name]
         for one in own:

@@ -1,4 +1,4 @@
-"""Keys and values of the layers that attend, and states of those that keep one instead, which cannot be cut.
+"""Keys and values of the layers that attend, and states of the layers that keep one instead, which cannot be cut.
 
 A state is there twice: the one before a token is at its position modulo 2, so a pass that breaks off has lost nothing.
 To go back further there are copies, every `EVERY` tokens and where a prompt ends, the fewer the longer ago.

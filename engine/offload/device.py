@@ -83,7 +83,7 @@ class Device:
         return nullcontext()
 
     def began(self) -> None:
-        """A step has asked for its absent rows, and for the sum of those that are there; see `host`."""
+        """A step has asked for its absent rows, and for the sum of the rows that are there; see `host`."""
 
     def looks(self) -> None:
         """The engine looks one layer ahead; see `host`."""

@@ -148,7 +148,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
 
 
 def _learned(packed: PackedModel, routers: Sequence[Tensor], useful: Sequence[bool]) -> list[Lookahead | None]:
-    """Of the layers where it is useful, the learned predictors beside the routers."""
+    """Of the layers where it is useful, the learned predictors next to the routers."""
     if not useful:
         return []
     each = zip(packed.lookahead(), useful, routers, strict=False)

@@ -333,7 +333,7 @@ def dualsparse_f13(study: Study) -> Made:
 
 
 def importance_f4(study: Study) -> Made:
-    """The mean score by rank, beside that of the chosen."""
+    """The mean score by rank, and that of the chosen."""
     ranked = torch.stack([scores.sort(1, descending=True).values.mean(0) for scores, _, _ in _routed(study)])
     ranked = ranked[:, : max(RANKS, 2 * study.top_k)]
     columns = tuple(str(rank + 1) for rank in range(ranked.shape[1]))

@@ -478,7 +478,7 @@ class Importance:
         return cpu_s * len(done)
 
     def _bring(self, layer: int, expert: int, kept: Sequence[int]) -> None:
-        """An expert takes the place of the one of the lowest mean score, of those that this step does not use."""
+        """An expert takes the place of the one of the lowest mean score, of the experts that this step does not use."""
         there, mean = self._there[layer], np.mean(list(self._seen[layer]) or [np.zeros(self.engine.experts)], axis=0)
         if gone := [other for other in there if other not in kept]:
             there.remove(min(gone, key=lambda other: mean[other]))
@@ -665,7 +665,7 @@ def importance_f17(study: Study) -> Made:
 
 
 def importance_f19(study: Study) -> Made:
-    """The CPU's and the link's time with the balancer, beside those without."""
+    """The CPU's and the link's time with the balancer, and without it."""
     scenes = _settings(study)
     rows: dict[str, Cells] = {}
     for name in ("+Pre", "+BA"):

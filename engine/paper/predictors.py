@@ -2,7 +2,7 @@
 
 Experts are predicted by the next router on this layer's input, as it is ("raw") or carried over the norms ("gate"); by
 the predictor that packing learned, naming K ("learned") or K + 1 ("K + 1"); by the next layer's attention and
-router on what this layer has without its experts ("alone"), or with those that are resident, the more popular half
+router on what this layer has without its experts ("alone"), or with its resident ones, the more popular half
 ("partial", importance-driven scheduling section 5.2). A shared expert, which needs no choice, is part of "alone".
 """
 
@@ -197,7 +197,7 @@ class _Ahead:
         self.packed, self._model, self.top_k = loaded.packed, loaded.model, study.top_k
         self.layers = layers_of(self._model)
         self.seen, self._rope = watch(self._model, windows)
-        # Gemma 4 gives its experts' norm tokens one by one, beside another branch.
+        # Gemma 4 gives its experts' norm tokens one by one, next to another branch.
         self.attends = attends(self._model) and self.seen[0].residual.ndim == self.seen[0].stream.ndim
         names = ("gate", "learned") if self.packed.has_lookahead() else ("gate",)
         self._made = {name: predictor.make(name, self._model, self.packed) for name in names}
@@ -361,7 +361,7 @@ def importance_f10(study: Study) -> Made:
 
 
 def importance_f18(study: Study) -> Made:
-    """Of the experts that would be prefetched, those of high score and those that are chosen.
+    """Of the experts that would be prefetched, those of high score and the chosen ones.
 
     Raises:
         UsageError: attention cannot be passed through ahead in this family.

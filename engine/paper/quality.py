@@ -86,7 +86,7 @@ def _widths(study: Study) -> Made:
 
 
 def floe_t3(study: Study) -> Made:
-    """FloE beside other methods."""
+    """FloE and other methods."""
     rows: dict[str, Ask] = {"HQQ INT3": (Candidate(3, 3, 3), "up"), "HQQ INT2": (Candidate(2, 2, 2), "up")}
     for share in (0.8, 0.9):
         rows[f"CATS {share:.0%}"] = BY["gate"](share)

@@ -123,7 +123,7 @@ def choose_in(costs: Costs, needs: Needs, budget: int, room: int) -> tuple[Place
 def asked(needs: Needs, budget: int, wanted: Wanted, order: tuple[int, ...]) -> tuple[Mix, int | None] | None:
     """The mix of a kind that a person wants, and the rows of its pool (None: as many as fit); None if it does not fit.
 
-    As many layers as fit, beside a pool of the wanted size, share it, or are whole on the device. The CPU has
+    As many layers as fit, next to a pool of the wanted size, share it, or are whole on the device. The CPU has
     the others.
 
     Args:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.step import Delta, DenseLayer, Heads, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
-from .test_dense_step import NAN, make_projection, widened
+from .test_dense_step import NAN, compiled, make_projection, widened
+
+__all__ = ["compiled"]  # a fixture of all tests here
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,6 @@ SIZES = {
     "8-bit": Sizes(64, 6, 2, 40, 70, 5, bits=8),
 }
 LIMIT = 2e-5
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    try:
-        native.isa()
-    except native.NativeUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def make_layer(s: Sizes) -> DenseLayer:

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.step import DenseLayer, Heads, Latent, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
-from .test_dense_step import CAPACITY, LIMITS, NAN, make_projection, widened
+from .test_dense_step import CAPACITY, LIMITS, NAN, compiled, make_projection, widened
+
+__all__ = ["compiled"]  # a fixture of all tests here
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,6 @@ SIZES = {
     "3-bit-odd": Sizes(50, 5, 36, 14, 6, 10, asked=30, bits=3),
     "2-bit": Sizes(256, 3, 192, 20, 8, 9, bits=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    try:
-        native.isa()
-    except native.NativeUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def make_layer(s: Sizes) -> DenseLayer:

@@ -45,7 +45,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of the engine's own code for one layer and token beside a real card, where graphs and compiled steps run,
+    """Seconds of the engine's own code for one layer and token with a real card, where graphs and compiled steps run,
     as plans count them (`measured_figures.Figures`).
 
     Attributes:
@@ -65,7 +65,7 @@ class HostTimes:
 class VirtualDevice(Device):
     """The CPU computes what a card would, and the card's profile says how long that would take.
 
-    The engine's own code counts with the time that it takes beside a real card; in a prompt, with its real time here.
+    The engine's own code counts with the time that it takes with a real card; in a prompt, with its real time here.
     Around the layers the CPU computes attention instead of launching it, so only launches are counted.
     """
 
@@ -118,7 +118,7 @@ class VirtualDevice(Device):
     @contextmanager
     def _step(self, place: ExpertsPlace, host: HostTimes) -> Generator[None]:
         """A step's times, each where it comes: when the dense part is under way; with a pool, once the active neurons
-        are known, once the sum of those that are there is under way, and at last; in RAM, at last.
+        are known, once the sum of the rows that are there is under way, and at last; in RAM, at last.
         """
         dense = host.library + (0.0 if place == "pool" else host.gpu)
         rest: dict[ExpertsPlace, list[float]] = {
