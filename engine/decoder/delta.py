@@ -4,7 +4,8 @@ for many tokens, or on a device without a compiled step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.step import Delta, Heads, Projection, convolved, delta_rule, gated, steps_of
 from .blocks import in_order
-from .state_store import StatefulStore
-
-_CHUNK = 64  # tokens
+from .state_store import EVERY, StatefulStore
 
 
 def read_delta(mixer: Any, turned: int) -> tuple[Heads, nn.Module, Delta]:
@@ -57,10 +56,11 @@ def _by_part(groups: int, parts: list[int], device: torch.device) -> Tensor:
 
 
 class DeltaRule:
-    """The layers with states in one pass of a text."""
+    """The layers with states in one pass of so many tokens of a text."""
 
-    def __init__(self, layers: Sequence[Any], store: StatefulStore) -> None:
+    def __init__(self, layers: Sequence[Any], store: StatefulStore, tokens: int) -> None:
         self._layers, self._store = layers, store
+        store.begin(tokens)
 
     def __call__(self, index: int, projected: Tensor) -> Tensor:
         """What heads give, (T, heads * D), by layer `index`'s first projection and gates; the store's next state is the
@@ -71,22 +71,35 @@ class DeltaRule:
         before = self._store.state(index)
         qkv, gates = projected.split([projected.shape[1] - 2 * heads.num_heads, 2 * heads.num_heads], 1)
         after = torch.empty_like(before)
-        rule = delta_rule if len(qkv) == 1 else chunked_rule
-        out = rule(qkv, gates, before, heads, delta, after)
+        if len(qkv) == 1:
+            out = delta_rule(qkv, gates, before, heads, delta, after)
+        else:
+            out = chunked_rule(qkv, gates, before, heads, delta, after, self._store.along(index))
         self._store.next_state(index, after)
         return out
 
 
-def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
-    """`kernels.step.delta_rule` of many tokens, as products of matrices, `_CHUNK` tokens at once (arXiv 2412.06464,
-    section 3.3).
+def chunked_rule(
+    qkv: Tensor,
+    gates: Tensor,
+    before: Tensor,
+    heads: Heads,
+    delta: Delta,
+    after: Tensor,
+    along: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Tensor:
+    """`kernels.step.delta_rule` of many tokens, as products of matrices, `EVERY` tokens at once (arXiv 2412.06464,
+    section 3.3). along: where the states behind so many of them go, as after; whole chunks.
     """
     parts, window, state = convolved(qkv, before, heads, delta)
     beta, decay = steps_of(gates, delta)
     queries, keys, values = (part.transpose(0, 1) for part in parts)
     found: list[Tensor] = []
-    for first in range(0, len(qkv), _CHUNK):
-        part = slice(first, first + _CHUNK)
+    for first in range(0, len(qkv), EVERY):
+        if (copy := along.get(first)) is not None:
+            seen = qkv[first - len(delta.conv) + 1 : first, : delta.conv.shape[1]]
+            copy.copy_(torch.cat([seen.flatten(), state.flatten()]))
+        part = slice(first, first + EVERY)
         q, k, v, b = queries[:, part], keys[:, part], values[:, part], beta.T[:, part, None]
         faded = decay.T[:, part].cumsum(1)[..., None]
         between = (faded - faded.mT).tril().exp().tril()

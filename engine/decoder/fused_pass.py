@@ -302,6 +302,7 @@ class FusedDecoder:
             return None
         start, most = kv.length, min(most, MOST)
         store = self._room_for(most, kv)
+        most = store.unbroken(most)
         place = Place(self._rope.tables(start, start + most), self._kept(store), start)
         tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)

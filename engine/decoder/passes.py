@@ -38,7 +38,7 @@ class _Mixed:
     def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
         assert isinstance(store, StatefulStore)
         self.tokens = len(rope)
-        attention, rule = GroupedAttention(layers, store, rope, start), DeltaRule(layers, store)
+        attention, rule = GroupedAttention(layers, store, rope, start), DeltaRule(layers, store, self.tokens)
         self._of = [attention if layer.delta is None else rule for layer in layers]
 
     def __call__(self, index: int, projected: Tensor) -> Tensor:
