@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.decoder.delta import chunked_rule
 from floe_chat.engine.decoder.kv_cache import Held, KVCache, StateCopy
 from floe_chat.engine.decoder.kv_shelf import KVShelf
 from floe_chat.engine.decoder.kv_stores import Layout
+from floe_chat.engine.decoder.mixers.delta import chunked_rule
 from floe_chat.engine.decoder.state_store import EVERY, StatefulStore
 from floe_chat.engine.events import Cancel, Finished, Load, Loaded, NewTokens
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.kernels.step import Delta, Heads, Projection, delta_rule
+from floe_chat.kernels.mixers.convolution import Convolution, convolution
+from floe_chat.kernels.mixers.delta import Delta, delta_rule
+from floe_chat.kernels.weights import Projection
 from floe_chat.models.packing.pack import EXACT
 
 from .. import families
@@ -34,18 +36,29 @@ def test_chunks_are_the_rule(heads: int, shared: int, key: int, value: int, taps
     torch.manual_seed(tokens)
     channels = 2 * shared * key + heads * value
     parts = torch.randn(taps, channels) / taps, torch.rand(heads) * 4, torch.randn(heads), torch.rand(value)
-    delta = Delta(key, *parts, 1e-6, Projection(torch.empty(0)), 2)
-    form = Heads(heads, shared, value, key**-0.5)
-    before = torch.randn(delta.state(form), dtype=torch.float64)
+    delta = Delta(heads, shared, key, value, *parts, 1e-6, Projection(torch.empty(0)))
+    before = torch.randn(delta.state, dtype=torch.float64)
     qkv = torch.randn(tokens, channels + heads * value, dtype=torch.float64)
     gates, ours, theirs = torch.randn(tokens, 2 * heads, dtype=torch.float64), before.clone(), before.clone()
     along = {end: torch.full_like(before, torch.nan) for end in range(EVERY, tokens, 2 * EVERY)}
-    found = chunked_rule(qkv, gates, before, form, delta, ours, along)
+    found = chunked_rule(qkv, gates, before, delta, ours, along)
     for end, copy in along.items():
-        delta_rule(qkv[:end], gates[:end], before, form, delta, theirs)
+        delta_rule(qkv[:end], gates[:end], before, delta, theirs)
         assert relative_rms(copy, theirs) < 1e-6
-    assert relative_rms(found, delta_rule(qkv, gates, before, form, delta, theirs)) < 1e-6  # parameters have 32 bits
+    assert relative_rms(found, delta_rule(qkv, gates, before, delta, theirs)) < 1e-6  # parameters have 32 bits
     assert relative_rms(ours, theirs) < 1e-6
+
+
+def test_a_short_convolution_hands_over_the_states_on_its_way() -> None:
+    mixer, given = Convolution(torch.randn(3, 5), torch.randn(5)), torch.randn(150, 15)
+    before, along = torch.randn(10), {end: torch.full((10,), torch.nan) for end in (64, 128)}
+    ours, theirs = before.clone(), before.clone()
+    found = convolution(given, before, mixer, ours, along)
+    for end, copy in along.items():
+        convolution(given[:end], before, mixer, theirs)
+        assert torch.equal(copy, theirs)
+        assert relative_rms(convolution(given[end:], copy, mixer, theirs), found[end:]) < 1e-6
+        assert torch.equal(theirs, ours)
 
 
 def store(most: int | None = None) -> StatefulStore:
