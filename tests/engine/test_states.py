@@ -256,10 +256,10 @@ def test_what_is_alike_begins_where_a_state_is() -> None:
     assert kept % 100 == 0 < kept < own.keeps(949) % 100 + 900 and own.keeps(kept) == kept
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_5_moe_text", "lfm2_moe"])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    source = families.make("qwen3_5_moe_text", folder / "source", num_experts_per_tok=6)  # all, as a router's ties flip
+    source = families.make(request.param, folder / "source", num_experts_per_tok=6)  # all, as a router's ties flip
     make_pack(source, folder / "pack", EXACT)
     return folder / "pack"
 
