@@ -40,7 +40,6 @@ from .layers import (
     check_family,
     embedded,
     kept_dtype,
-    norm,
     projection,
     read_layers,
     read_rope,
@@ -275,7 +274,7 @@ class FusedDecoder:
         """(N, H) after the last layer -> (N, V)."""
         last = last.to(self.device)
         if self.ends is None or len(last) > 1:
-            return self._head(norm(last, self._norm, self._eps))
+            return self._head(self._norm(last, self._eps))
         head = self._head
         return self.ends.logits(
             last, head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
@@ -398,7 +397,7 @@ class FusedDecoder:
             self._step = None
         store.length = start + len(ids)
         last = (x[-1:] if added is None else x[-1:] + added[-1:]).to(self.device)
-        return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
+        return "" if is_finite(self._head(self._norm(last, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.entries import CODES
-from ...kernels.step import Delta, DenseLayer, Heads, Router, Stepped
+from ...kernels.step import Delta, DenseLayer, Heads, Norm, Router, Stepped
 from ...models.families import FAMILIES, Family
 from ...models.families.family import GroupedQuery, ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
@@ -28,25 +28,33 @@ class Stream:
     Its norms then differ by their `eps` alone, and no layer has to multiply.
 
     Attributes:
-        scale: of the embedding. eps: of all norms. norm: (H,) weights of the last one, which scale logits too.
+        scale: of the embedding. eps: of all norms. norm: the last one, which scales logits too.
     """
 
     scale: float
     eps: float
-    norm: Tensor
+    norm: Norm
 
 
 def read_stream(model: Any, family: Family) -> Stream:
     """A model's."""
     config = model.config
     scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
-    weight = norm_weight(family, model.model.norm)
-    return Stream(scaled / added, config.rms_norm_eps / added**2, weight if divided == 1 else weight / divided)
+    last = read_norm(family, model.model.norm)
+    if divided != 1:
+        last = replace(last, weight=last.weight / divided, bias=None if last.bias is None else last.bias / divided)
+    return Stream(scaled / added, config.rms_norm_eps / added**2, last)
 
 
 def norm_weight(family: Family, module: Any) -> Tensor:
-    """What an RMS norm multiplies by."""
+    """What a norm multiplies by."""
     return module.weight + 1 if family.centred else module.weight
+
+
+def read_norm(family: Family, module: Any) -> Norm:
+    """A norm's record."""
+    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    return Norm(norm_weight(family, module), getattr(module, "bias", None), kind)
 
 
 def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
@@ -62,20 +70,20 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's parts. input_layernorm, post_attention_layernorm: (H,) weights of its norms.
+    """One layer's parts.
 
     Attributes:
-        qkv, out: the projections, as modules. router, experts: hidden (T, H), and its experts and weights (T, K) ->
-            (T, H); None where the layer has none. beside: what every token is given besides experts, if anything.
-            latent: where keys and values are made of a vector; see `kernels.step.DenseLayer`. delta: where the layer
-            keeps a state instead.
+        input_layernorm, post_attention_layernorm: the norms. qkv, out: the projections, as modules. router, experts:
+            hidden (T, H), and its experts and weights (T, K) -> (T, H); None where the layer has none. beside: what
+            every token is given besides experts, if anything. latent: where keys and values are made of a vector; see
+            `kernels.step.DenseLayer`. delta: where the layer keeps a state instead.
     """
 
-    input_layernorm: Tensor
+    input_layernorm: Norm
     qkv: nn.Module
     heads: Heads
     out: nn.Module
-    post_attention_layernorm: Tensor
+    post_attention_layernorm: Norm
     eps: float
     router: Router | None
     experts: nn.Module | None
@@ -90,7 +98,7 @@ class DecoderLayer:
 
     def stepped(self, stream: Tensor) -> Stepped:
         """What a block is given behind attention, stream (T, H)."""
-        hidden = norm(stream, self.post_attention_layernorm, self.eps)
+        hidden = self.post_attention_layernorm(stream, self.eps)
         if self.beside is not None:
             stream = stream + self.beside(hidden)
         if (router := self.router) is None:
@@ -181,11 +189,11 @@ def _read(
         qkv = _projections(attention, heads, order)
     block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
-        norm_weight(family, layer.input_layernorm),
+        read_norm(family, layer.input_layernorm),
         qkv,
         heads,
         _last(layer),
-        norm_weight(family, layer.post_attention_layernorm),
+        read_norm(family, layer.post_attention_layernorm),
         eps,
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,

@@ -14,7 +14,7 @@ from ...kernels.step import Stepped
 from .attention import GroupedAttention, LatentAttention
 from .delta import DeltaRule
 from .kv_stores import GrowingStore
-from .layers import DecoderLayer, norm
+from .layers import DecoderLayer
 from .quantized_linear import PackedLinear
 from .state_store import StatefulStore
 
@@ -64,7 +64,7 @@ class TorchPass:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
         layer = self._layers[index]
         stream = x if added is None else x + added
-        projected = layer.projected(norm(stream, layer.input_layernorm, layer.eps)).split(self._tokens)
+        projected = layer.projected(layer.input_layernorm(stream, layer.eps)).split(self._tokens)
         seen = [text(index, own) for text, own in zip(self._texts, projected, strict=True)]
         stream = stream + layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen))
         return layer.stepped(stream)

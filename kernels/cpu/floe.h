@@ -153,15 +153,25 @@ typedef struct {
 // y = x · Wᵀ + bias for codes: x (tokens, row.n) -> y (tokens, rows), written whole.
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int digits, int threads, float *y);
 
-// How a layer chooses its experts: weight (experts, H), NULL where it has none. A score is the softmax of a logit, or
-// its sigmoid. bias: (experts), of the logits. correction: (experts), added to scores for the choice alone. Experts are
-// chosen from top_groups of the groups that they are divided into: those with the best expert, or, with a correction,
-// the best pair. shares: whether the weights of the chosen experts are made to sum to 1, before scale. down_bias:
-// (experts, H) of the experts' last matrices, which joins the residual stream.
+// A norm: x / rms(x) · weight + bias, each (H). centred: of x - mean(x) instead of x.
+typedef struct {
+    int32_t centred;
+    const float *weight;
+    FLOE_OPTIONAL const float *bias;
+} floe_norm;
+
+// How a layer chooses its experts: weight (experts, H), NULL where it has none. kind: a score is the softmax of a
+// logit, or its sigmoid; SparseMixer chooses by logits (kernels/step.py), jitter: how far below the best of them it
+// looks; then neither correction nor groups. bias: (experts), of the logits. correction: (experts), added to scores for
+// the choice alone. Experts are chosen from top_groups of the groups that they are divided into: those with the best
+// expert, or, with a correction, the best pair. shares: whether the weights of the chosen experts are made to sum to 1,
+// before scale. down_bias: (experts, H) of the experts' last matrices, which joins the residual stream.
+enum { FLOE_SOFTMAX, FLOE_SIGMOID, FLOE_SPARSEMIXER };
+
 typedef struct {
     int64_t experts, top_k, groups, top_groups;
-    int32_t sigmoid, shares;
-    float scale;
+    int32_t kind, shares;
+    float scale, jitter;
     FLOE_OPTIONAL const float *weight, *bias, *correction, *down_bias;
 } floe_router;
 
@@ -199,21 +209,21 @@ typedef struct {
 } floe_delta;
 
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
-// qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
-// (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
-// form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). sinks: (heads)
-// scores of a token without a value that every query sees. beside: what every token is given besides experts. latent:
-// heads then meet what is stored like one key head, D = rank + turned, whose first numbers are its value; qkv: queries,
-// or the vector that they are made of, the stored vector and the key behind it; neither codes nor norms of heads.
-// gated: behind the queries, qkv has a gate of each number of a head's output. delta: qkv: queries, keys and values of
-// the convolution, then the output's gates; scale: of queries.
+// qkv: queries of all heads, keys and values of all key heads. before, after: norms. q_norm, k_norm: (D) if each_head,
+// else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the form of keys and
+// values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). sinks: (heads) scores of a token
+// without a value that every query sees. beside: what every token is given besides experts. latent: heads then meet
+// what is stored like one key head, D = rank + turned, whose first numbers are its value; qkv: queries, or the vector
+// that they are made of, the stored vector and the key behind it; neither codes nor norms of heads. gated: behind the
+// queries, qkv has a gate of each number of a head's output. delta: qkv: queries, keys and values of the convolution,
+// then the output's gates; scale: of queries.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
     int64_t hidden, heads, kv_heads, dim, window;
     int32_t each_head, stored, gated;
     float eps, scale, clip;
-    const float *before, *after;
+    floe_norm before, after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
     floe_matrix qkv, out;
     floe_router router;
@@ -295,13 +305,14 @@ typedef struct {
 FLOE_API int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const floe_place *places,
                              const floe_pace *pace, const floe_trace *trace);
 
-// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of
-// the norm (H), and head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
+// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, the norm, and
+// head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
 // spread (groups): the mean square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
     float eps, scale;
-    const float *embedding, *norm;
+    const float *embedding;
+    floe_norm norm;
     floe_matrix head;
     FLOE_OPTIONAL const floe_matrix *rest;
     FLOE_OPTIONAL const float *spread;

@@ -17,9 +17,10 @@ from ..checks import Shape, index, require
 from ..entries import CODES
 from ..step import Delta, DenseLayer, Heads, Latent, Router, Stepped, Swiglu
 from .binding import addresses_of, array_of, check, codes, library, records
-from .weights import FLOAT32, digits, optional, projection_record, required
+from .weights import FLOAT32, digits, norm_record, optional, projection_record, required
 
 _STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
+_KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": codes.SPARSEMIXER}
 
 
 class Place(NamedTuple):
@@ -47,7 +48,7 @@ class NativeStep:
 
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
-        heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
+        heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.weight.numel()
         _check_heads(heads, turned=layer.delta is None and layer.latent is None)
         queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         latent, delta = layer.latent, layer.delta
@@ -71,8 +72,8 @@ class NativeStep:
             eps=layer.eps,
             scale=heads.scale,
             clip=inf if heads.clip is None else heads.clip,
-            before=required("input_layernorm", layer.input_layernorm, (hidden,)),
-            after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
+            before=norm_record("input_layernorm", layer.input_layernorm, hidden),
+            after=norm_record("post_attention_layernorm", layer.post_attention_layernorm, hidden),
             q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
             k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
             sinks=optional("sinks", heads.sinks, (heads.num_heads,)),
@@ -261,7 +262,7 @@ def router_record(router: Router | None, hidden: int) -> Any:
     """
     if router is None:
         return records.router(
-            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "sigmoid", "shares", "scale"), 0),
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "kind", "shares", "scale", "jitter"), 0),
             **dict.fromkeys(("weight", "bias", "correction", "down_bias"), None),
         )
     experts = router.weight.shape[0] if router.weight.ndim else 0
@@ -272,9 +273,10 @@ def router_record(router: Router | None, hidden: int) -> Any:
         top_k=router.top_k,
         groups=router.groups,
         top_groups=router.top_groups,
-        sigmoid=router.sigmoid,
+        kind=_KINDS[router.kind],
         shares=router.norm_topk_prob,
         scale=router.scale,
+        jitter=router.jitter,
         weight=required("router", router.weight, (experts, hidden)),
         bias=optional("router.bias", router.bias, (experts,)),
         correction=optional("router.correction", router.correction, (experts,)),

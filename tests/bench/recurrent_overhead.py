@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
-from floe_chat.kernels.step import Delta, DenseLayer, Heads, Projection, Swiglu
+from floe_chat.kernels.step import Delta, DenseLayer, Heads, Norm, Projection, Swiglu
 
 HIDDEN, HEADS, SHARED, WIDTH, TAPS, LAYERS, WARM = 16, 32, 16, 128, 4, 30, 5
 
@@ -36,7 +36,7 @@ def layer() -> DenseLayer:
     heads = Heads(HEADS, SHARED, WIDTH, WIDTH**-0.5)
     first, out = torch.randn(channels + HEADS * WIDTH, HIDDEN), torch.randn(HIDDEN, HEADS * WIDTH)
     beside = Swiglu(Projection(torch.randn(2, HIDDEN)), Projection(torch.randn(HIDDEN, 1)))
-    norm = torch.ones(HIDDEN)
+    norm = Norm(torch.ones(HIDDEN))
     return DenseLayer(norm, norm, 1e-6, heads, Projection(first), Projection(out), None, beside, None, delta)
 
 

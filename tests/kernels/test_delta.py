@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
-from floe_chat.kernels.step import Delta, DenseLayer, Heads, Router, dense_step
+from floe_chat.kernels.step import Delta, DenseLayer, Heads, Norm, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -59,8 +59,8 @@ def make_layer(s: Sizes) -> DenseLayer:
         8,
     )
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
+        post_attention_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
         eps=1e-5,
         heads=Heads(s.heads, s.shared, s.value, s.key**-0.5),
         qkv=make_projection(s.channels + s.heads * s.value, s.hidden, s.bits, bias=False),

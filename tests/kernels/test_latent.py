@@ -11,7 +11,7 @@ import pytest
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.step import DenseLayer, Heads, Latent, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, Heads, Latent, Norm, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -68,8 +68,8 @@ def make_layer(s: Sizes) -> DenseLayer:
         asked_norm=1 + 0.3 * torch.randn(s.asked) if s.asked else None,
     )
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
+        post_attention_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
         eps=1e-5,
         heads=Heads(s.heads, 1, s.dim, 0.4, cache_dtype=s.kept, inside=s.rank),
         qkv=make_projection((s.asked or queries) + s.dim, s.hidden, s.bits, bias=False),

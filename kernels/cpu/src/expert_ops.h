@@ -106,4 +106,7 @@ inline int64_t turned(const floe_dense_layer &l) {
 // y = x / rms(x) · weight; y may be x.
 void normalize(const float *x, const float *weight, int64_t n, float eps, float *y);
 
+// As the norm says; y may be x.
+void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, float *y);
+
 } // namespace floe
