@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,15 +266,20 @@ class Rope:
         order: (D,) of a head's dimensions, so that each is half a head from the one that it turns with; those that do
             not turn are behind them in each half. None where they are so already.
 
+        short: the length of a text beyond which longrope turns all of it by other frequencies.
+
     Raises:
-        Unsupported: a type that changes with the length of the text.
+        Unsupported: another type that changes with the length of the text.
     """
 
     def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False, once: bool = False) -> None:
-        if module.rope_type not in STATIC_ROPE:
+        if module.rope_type not in (*STATIC_ROPE, "longrope"):
             raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
         self._module, self._like, self._dim = module, like, dim
-        self._table = like.new_empty(0, 2, dim)
+        self.short = sys.maxsize
+        if module.rope_type == "longrope":
+            self.short = int(module.config.rope_parameters["original_max_position_embeddings"])
+        self._tables = dict.fromkeys((False, True), like.new_empty(0, 2, dim))
         turned = self._angles(1)[0].shape[-1]
         turned *= 2 if once else 1
         self._half, rest = turned // 2, (dim - turned) // 2
@@ -284,11 +290,16 @@ class Rope:
         order = torch.cat(parts)
         self.order = None if order.equal(torch.arange(dim, device=like.device)) else order
 
-    def tables(self, start: int, end: int) -> Tensor:
-        """Cosines and sines of positions start..end-1, (positions, 2, D)."""
-        if end > len(self._table):
-            self._table = self._computed(-(-max(end, len(self._table) * 3 // 2) // BLOCK) * BLOCK)
-        return self._table[start:end]
+    def is_long(self, length: int) -> bool:
+        """Whether a text of so many tokens is beyond `short`."""
+        return length > self.short
+
+    def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
+        """Cosines and sines of positions start..end-1, (positions, 2, D). long: of a text beyond `short`."""
+        if end > len(table := self._tables[long]):
+            most = -(-max(end, len(table) * 3 // 2) // BLOCK) * BLOCK
+            table = self._tables[long] = self._computed(max(most, self.short + 1) if long else min(most, self.short))
+        return table[start:end]
 
     def _computed(self, positions: int) -> Tensor:
         cos, sin = self._angles(positions)
