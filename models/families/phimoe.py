@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, Routing
+from .family import Family, GroupedQuery, Routing
 from .storage import Apart
 
 _3_5 = Sizes(
@@ -25,11 +25,9 @@ _3_5 = Sizes(
 
 
 def _biases(config: Any) -> int:
-    """Of norms, projections and head."""
-    hidden, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
-    projected = head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads) + hidden
-    layer = 2 * hidden + (projected if config.attention_bias else 0)
-    return config.num_hidden_layers * layer + hidden + (config.vocab_size if config.lm_head_bias else 0)
+    """Of norms and head."""
+    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    return norms + (config.vocab_size if config.lm_head_bias else 0)
 
 
 PHIMOE = Family(
@@ -39,8 +37,10 @@ PHIMOE = Family(
     renames=((".block_sparse_moe.gate.", ".mlp.router."),),
     routing=Routing(module="router", kind="sparsemixer", normalized=False),
     biases=_biases,
-    attention=None,
-    why="its router is SparseMixer's and its norms have biases",
+    attention=GroupedQuery(
+        biased=lambda config: (config.attention_bias, config.attention_bias),
+        window=lambda config, _layer: config.sliding_window,
+    ),
     published=(
         CatalogEntry(
             "phi-3.5-moe-instruct",

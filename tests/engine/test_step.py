@@ -88,11 +88,13 @@ def test_every_family_that_can_be_packed_is_compared() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["mixtral", "olmoe", "olmoe-shares", "qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"]
+    "name",
+    ["mixtral", "olmoe", "olmoe-shares", "qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "phimoe-longrope"],
 )
 def test_the_router_is_the_librarys(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
-    blocks = FAMILIES[model.config.model_type].blocks(model)
+    family = FAMILIES[model.config.model_type]
+    blocks = family.blocks(model)
     noting = [Noting() for _ in blocks]
     for block, experts in zip(blocks, noting, strict=True):
         block.experts = experts
@@ -101,7 +103,7 @@ def test_the_router_is_the_librarys(name: str, dtype: torch.dtype) -> None:
         for block, experts in zip(blocks, noting, strict=True):
             assert len(experts.calls) == 11
             for hidden, index, weights in experts.calls:
-                _, theirs, chosen = block.gate(hidden)
+                _, theirs, chosen = family.router(block)(hidden)
                 if "glm4" in name:  # theirs are in no order
                     chosen, order = chosen.sort()
                     theirs = theirs.gather(-1, order)
@@ -166,22 +168,7 @@ def test_joined_weights_are_there_once(tiny_pack: Path) -> None:
             {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic changes with the length",
         ),
-        (
-            "mixtral",
-            {
-                "head_dim": 12,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "short_factor": [1.0] * 6,
-                    "long_factor": [2.0] * 6,
-                    "original_max_position_embeddings": 64,
-                },
-            },
-            "longrope changes with the length",
-        ),
-        ("phimoe", {}, "its router is SparseMixer's"),
+        ("gpt_oss", {"head_dim": 12, "sliding_window": 9}, "biases that are not a pack's"),
     ],
 )
 def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
