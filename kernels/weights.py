@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import described, require
@@ -244,3 +245,39 @@ class ExpertRows:
         """
         if not self.whole or not (self.data.is_cpu or self.data.device == device):
             require_all(device, {"rows.data": self.data})
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """y = x · Wᵀ + bias.
+
+    Attributes:
+        weight: (rows, columns) floating point, or codes; of the head, these may be in two planes. bias: (rows,).
+    """
+
+    weight: Tensor | LinearWeights | Planes
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dense(x.dtype)
+        return F.linear(x, weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What a vector goes through before a part of the model.
+
+    Attributes:
+        weight: (H,). bias: (H,), added behind it. kind: "rms": x / rms(x) * weight; "layer": the same of x - mean(x).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    kind: Literal["rms", "layer"] = "rms"
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        if self.kind == "layer":
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
+        normed = F.rms_norm(x, self.weight.shape, self.weight, eps)
+        return normed if self.bias is None else normed + self.bias
