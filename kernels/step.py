@@ -20,29 +20,9 @@ from .mixers.grouped import Heads, attend
 from .mixers.latent import Latent, attend_latent
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, Projection, SignalWeights
+from .weights import ExpertRows, Norm, Projection, SignalWeights
 
 Mixer = Heads | Latent | Delta | Convolution
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """What a vector goes through before a part of the model.
-
-    Attributes:
-        weight: (H,). bias: (H,), added behind it. kind: "rms": x / rms(x) * weight; "layer": the same of x - mean(x).
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    kind: Literal["rms", "layer"] = "rms"
-
-    def __call__(self, x: Tensor, eps: float) -> Tensor:
-        """x (..., H) -> (..., H)."""
-        if self.kind == "layer":
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
-        normed = F.rms_norm(x, self.weight.shape, self.weight, eps)
-        return normed if self.bias is None else normed + self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +134,8 @@ class DenseLayer:
     """The weights of a layer without its experts.
 
     Attributes:
-        input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given. out:
-            back to H. router: None where there are no experts. beside: what every token is given besides experts.
+        input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given.
+            out: back to H. router: None where there are no experts. beside: what every token is given besides experts.
     """
 
     input_layernorm: Norm

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.step import Router, Swiglu
-from ...kernels.weights import Projection
+from ...kernels.weights import Norm, Projection
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
@@ -19,8 +19,14 @@ from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_
 
 
 def norm_weight(family: Family, module: Any) -> Tensor:
-    """What an RMS norm multiplies by."""
+    """What a norm multiplies by."""
     return module.weight + 1 if family.centred else module.weight
+
+
+def read_norm(family: Family, module: Any) -> Norm:
+    """A norm's record."""
+    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    return Norm(norm_weight(family, module), getattr(module, "bias", None), kind)
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead

@@ -97,6 +97,8 @@ class FusedDecoder:
         self._apart = not all(layer.alone for layer in experts)
         self._card: CardToken | None = None
         self._graphs: CardLayers | CardParts | None = None
+        self._captured_rope: Tensor | None = None  # what graphs read, where there are two tables
+        self._captured_long = False
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -115,9 +117,12 @@ class FusedDecoder:
             raise Unsupported("layers that keep a state have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
+        rope = self._rope.tables(0, self._window, long=self._turns_again)
         if self._turns_again:
-            raise Unsupported(f"a graph has no other rope for texts beyond {self._rope.short} tokens")
-        rope = self._rope.tables(0, self._window)
+            if self._kv.parts:
+                raise Unsupported(f"graphs of several cards have no rope for texts beyond {self._rope.short} tokens")
+            rope = self._captured_rope = rope.clone()
+            self._captured_long = True
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         if self._kv.parts:
             self._graphs = CardParts(self._layers, ends, self._kv.parts)
@@ -179,7 +184,7 @@ class FusedDecoder:
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
         store = self._room_for(len(ids), kv)
         try:
-            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv.length)) is not None:
+            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv)) is not None:
                 return logits.clone()
             return self._pass(ids, store, kv.length, long=kv.long)
         finally:
@@ -220,9 +225,12 @@ class FusedDecoder:
         store.length = start + len(ids)
         return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
-    def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
+    def _by_graphs(self, token: int, store: GrowingStore, kv: KVCache) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
-        count = self._config.num_hidden_layers
+        count, position = self._config.num_hidden_layers, kv.length
+        if self._captured_rope is not None and kv.long != self._captured_long:
+            self._captured_long, short = kv.long, self._rope.short
+            self._captured_rope[:short] = self._rope.tables(0, short, long=kv.long)
         if self._card is not None and self._card.ready(count):
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:
@@ -354,7 +362,7 @@ class FusedDecoder:
         """`several` on a card."""
         began = time.perf_counter()
         try:
-            logits = self._by_graphs(token, self._room_for(1, kv), kv.length)
+            logits = self._by_graphs(token, self._room_for(1, kv), kv)
         except torch.OutOfMemoryError:
             return None  # `forward` meets it too, and the caller makes room
         finally:

@@ -14,11 +14,12 @@ from ...kernels.entries import CODES
 from ...kernels.mixers.convolution import Convolution
 from ...kernels.mixers.delta import Delta
 from ...kernels.mixers.grouped import Heads
-from ...kernels.step import DenseLayer, Norm, Router, Stepped
+from ...kernels.step import DenseLayer, Router, Stepped
+from ...kernels.weights import Norm
 from ...models.families import FAMILIES, Family
 from ...models.families.family import ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
-from .blocks import Beside, Unsupported, norm_weight, projection, read_beside, read_router
+from .blocks import Beside, Unsupported, projection, read_beside, read_norm, read_router
 from .kv_stores import BLOCK
 from .mixers.convolution import read_convolution
 from .mixers.delta import read_delta
@@ -54,21 +55,10 @@ def read_stream(model: Any, family: Family) -> Stream:
     return Stream(scaled / added, getattr(config, family.eps) / added**2, last)
 
 
-def read_norm(family: Family, module: Any) -> Norm:
-    """A norm's record."""
-    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
-    return Norm(norm_weight(family, module), getattr(module, "bias", None), kind)
-
-
 def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
     """tokens (T,) -> the stream before the first layer, (T, H)."""
     x = F.embedding(tokens, embedding)
     return x if scale == 1 else x * scale
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @dataclass(frozen=True, slots=True)

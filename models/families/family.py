@@ -142,7 +142,8 @@ class Family:
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
-        register: makes transformers know a family that it lacks; called before it reads a config.json.
+        register: makes transformers know a family that it lacks, or mends what it has; called before it reads a
+            config.json.
         published: models to set up, in no order.
     """
 

@@ -12,8 +12,8 @@ import time
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.mixers.grouped import Heads
-from floe_chat.kernels.step import DenseLayer, Norm
-from floe_chat.kernels.weights import Projection
+from floe_chat.kernels.step import DenseLayer
+from floe_chat.kernels.weights import Norm, Projection
 from torch import Tensor
 
 HIDDEN, HEADS, KEY_HEADS, DIM = 64, 32, 8, 128

@@ -16,8 +16,8 @@ from statistics import median
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.mixers.delta import Delta
-from floe_chat.kernels.step import DenseLayer, Norm, Swiglu
-from floe_chat.kernels.weights import Projection
+from floe_chat.kernels.step import DenseLayer, Swiglu
+from floe_chat.kernels.weights import Norm, Projection
 
 HIDDEN, HEADS, SHARED, WIDTH, TAPS, LAYERS, WARM = 16, 32, 16, 128, 4, 30, 5
 

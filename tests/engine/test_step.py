@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from floe_chat.engine.decoder import kv_stores
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, BorrowingStore, GrowingStore, KvForm
+from floe_chat.engine.decoder.layers import read_rope
 from floe_chat.engine.events import Advanced
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel, load
@@ -78,6 +80,20 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
             assert relative_rms(ours, theirs) <= limit or relative_rms(ours, true) <= 2 * relative_rms(theirs, true)
     assert relative_rms(again, expected) <= limit, "joined weights changed the library's pass"
     assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= limit
+
+
+@pytest.mark.parametrize("name", ["phimoe-longrope", "mixtral-longrope"])
+@pytest.mark.parametrize("long", [False, True])
+def test_longer_texts_are_turned_by_frequencies_of_their_own(name: str, long: bool) -> None:
+    model = make_model(name)
+    rope: Any = model.config.rope_parameters
+    factors = torch.tensor(rope["long_factor" if long else "short_factor"], dtype=torch.float64)
+    turns = torch.arange(1100)[:, None] / (factors * rope["rope_theta"] ** (torch.arange(6) / 6))
+    scale = rope.get("long_mscale" if long else "short_mscale") or (1 + math.log(2.0) / math.log(1024)) ** 0.5
+    end = 1100 if long else 1024
+    cos, sin = read_rope(model, FAMILIES[model.config.model_type]).tables(0, end, long=long).double().unbind(1)
+    assert relative_rms(cos, scale * turns[:end].cos().repeat(1, 2)) <= 1e-4
+    assert relative_rms(sin, scale * torch.cat([-turns[:end].sin(), turns[:end].sin()], 1)) <= 1e-4
 
 
 def test_every_family_that_can_be_packed_is_compared() -> None:

@@ -19,9 +19,9 @@ from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import DenseLayer, ExpertLayer, ModelEnds, Norm, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, ExpertLayer, ModelEnds, Router, dense_step
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights, Planes, Projection
+from floe_chat.kernels.weights import LinearWeights, Norm, Planes, Projection
 from torch import Tensor
 
 from . import _operands as made

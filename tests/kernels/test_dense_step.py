@@ -14,8 +14,8 @@ from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
-from floe_chat.kernels.step import DenseLayer, Norm, Router, Stepped, Swiglu, dense_step
-from floe_chat.kernels.weights import LinearWeights, Projection
+from floe_chat.kernels.step import DenseLayer, Router, Stepped, Swiglu, dense_step
+from floe_chat.kernels.weights import LinearWeights, Norm, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms

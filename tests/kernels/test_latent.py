@@ -13,7 +13,8 @@ from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
-from floe_chat.kernels.step import DenseLayer, Norm, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, Router, dense_step
+from floe_chat.kernels.weights import Norm
 from torch import Tensor
 
 from ..helpers import relative_rms

@@ -10,7 +10,8 @@ import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.mixers.convolution import Convolution
 from floe_chat.kernels.mixers.delta import Delta
-from floe_chat.kernels.step import DenseLayer, Norm, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, Router, dense_step
+from floe_chat.kernels.weights import Norm
 from torch import Tensor
 
 from ..helpers import relative_rms

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ....kernels.step import Norm
+from ....kernels.weights import Norm
 from ..graphs import Captured, capture, pinned
 from ..layers import embedded
 
