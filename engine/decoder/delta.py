@@ -4,12 +4,13 @@ for many tokens, or on a device without a compiled step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.cpu import native_delta
 from ...kernels.step import Delta, Heads, Projection, convolved, delta_rule, gated, steps_of
 from .blocks import in_order
 from .state_store import StatefulStore
@@ -71,10 +72,16 @@ class DeltaRule:
         before = self._store.state(index)
         qkv, gates = projected.split([projected.shape[1] - 2 * heads.num_heads, 2 * heads.num_heads], 1)
         after = torch.empty_like(before)
-        rule = delta_rule if len(qkv) == 1 else chunked_rule
-        out = rule(qkv, gates, before, heads, delta, after)
+        out = _rule(qkv)(qkv, gates, before, heads, delta, after)
         self._store.next_state(index, after)
         return out
+
+
+def _rule(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Heads, Delta, Tensor], Tensor]:
+    """What computes it: of one token the definition, which is shortest."""
+    if len(qkv) == 1:
+        return delta_rule
+    return native_delta.delta_rule if native_delta.computes(qkv) else chunked_rule
 
 
 def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
