@@ -1,4 +1,4 @@
-"""`step.delta_rule` of many tokens, compiled from C++ (delta_prompt.cpp)."""
+"""`mixers.delta.delta_rule` of many tokens, compiled from C++ (delta_prompt.cpp)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from ..step import Delta, Heads
+from ..mixers.delta import Delta
 from .binding import NativeUnavailableError, addresses_of, check, library
 from .native_step import delta_record
 from .weights import FLOAT32, required
@@ -33,12 +33,11 @@ def delta_rule(
     qkv: Tensor,
     gates: Tensor,
     before: Tensor,
-    heads: Heads,
     delta: Delta,
     after: Tensor,
     along: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Tensor:
-    """As `step.delta_rule`, in float32.
+    """As `mixers.delta.delta_rule`, in float32.
 
     Args:
         along: where the states behind the first tokens go, by their number: multiples of `CHUNK`.
@@ -47,20 +46,20 @@ def delta_rule(
         NativeUnavailableError: the compiled kernels cannot be used here.
         ValueError: tensors of another size or form.
     """
-    tokens, queries = len(qkv), heads.num_heads * heads.head_dim
-    require("qkv", qkv, FLOAT32, (tokens, delta.conv.shape[-1] + queries), whole=False)
-    require("gates", gates, FLOAT32, (tokens, 2 * heads.num_heads), whole=False)
+    tokens, (projected, queries) = len(qkv), delta.sizes
+    require("qkv", qkv, FLOAT32, (tokens, projected), whole=False)
+    require("gates", gates, FLOAT32, (tokens, 2 * delta.heads), whole=False)
     if qkv.stride(1) != 1 or gates.stride(1) != 1:
         raise ValueError("each token's numbers must lie next to each other")
     kept = [along.get(end) for end in range(CHUNK, tokens, CHUNK)]
     if len(along) != sum(one is not None for one in kept):
         raise ValueError(f"states are behind multiples of {CHUNK} of {tokens} tokens, not {list(along)}")
     for one in (before, after, *(along.values())):
-        required("state", one, (delta.state(heads),))
+        required("state", one, (delta.state,))
     out = torch.empty(tokens, queries)
-    sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, tokens
+    sizes = delta.heads, delta.shared, delta.value_dim, delta.key_dim**-0.5, tokens
     given = qkv, qkv.stride(0), gates, gates.stride(0), before, addresses_of(kept) if kept else None
     weight, threads = delta.gates.weight, torch.get_num_threads()
-    record = delta_record(delta, heads, weight.shape[-1] if isinstance(weight, Tensor) else 0)
+    record = delta_record(delta, weight.shape[-1] if isinstance(weight, Tensor) else 0)
     check(library().delta_rule(record, *sizes, *given, threads, after, out))
     return out
