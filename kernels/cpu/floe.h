@@ -261,6 +261,15 @@ typedef struct {
     FLOE_OPTIONAL float *weights, *scores;
 } floe_routed;
 
+// The gated delta rule of a prompt, of each of `heads` heads (D wide): qkv (tokens, channels + heads · D) as projected,
+// and gates (tokens, 2 · heads), each with a stride, -> out (tokens, heads · D), before the last projection. before: the
+// state before the prompt, after: the one behind it. along: where the states behind every 64 tokens go, NULL where they
+// are not wanted; as many as there are before the last token.
+FLOE_API int floe_delta_rule(const floe_delta *delta, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
+                             int64_t tokens, const float *qkv, int64_t qkv_stride, const float *gates,
+                             int64_t gates_stride, const float *before, FLOE_OPTIONAL float *const *along, int threads,
+                             float *after, float *out);
+
 // Whether the sizes of a layer fit each other.
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ....kernels.cpu import native_delta
 from ....kernels.mixers.delta import Delta, convolved, delta_rule, gated, steps_of
 from ....kernels.weights import Projection
 from ..blocks import in_order
@@ -70,10 +71,16 @@ class DeltaRule:
         assert isinstance(delta, Delta)
         qkv, gates = projected.split([projected.shape[1] - 2 * delta.heads, 2 * delta.heads], 1)
         after = torch.empty_like(before)
-        rule = delta_rule if len(qkv) == 1 else chunked_rule
-        out = rule(qkv, gates, before, delta, after)
+        out = _rule(qkv)(qkv, gates, before, delta, after)
         self._store.next_state(index, after)
         return out
+
+
+def _rule(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Delta, Tensor], Tensor]:
+    """What computes it: of one token the definition, which is shortest."""
+    if len(qkv) == 1:
+        return delta_rule
+    return native_delta.delta_rule if native_delta.computes(qkv) else chunked_rule
 
 
 def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, delta: Delta, after: Tensor) -> Tensor:
