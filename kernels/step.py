@@ -8,7 +8,7 @@ K experts per token, V tokens of the vocabulary, C tokens that a store of keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from .mixers.grouped import Heads, attend
 from .mixers.latent import Latent, attend_latent
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, Projection, SignalWeights
+from .weights import ExpertRows, Norm, Projection, SignalWeights
 
 Mixer = Heads | Latent | Delta | Convolution
 
@@ -33,8 +33,9 @@ class Router:
         weight: (E, H). norm_topk_prob: whether the weights of the chosen are made to sum to 1. dtype: of those.
         scores: (T, E) float32, where scores are left for what decides about rows, of T tokens at most; None if nobody
             asks.
-        sigmoid: whether a score is a sigmoid of its logit, and not its softmax. precise: whether logits are computed in
-            float32 whatever hidden states are.
+        kind: what a score is: a logit's softmax, or its sigmoid. With "sparsemixer" scores are the softmax, but the
+            choice is made from logits, see `_mixed`. precise: whether logits are computed in float32 whatever hidden
+            states are. jitter: how far below the best a logit may be for SparseMixer.
         bias: (E,) of the logits. correction: (E,) float32, added to scores for the choice, and not for the weights.
         groups, top_groups: experts are chosen from so many of the groups that they are divided into: those with the
             best expert, or, with a correction, the best pair. scale: of the weights.
@@ -47,7 +48,7 @@ class Router:
     norm_topk_prob: bool
     dtype: torch.dtype = torch.float32
     scores: Tensor | None = None
-    sigmoid: bool = False
+    kind: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     precise: bool = False
     bias: Tensor | None = None
     correction: Tensor | None = None
@@ -55,6 +56,7 @@ class Router:
     top_groups: int = 1
     scale: float = 1.0
     down_bias: Tensor | None = None
+    jitter: float = 0.0
 
     def bias_of(self, index: Tensor, weights: Tensor) -> Tensor | None:
         """What `down_bias` adds for a choice, index and weights (B, K): (B, H)."""
@@ -69,10 +71,10 @@ class Router:
             logits = F.linear(hidden.float(), self.weight.float(), self.bias)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
-        scores = logits.float().sigmoid() if self.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
+        scores = logits.float().sigmoid() if self.kind == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
         if self.scores is not None and len(hidden) <= len(self.scores):
             self.scores[: len(hidden)].copy_(scores)
-        weights, index = self._best(scores)
+        weights, index = self._mixed(logits) if self.kind == "sparsemixer" else self._best(scores)
         if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)
         if self.scale != 1:
@@ -92,6 +94,19 @@ class Router:
             ranked = each.masked_fill(~good[..., None], -torch.inf).flatten(-2)
         index = ranked.topk(self.top_k, -1).indices
         return scores.gather(-1, index), index
+
+    def _mixed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """SparseMixer (arXiv 2409.12136) as it infers: each expert is the best of those that are left. It weighs its
+        softmax among the left ones that are not more than twice the jitter below it, as a share of the larger size.
+        """
+        left, found = logits, list[tuple[Tensor, Tensor]]()
+        for _ in range(self.top_k):
+            best, index = left.max(-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > 2 * self.jitter
+            found.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index), index))
+            left = left.scatter(-1, index, -torch.inf)
+        weights, index = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        return weights, index
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +134,12 @@ class DenseLayer:
     """The weights of a layer without its experts.
 
     Attributes:
-        input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. first: to what the mixer is
-            given. out: back to H. router: None where there are no experts. beside: what every token is given besides
-            experts.
+        input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given.
+            out: back to H. router: None where there are no experts. beside: what every token is given besides experts.
     """
 
-    input_layernorm: Tensor
-    post_attention_layernorm: Tensor
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
     eps: float
     mixer: Mixer
     first: Projection
@@ -153,19 +167,18 @@ class ModelEnds:
     """The parts before the first layer and after the last.
 
     Attributes:
-        embedding: (V, H). norm: (H,) of the RMS norm after the layers. eps: of that. head: to V logits. scale: of the
-            embedding.
+        embedding: (V, H). norm: after the layers. eps: of that. head: to V logits. scale: of the embedding.
     """
 
     embedding: Tensor
-    norm: Tensor
+    norm: Norm
     eps: float
     head: Projection
     scale: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, H), the residual stream behind the last layer -> (T, V)."""
-        return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))
+        return self.head(self.norm(x, self.eps))
 
 
 class Stepped(NamedTuple):
@@ -192,9 +205,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
             other place.
         position: of the token.
     """
-    width = x.shape[-1]
     stream = x if added is None else x + added
-    hidden = F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)
+    hidden = layer.input_layernorm(stream, layer.eps)
     given, mixer = layer.first(hidden), layer.mixer
     if isinstance(mixer, Heads):
         out = attend(given, rope, kv, position, mixer, layer.eps)
@@ -207,7 +219,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
         else:
             out = convolution(given, before, mixer, after)
     stream = stream + layer.out(out)
-    hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
+    hidden = layer.post_attention_layernorm(stream, layer.eps)
     if layer.beside is not None:
         stream = stream + layer.beside(hidden)
     routed = layer.router(hidden) if layer.router else ()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.step import Router, Swiglu
-from ...kernels.weights import Projection
+from ...kernels.weights import Norm, Projection
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
@@ -19,8 +19,14 @@ from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_
 
 
 def norm_weight(family: Family, module: Any) -> Tensor:
-    """What an RMS norm multiplies by."""
+    """What a norm multiplies by."""
     return module.weight + 1 if family.centred else module.weight
+
+
+def read_norm(family: Family, module: Any) -> Norm:
+    """A norm's record."""
+    kind = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+    return Norm(norm_weight(family, module), getattr(module, "bias", None), kind)
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
@@ -97,9 +103,11 @@ def read_router(family: Family, block: Any) -> Router:
     """A block's router.
 
     Raises:
-        Unsupported: experts with biases that are not a pack's.
+        Unsupported: experts with biases that are not a pack's, or weights with a factor of each expert.
     """
     routing, gate, experts = family.routing, family.router(block), block.experts
+    if routing.kind == "scaled":
+        raise Unsupported("its router's weights have a factor of each expert")
     if family.biased and not isinstance(experts, MoELayer):
         raise Unsupported("its experts have biases that are not a pack's")
     correction = _corrected(block, routing.correction) if routing.correction else None
@@ -111,7 +119,7 @@ def read_router(family: Family, block: Any) -> Router:
         # Mixtral and those that compute logits in float32 keep the weights so.
         torch.float32 if routing.precise or not hasattr(gate, "norm_topk_prob") else gate.weight.dtype,
         experts.hears(gate.weight) if isinstance(experts, OffloadedLayer) else None,
-        sigmoid=routing.kind == "sigmoid",
+        kind=routing.kind,
         precise=routing.precise,
         bias=bias if isinstance(bias, Tensor) else None,
         correction=None if correction is None else correction.flatten(),
@@ -119,6 +127,7 @@ def read_router(family: Family, block: Any) -> Router:
         top_groups=getattr(gate, "topk_group", None) or 1,
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
         down_bias=experts.take_bias() if isinstance(experts, MoELayer) else None,
+        jitter=float(getattr(gate, "router_jitter_noise", 0.0)),
     )
 
 

@@ -24,7 +24,7 @@ from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, Stepped
-from ..experts.moe_layer import MoELayer
+from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
@@ -40,7 +40,6 @@ from .layers import (
     check_family,
     embedded,
     kept_dtype,
-    norm,
     projection,
     read_layers,
     read_rope,
@@ -76,6 +75,7 @@ class FusedDecoder:
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
+        self._turns_again = self._rope.is_long(window)
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
         self._states = [layer.mixer.state for layer in self._layers]
         self._stateful = any(self._states)
@@ -97,6 +97,8 @@ class FusedDecoder:
         self._apart = not all(layer.alone for layer in experts)
         self._card: CardToken | None = None
         self._graphs: CardLayers | CardParts | None = None
+        self._captured_rope: Tensor | None = None  # what graphs read, where there are two tables
+        self._captured_long = False
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -115,7 +117,12 @@ class FusedDecoder:
             raise Unsupported("layers that keep a state have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
-        rope = self._rope.tables(0, self._window)
+        rope = self._rope.tables(0, self._window, long=self._turns_again)
+        if self._turns_again:
+            if self._kv.parts:
+                raise Unsupported(f"graphs of several cards have no rope for texts beyond {self._rope.short} tokens")
+            rope = self._captured_rope = rope.clone()
+            self._captured_long = True
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         if self._kv.parts:
             self._graphs = CardParts(self._layers, ends, self._kv.parts)
@@ -177,15 +184,15 @@ class FusedDecoder:
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
         store = self._room_for(len(ids), kv)
         try:
-            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv.length)) is not None:
+            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv)) is not None:
                 return logits.clone()
-            return self._pass(ids, store, kv.length)
+            return self._pass(ids, store, kv.length, long=kv.long)
         finally:
             self._step = None  # its views would keep the store's memory
 
-    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
+    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int, *, long: bool) -> Tensor:
         end = start + len(ids)
-        rope = self._rope.tables(start, end)
+        rope = self._rope.tables(start, end, long=long)
         alike = all(isinstance(layer.mixer, Heads) for layer in self._layers)
         if self.divide is not None and alike and (part := self.divide(len(ids))) is not None:
             with part as mine:
@@ -218,9 +225,12 @@ class FusedDecoder:
         store.length = start + len(ids)
         return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
-    def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
+    def _by_graphs(self, token: int, store: GrowingStore, kv: KVCache) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
-        count = self._config.num_hidden_layers
+        count, position = self._config.num_hidden_layers, kv.length
+        if self._captured_rope is not None and kv.long != self._captured_long:
+            self._captured_long, short = kv.long, self._rope.short
+            self._captured_rope[:short] = self._rope.tables(0, short, long=kv.long)
         if self._card is not None and self._card.ready(count):
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:
@@ -277,7 +287,7 @@ class FusedDecoder:
         """(N, H) after the last layer -> (N, V)."""
         last = last.to(self.device)
         if self.ends is None or len(last) > 1:
-            return self._head(norm(last, self._norm, self._eps))
+            return self._head(self._norm(last, self._eps))
         head = self._head
         return self.ends.logits(
             last, head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
@@ -286,10 +296,12 @@ class FusedDecoder:
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
         store = kv.store_of(GrowingStore, self._store)
-        store.crop(kv.length)
+        again = self._turns_again and kv.turn(long=self._rope.is_long(kv.length + tokens))
+        store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
-        if store.length < kv.length:  # a state cannot be cut anywhere
-            self._pass(kv.tokens[store.length :], store, store.length)
+        while store.length < kv.length:  # a state cannot be cut anywhere
+            some = kv.tokens[store.length :][:PREFILL_CHUNK]
+            self._pass(some, store, store.length, long=kv.long)
         return store
 
     @torch.inference_mode()
@@ -303,9 +315,11 @@ class FusedDecoder:
         if whole is None or whole.watched or sampler.alone:
             return None
         start, most = kv.length, min(most, MOST)
+        if start < self._rope.short:
+            most = min(most, self._rope.short - start)
         store = self._room_for(most, kv)
         most = store.unbroken(most)
-        place = Place(self._rope.tables(start, start + most), self._kept(store), start)
+        place = Place(self._rope.tables(start, start + most, long=kv.long), self._kept(store), start)
         tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
@@ -315,7 +329,9 @@ class FusedDecoder:
         """See `Decoder`."""
         if self._apart or self._kv.parts:
             return None
-        texts = [(self._room_for(1, kv), self._rope.tables(kv.length, kv.length + 1), kv.length) for kv in kvs]
+        stores = [self._room_for(1, kv) for kv in kvs]
+        ropes = [self._rope.tables(kv.length, kv.length + 1, long=kv.long) for kv in kvs]
+        texts = list(zip(stores, ropes, [kv.length for kv in kvs], strict=True))
         x, added = self._embedded(tokens), None
         try:
             if self.steps:
@@ -347,7 +363,7 @@ class FusedDecoder:
         """`several` on a card."""
         began = time.perf_counter()
         try:
-            logits = self._by_graphs(token, self._room_for(1, kv), kv.length)
+            logits = self._by_graphs(token, self._room_for(1, kv), kv)
         except torch.OutOfMemoryError:
             return None  # `forward` meets it too, and the caller makes room
         finally:
@@ -364,7 +380,8 @@ class FusedDecoder:
         store = self._store(bits)
         store.reserve(len(ids))
         try:
-            step = self._by_torch(store, self._rope.tables(0, len(ids)), 0)
+            rope = self._rope.tables(0, len(ids), long=self._rope.is_long(len(ids)))
+            step = self._by_torch(store, rope, 0)
             return self._through(step, self._embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
@@ -376,16 +393,17 @@ class FusedDecoder:
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
-            if part := self._nonfinite(some, store, start):
+            rope = self._rope.tables(start, start + len(some), long=self._rope.is_long(len(ids)))
+            if part := self._nonfinite(some, store, rope, start):
                 return part
         return NO_PART
 
-    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, start: int) -> str:
+    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, rope: Tensor, start: int) -> str:
         """The first part whose values are not finite in a pass of these tokens, or nothing."""
         x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
-        self._step = self._by_torch(store, self._rope.tables(start, start + len(ids)), start)
+        self._step = self._by_torch(store, rope, start)
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
@@ -401,7 +419,7 @@ class FusedDecoder:
             self._step = None
         store.length = start + len(ids)
         last = (x[-1:] if added is None else x[-1:] + added[-1:]).to(self.device)
-        return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
+        return "" if is_finite(self._head(self._norm(last, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`.

@@ -99,7 +99,8 @@ class Computed:
     Attributes:
         presets: by which each was computed. chunks: where the first parts of a prompt end that were computed by
             themselves, one behind the other, in the size that every prompt is read in. logits: (1, V), behind the first
-            `prompt` tokens. whole: whether these were read in such parts and a smaller last one.
+            `prompt` tokens. whole: whether these were read in such parts and a smaller last one. long: by which of two
+            sets of frequencies keys were turned, where rope has two.
     """
 
     tokens: list[int] = field(default_factory=list[int])
@@ -108,10 +109,12 @@ class Computed:
     logits: Tensor | None = None
     prompt: int = 0
     whole: bool = False
+    long: bool = False
 
     def first(self, length: int) -> Computed:
         """The first `length` of them."""
-        found = Computed(self.tokens[:length], self.presets[:length], [end for end in self.chunks if end <= length])
+        chunks = [end for end in self.chunks if end <= length]
+        found = Computed(self.tokens[:length], self.presets[:length], chunks, long=self.long)
         if self.prompt <= length:
             found.logits, found.prompt, found.whole = self.logits, self.prompt, self.whole
         return found
@@ -121,11 +124,11 @@ class Computed:
         self.logits, self.prompt, self.whole = logits.clone(), len(self.tokens), begun in (0, *self.chunks)
 
     def add(self, ids: Sequence[int], preset: Preset, *, chunk: bool) -> None:
-        """`ids` follow, as such a part or not."""
+        """`ids` follow, as such a part or not. With them, what had to be computed again was."""
         if chunk and len(self.tokens) == (self.chunks[-1] if self.chunks else 0):
             self.chunks.append(len(self.tokens) + len(ids))
         self.tokens += ids
-        self.presets += [preset] * len(ids)
+        self.presets += [preset] * (len(self.tokens) - len(self.presets))
 
     def common(
         self, prompt: Sequence[int], preset: Preset, keeps: Callable[[int], int] = int, *, alike: bool = False
@@ -195,11 +198,16 @@ class KVCache:
         """What is there is a prompt, with these logits (1, V) behind it, whose last part began at `begun`."""
         self._computed.read(begun, logits)
 
-    def renew(self) -> None:
-        """Compute its tokens again: what is stored of them serves no pass any more."""
-        self.store = None
-        computed = self._computed
-        self._computed = Computed(computed.tokens, computed.presets)
+    @property
+    def long(self) -> bool:
+        """See `Computed`."""
+        return self._computed.long
+
+    def turn(self, *, long: bool) -> bool:
+        """Have keys turned by this set of rope's frequencies; whether what is there has to be computed again."""
+        if self._computed.long != long:
+            self._computed = Computed(self._computed.tokens, long=long)
+        return len(self._computed.presets) < self.length
 
     @property
     def cache(self) -> Any:
@@ -303,7 +311,6 @@ class LibraryStore:
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
-        self.long = False  # by which of two sets of frequencies keys were turned, where a model has two
         self._renew()
 
     def _renew(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ...kernels.mixers.convolution import Convolution
 from ...kernels.mixers.delta import Delta
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import DenseLayer, Router, Stepped
+from ...kernels.weights import Norm
 from ...models.families import FAMILIES, Family
 from ...models.families.family import ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
-from .blocks import Beside, Unsupported, norm_weight, projection, read_beside, read_router
+from .blocks import Beside, Unsupported, projection, read_beside, read_norm, read_router
 from .kv_stores import BLOCK
 from .mixers.convolution import read_convolution
 from .mixers.delta import read_delta
@@ -35,20 +37,22 @@ class Stream:
     Its norms then differ by their `eps` alone, and no layer has to multiply.
 
     Attributes:
-        scale: of the embedding. eps: of all norms. norm: (H,) weights of the last one, which scale logits too.
+        scale: of the embedding. eps: of all norms. norm: the last one, which scales logits too.
     """
 
     scale: float
     eps: float
-    norm: Tensor
+    norm: Norm
 
 
 def read_stream(model: Any, family: Family) -> Stream:
     """A model's."""
     config = model.config
     scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
-    weight = norm_weight(family, model.model.norm)
-    return Stream(scaled / added, getattr(config, family.eps) / added**2, weight if divided == 1 else weight / divided)
+    last = read_norm(family, model.model.norm)
+    if divided != 1:
+        last = replace(last, weight=last.weight / divided, bias=None if last.bias is None else last.bias / divided)
+    return Stream(scaled / added, getattr(config, family.eps) / added**2, last)
 
 
 def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
@@ -57,26 +61,21 @@ def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
     return x if scale == 1 else x * scale
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's parts. input_layernorm, post_attention_layernorm: (H,) weights of its norms.
+    """One layer's parts.
 
     Attributes:
-        first, out: the projections before and behind the mixer, as modules. router, experts: hidden (T, H), and its
-            experts and weights (T, K) -> (T, H); None where the layer has none. beside: what every token is given
-            besides experts, if anything.
+        input_layernorm, post_attention_layernorm: the norms. first, out: the projections before and behind the mixer,
+            as modules. router, experts: hidden (T, H), and its experts and weights (T, K) -> (T, H); None where the
+            layer has none. beside: what every token is given besides experts, if anything.
     """
 
-    input_layernorm: Tensor
+    input_layernorm: Norm
     first: nn.Module
     mixer: Mixer
     out: nn.Module
-    post_attention_layernorm: Tensor
+    post_attention_layernorm: Norm
     eps: float
     router: Router | None
     experts: nn.Module | None
@@ -89,7 +88,7 @@ class DecoderLayer:
 
     def stepped(self, stream: Tensor) -> Stepped:
         """What a block is given behind the mixer, stream (T, H)."""
-        hidden = norm(stream, self.post_attention_layernorm, self.eps)
+        hidden = self.post_attention_layernorm(stream, self.eps)
         if self.beside is not None:
             stream = stream + self.beside(hidden)
         if (router := self.router) is None:
@@ -181,11 +180,11 @@ def _read(
     first, mixer = _read_mixer(_mixer_of(layer), index, family, config, kept, order)
     block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
-        norm_weight(family, getattr(layer, family.first_norm)),
+        read_norm(family, getattr(layer, family.first_norm)),
         first,
         mixer,
         _last(layer),
-        norm_weight(family, getattr(layer, family.norm)),
+        read_norm(family, getattr(layer, family.norm)),
         eps,
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,
@@ -219,15 +218,20 @@ class Rope:
         order: (D,) of a head's dimensions, so that each is half a head from the one that it turns with; those that do
             not turn are behind them in each half. None where they are so already.
 
+        short: the length of a text beyond which longrope turns all of it by other frequencies.
+
     Raises:
-        Unsupported: a type that changes with the length of the text.
+        Unsupported: another type that changes with the length of the text.
     """
 
     def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False, once: bool = False) -> None:
-        if module.rope_type not in STATIC_ROPE:
+        if module.rope_type not in (*STATIC_ROPE, "longrope"):
             raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
         self._module, self._like, self._dim = module, like, dim
-        self._table = like.new_empty(0, 2, dim)
+        self.short = sys.maxsize
+        if module.rope_type == "longrope":
+            self.short = int(module.config.rope_parameters["original_max_position_embeddings"])
+        self._tables = dict.fromkeys((False, True), like.new_empty(0, 2, dim))
         turned = self._angles(1)[0].shape[-1]
         turned *= 2 if once else 1
         self._half, rest = turned // 2, (dim - turned) // 2
@@ -238,11 +242,16 @@ class Rope:
         order = torch.cat(parts)
         self.order = None if order.equal(torch.arange(dim, device=like.device)) else order
 
-    def tables(self, start: int, end: int) -> Tensor:
-        """Cosines and sines of positions start..end-1, (positions, 2, D)."""
-        if end > len(self._table):
-            self._table = self._computed(-(-max(end, len(self._table) * 3 // 2) // BLOCK) * BLOCK)
-        return self._table[start:end]
+    def is_long(self, length: int) -> bool:
+        """Whether a text of so many tokens is beyond `short`."""
+        return length > self.short
+
+    def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
+        """Cosines and sines of positions start..end-1, (positions, 2, D). long: of a text beyond `short`."""
+        if end > len(table := self._tables[long]):
+            most = -(-max(end, len(table) * 3 // 2) // BLOCK) * BLOCK
+            table = self._tables[long] = self._computed(max(most, self.short + 1) if long else min(most, self.short))
+        return table[start:end]
 
     def _computed(self, positions: int) -> Tensor:
         cos, sin = self._angles(positions)

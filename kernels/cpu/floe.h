@@ -153,15 +153,25 @@ typedef struct {
 // y = x · Wᵀ + bias for codes: x (tokens, row.n) -> y (tokens, rows), written whole.
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int digits, int threads, float *y);
 
-// How a layer chooses its experts: weight (experts, H), NULL where it has none. A score is the softmax of a logit, or
-// its sigmoid. bias: (experts), of the logits. correction: (experts), added to scores for the choice alone. Experts are
-// chosen from top_groups of the groups that they are divided into: those with the best expert, or, with a correction,
-// the best pair. shares: whether the weights of the chosen experts are made to sum to 1, before scale. down_bias:
-// (experts, H) of the experts' last matrices, which joins the residual stream.
+// A norm: x / rms(x) · weight + bias, each (H). centred: of x - mean(x) instead of x.
+typedef struct {
+    int32_t centred;
+    const float *weight;
+    FLOE_OPTIONAL const float *bias;
+} floe_norm;
+
+// How a layer chooses its experts: weight (experts, H), NULL where it has none. kind: a score is the softmax of a
+// logit, or its sigmoid; SparseMixer chooses by logits (kernels/step.py), jitter: how far below the best of them it
+// looks; then neither correction nor groups. bias: (experts), of the logits. correction: (experts), added to scores for
+// the choice alone. Experts are chosen from top_groups of the groups that they are divided into: those with the best
+// expert, or, with a correction, the best pair. shares: whether the weights of the chosen experts are made to sum to 1,
+// before scale. down_bias: (experts, H) of the experts' last matrices, which joins the residual stream.
+enum { FLOE_SOFTMAX, FLOE_SIGMOID, FLOE_SPARSEMIXER };
+
 typedef struct {
     int64_t experts, top_k, groups, top_groups;
-    int32_t sigmoid, shares;
-    float scale;
+    int32_t kind, shares;
+    float scale, jitter;
     FLOE_OPTIONAL const float *weight, *bias, *correction, *down_bias;
 } floe_router;
 
@@ -205,7 +215,7 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
-// The dense part of one layer. before, after: (H) weights of the norms. first: to what the mixer is given, out: back.
+// The dense part of one layer. before, after: norms. first: to what the mixer is given, out: back.
 // beside: what every token is given besides experts.
 //
 // The mixer is attention where neither `delta` nor `convolution` is there; D is the width of a head. first: queries of
@@ -223,7 +233,7 @@ typedef struct {
     int64_t hidden, heads, kv_heads, dim, window;
     int32_t each_head, stored, gated;
     float eps, scale, clip;
-    const float *before, *after;
+    floe_norm before, after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
     floe_matrix first, out;
     floe_router router;
@@ -250,6 +260,15 @@ typedef struct {
     FLOE_OPTIONAL int64_t *index;
     FLOE_OPTIONAL float *weights, *scores;
 } floe_routed;
+
+// The gated delta rule of a prompt, of each of `heads` heads (D wide): qkv (tokens, channels + heads · D) as projected,
+// and gates (tokens, 2 · heads), each with a stride, -> out (tokens, heads · D), before the last projection. before: the
+// state before the prompt, after: the one behind it. along: where the states behind every 64 tokens go, NULL where they
+// are not wanted; as many as there are before the last token.
+FLOE_API int floe_delta_rule(const floe_delta *delta, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
+                             int64_t tokens, const float *qkv, int64_t qkv_stride, const float *gates,
+                             int64_t gates_stride, const float *before, FLOE_OPTIONAL float *const *along, int threads,
+                             float *after, float *out);
 
 // Whether the sizes of a layer fit each other.
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
@@ -306,13 +325,14 @@ typedef struct {
 FLOE_API int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const floe_place *places,
                              const floe_pace *pace, const floe_trace *trace);
 
-// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, weights of
-// the norm (H), and head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
+// What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, the norm, and
+// head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
 // spread (groups): the mean square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
     float eps, scale;
-    const float *embedding, *norm;
+    const float *embedding;
+    floe_norm norm;
     floe_matrix head;
     FLOE_OPTIONAL const floe_matrix *rest;
     FLOE_OPTIONAL const float *spread;

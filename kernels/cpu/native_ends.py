@@ -13,7 +13,7 @@ from ..sampling import Filters, check_draw
 from ..step import ModelEnds
 from ..weights import Planes, Projection
 from .binding import check, library, records
-from .weights import digits, optional, projection_record, required
+from .weights import digits, norm_record, optional, projection_record, required
 
 
 def sampling_record(filters: Filters) -> Any:
@@ -55,7 +55,7 @@ class NativeEnds:
             eps=ends.eps,
             scale=ends.scale,
             embedding=required("embedding", ends.embedding, shape),
-            norm=required("norm", ends.norm, (self.hidden,)),
+            norm=norm_record("norm", ends.norm, self.hidden),
             head=projection_record("head", head, *shape),
             rest=rest,
             spread=planes and required("head.spread", planes.spread, (planes.low.vector.groups,)),

@@ -21,9 +21,10 @@ from ..mixers.grouped import Heads
 from ..mixers.latent import Latent
 from ..step import DenseLayer, Mixer, Router, Stepped, Swiglu
 from .binding import addresses_of, array_of, check, codes, library, records
-from .weights import FLOAT32, digits, optional, projection_record, required
+from .weights import FLOAT32, digits, norm_record, optional, projection_record, required
 
 _STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
+_KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": codes.SPARSEMIXER}
 
 
 class Place(NamedTuple):
@@ -52,13 +53,13 @@ class NativeStep:
 
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
-        mixer, router, hidden = layer.mixer, layer.router, layer.input_layernorm.numel()
+        mixer, router, hidden = layer.mixer, layer.router, layer.input_layernorm.weight.numel()
         first, out = mixer.sizes
         self.layer: Any = records.dense_layer(
             hidden=hidden,
             eps=layer.eps,
-            before=required("input_layernorm", layer.input_layernorm, (hidden,)),
-            after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
+            before=norm_record("input_layernorm", layer.input_layernorm, hidden),
+            after=norm_record("post_attention_layernorm", layer.post_attention_layernorm, hidden),
             first=projection_record("first", layer.first, first, hidden),
             out=projection_record("out", layer.out, hidden, out),
             router=router_record(router, hidden),
@@ -296,7 +297,7 @@ def router_record(router: Router | None, hidden: int) -> Any:
     """
     if router is None:
         return records.router(
-            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "sigmoid", "shares", "scale"), 0),
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "kind", "shares", "scale", "jitter"), 0),
             **dict.fromkeys(("weight", "bias", "correction", "down_bias"), None),
         )
     experts = router.weight.shape[0] if router.weight.ndim else 0
@@ -307,9 +308,10 @@ def router_record(router: Router | None, hidden: int) -> Any:
         top_k=router.top_k,
         groups=router.groups,
         top_groups=router.top_groups,
-        sigmoid=router.sigmoid,
+        kind=_KINDS[router.kind],
         shares=router.norm_topk_prob,
         scale=router.scale,
+        jitter=router.jitter,
         weight=required("router", router.weight, (experts, hidden)),
         bias=optional("router.bias", router.bias, (experts,)),
         correction=optional("router.correction", router.correction, (experts,)),

@@ -123,9 +123,13 @@ def test_what_is_computed_again_is_not_alike() -> None:
     kv.cut(5)
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 3
     kv.read(3, LOGITS)
-    kv.renew()
-    assert kv.logits is None and kv.common([1, 2, 3, 4, 5], SAME, alike=True) == 0
+    assert not kv.turn(long=False) and kv.logits is not None
+    assert kv.turn(long=True) and kv.turn(long=True), "a pass that broke off begins again"
+    assert kv.logits is None and not kv.common([1, 2, 3, 4, 5, 6, 7], SAME), "nothing serves before that"
+    kv.computed([6], SAME)
+    assert not kv.turn(long=True) and kv.common([1, 2, 3, 4, 5, 6, 7], SAME) == 6
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 0
+    assert kv.turn(long=False) and kv.length == 6
 
 
 def test_keys_of_one_kind_are_not_taken_for_another() -> None:

@@ -118,8 +118,11 @@ def test_extreme_x(value: float, x_bits: int) -> None:
 
 
 @every_isa
-@covering({"isa": native.ISAS, "bits": [2, 3, 4, 8], "tokens": [1, 4]}, {"signs": ["all", "alternating", "halves"]})
-def test_the_largest_codes_and_digits_do_not_overflow(bits: int, signs: str, tokens: int) -> None:
+@covering(
+    {"isa": native.ISAS, "bits": [2, 3, 4, 8], "tokens": [1, 4, 13]},
+    {"signs": ["all", "alternating", "halves"], "x_bits": [8, 15, 22]},
+)
+def test_the_largest_codes_and_digits_do_not_overflow(bits: int, signs: str, tokens: int, x_bits: int) -> None:
     hidden, rows = 1024, 9
     vector = VectorLayout(hidden, bits, 64)
     codes = torch.full((rows, hidden), (1 << bits) - 1, dtype=torch.uint8)
@@ -130,7 +133,7 @@ def test_the_largest_codes_and_digits_do_not_overflow(bits: int, signs: str, tok
     elif signs == "halves":
         sign[hidden // 2 :] = -1
     x = (127 * sign).repeat(tokens, 1)
-    y = native.linear(x, LinearWeights(vector, pack_codes(codes, bits), scale, zero), 8)
+    y = native.linear(x, LinearWeights(vector, pack_codes(codes, bits), scale, zero), x_bits)
     truth = codes.double() @ (127 * sign).double()
     assert torch.equal(y.double(), truth.repeat(tokens, 1))
 

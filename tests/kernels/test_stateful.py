@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.kernels.cpu.native_delta import CHUNK
+from floe_chat.kernels.cpu.native_delta import delta_rule as native_rule
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.mixers.convolution import Convolution
-from floe_chat.kernels.mixers.delta import Delta
+from floe_chat.kernels.mixers.delta import Delta, delta_rule
 from floe_chat.kernels.step import DenseLayer, Router, dense_step
+from floe_chat.kernels.weights import Norm
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -71,8 +74,8 @@ def make_layer(s: Sizes | Short) -> DenseLayer:
     mixer = make_delta(s) if isinstance(s, Sizes) else make_convolution(s)
     first, out = mixer.sizes
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
+        post_attention_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
         eps=1e-5,
         mixer=mixer,
         first=make_projection(first, s.hidden, s.bits, bias=False),
@@ -150,6 +153,51 @@ def test_texts_together_by_two_threads_are_each_alone_by_one() -> None:
     for row, (own, position) in enumerate(zip(states, positions, strict=True)):
         alone = step(x[row : row + 1], None, rope, own, position)
         assert torch.equal(together.stream[row], alone.stream[0]), "to the last bit"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 200])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_a_prompt_is_the_definition(sizes: Sizes, tokens: int) -> None:
+    layer, other = make_layer(sizes), wide(make_layer(sizes))
+    assert isinstance(layer.mixer, Delta) and isinstance(other.mixer, Delta)
+    projected = torch.randn(tokens, sizes.channels + sizes.heads * sizes.value + 2 * sizes.heads)
+    qkv, gates = projected.split([projected.shape[1] - 2 * sizes.heads, 2 * sizes.heads], 1)
+    before = torch.randn(layer.mixer.state)
+    after = torch.full_like(before, NAN)
+    along = {end: torch.full_like(before, NAN) for end in range(CHUNK, tokens, 2 * CHUNK)}
+    found = native_rule(qkv, gates, before, layer.mixer, after, along)
+    truth = torch.empty_like(before).double()
+    given = before.double(), other.mixer, truth
+    assert relative_rms(found, delta_rule(qkv.double(), gates.double(), *given)) <= LIMIT
+    assert relative_rms(after, truth) <= LIMIT
+    for end, kept in along.items():
+        delta_rule(qkv[:end].double(), gates[:end].double(), *given)
+        assert relative_rms(kept, truth) <= LIMIT
+
+
+def test_a_prompt_of_another_form_is_refused() -> None:
+    layer = make_layer(SIZES["small"])
+    assert isinstance(layer.mixer, Delta)
+    delta = layer.mixer
+    good = torch.zeros(70, 104), torch.zeros(70, 8), torch.zeros(layer.mixer.state)
+
+    def rule(qkv: Tensor = good[0], gates: Tensor = good[1], before: Tensor = good[2], at: int = CHUNK) -> None:
+        native_rule(qkv, gates, before, delta, good[2].clone(), {at: good[2].clone()})
+
+    rule()
+    wrong: list[dict[str, Any]] = [
+        {"qkv": good[0][:, 1:]},
+        {"qkv": good[0].double()},
+        {"qkv": good[0].T.contiguous().T},
+        {"gates": good[1][1:]},
+        {"before": good[2][1:]},
+        {"at": 63},
+        {"at": 128},
+    ]
+    for one in wrong:
+        with pytest.raises(ValueError):
+            rule(**one)
 
 
 def test_what_is_not_a_number_reaches_the_result() -> None:

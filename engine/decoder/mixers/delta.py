@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....kernels.cpu import native_delta
 from ....kernels.mixers.delta import Delta, convolved, delta_rule, gated, steps_of
 from ....kernels.weights import Projection
 from ..blocks import in_order
@@ -69,10 +70,11 @@ class DeltaRule:
         assert isinstance(delta, Delta)
         qkv, gates = projected.split([projected.shape[1] - 2 * delta.heads, 2 * delta.heads], 1)
         after = torch.empty_like(before)
-        if len(qkv) == 1:
+        if len(qkv) == 1:  # the definition is shortest
             out = delta_rule(qkv, gates, before, delta, after)
         else:
-            out = chunked_rule(qkv, gates, before, delta, after, self._store.along(index))
+            rule = native_delta.delta_rule if native_delta.computes(qkv) else chunked_rule
+            out = rule(qkv, gates, before, delta, after, self._store.along(index))
         self._store.next_state(index, after)
         return out
 

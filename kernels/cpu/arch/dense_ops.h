@@ -50,6 +50,10 @@ struct DenseOps {
     void (*delta)(const float *before, int64_t keys, int64_t values, const float *q, const float *k, const float *v,
                   float decay, float beta, float *after, float *out);
 
+    // c (rows, columns) += m (rows, inner) · b (inner, columns), each with a stride from row to row.
+    void (*add_product)(const float *m, int64_t m_stride, const float *b, int64_t b_stride, int64_t rows, int64_t inner,
+                        int64_t columns, float *c, int64_t c_stride);
+
     // x[i] = exp(x[i] - most); returns their sum. NaN stays NaN.
     float (*exponentials)(float *x, int64_t n, float most);
 };

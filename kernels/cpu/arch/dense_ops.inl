@@ -390,6 +390,44 @@ void delta(const float *before, int64_t keys, int64_t values, const float *q, co
 #endif
 }
 
+// ROWS rows and WIDE registers' columns of c.
+template <int ROWS, int WIDE>
+inline void add_tile(const float *m, int64_t m_stride, const float *b, int64_t b_stride, int64_t inner, float *c,
+                     int64_t c_stride) {
+    Lanes sums[ROWS][WIDE];
+    FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int w = 0; w < WIDE; w++) sums[r][w] =
+        load(c + r * c_stride + w * kLanes);
+    for (int64_t i = 0; i < inner; i++, b += b_stride) {
+        Lanes row[WIDE];
+        FLOE_UNROLL for (int w = 0; w < WIDE; w++) row[w] = load(b + w * kLanes);
+        FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int w = 0; w < WIDE; w++) sums[r][w] +=
+            m[r * m_stride + i] * row[w];
+    }
+    FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int w = 0; w < WIDE; w++)
+        store(c + r * c_stride + w * kLanes, sums[r][w]);
+}
+
+template <int ROWS>
+void add_rows(const float *m, int64_t m_stride, const float *b, int64_t b_stride, int64_t inner, int64_t columns,
+              float *c, int64_t c_stride) {
+    int64_t j = 0;
+    for (; j + kColumns * kLanes <= columns; j += kColumns * kLanes)
+        add_tile<ROWS, kColumns>(m, m_stride, b + j, b_stride, inner, c + j, c_stride);
+    for (; j + kLanes <= columns; j += kLanes) add_tile<ROWS, 1>(m, m_stride, b + j, b_stride, inner, c + j, c_stride);
+    for (; j < columns; j++)
+        for (int r = 0; r < ROWS; r++)
+            for (int64_t i = 0; i < inner; i++) c[r * c_stride + j] += m[r * m_stride + i] * b[i * b_stride + j];
+}
+
+void add_product(const float *m, int64_t m_stride, const float *b, int64_t b_stride, int64_t rows, int64_t inner,
+                 int64_t columns, float *c, int64_t c_stride) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        add_rows<4>(m + r * m_stride, m_stride, b, b_stride, inner, columns, c + r * c_stride, c_stride);
+    for (; r < rows; r++)
+        add_rows<1>(m + r * m_stride, m_stride, b, b_stride, inner, columns, c + r * c_stride, c_stride);
+}
+
 void keep(const Heads &h, const float *values, void *kv) {
     if (h.stored == FLOE_KEPT_FLOAT) {
         memcpy(kv, values, (size_t)h.bytes());

@@ -166,6 +166,17 @@ inline void generic_axpy(const floe_vector &v, const Stored *w, const float *a, 
     }
 }
 
+// Vectors side by side: four codes of each, one after the other; scales and zeros of each chunk.
+struct Packed {
+    uint8_t *codes;
+    float *scales, *zeros;
+
+    Packed(const floe_vector &v, uint8_t *memory)
+        : codes(memory), scales((float *)(memory + v.n * kSide)), zeros(scales + v.n / kChunk * kSide) {}
+
+    uint8_t *quad(int64_t chunk, int64_t i) const { return codes + (chunk * kChunk + 4 * i) * kSide; }
+};
+
 inline float *in_tile(float *first, int64_t column) { return first + column / kChunk * kTileBlock + column % kChunk; }
 
 inline void generic_expand(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out,

@@ -26,6 +26,11 @@ constexpr int64_t kChunk = 64;             // codes packed together (layouts.CHU
 constexpr int64_t kMaxChunked = 16 * 1024; // longest vector for the chunked paths (their tables lie on the stack)
 constexpr int kBatch = 8;                  // vectors, and tokens, that one call of an operation takes at most
 
+constexpr int64_t kSide = 32; // vectors side by side
+
+// Codes as bytes, scales, and zeros times scales.
+static inline int64_t packed_bytes(const floe_vector &v) { return v.n * kSide + 2 * 4 * (v.n / kChunk) * kSide; }
+
 constexpr int64_t kTile = 64;                  // neurons whose down columns many tokens share at a time
 constexpr int64_t kTileBlock = kTile * kChunk; // floats of a block of their columns
 
@@ -72,6 +77,13 @@ struct RowOps {
     // needed (others may hold anything), nullptr that all are. `scratch` holds n bytes; ahead: one per vector.
     void (*dot)(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                 const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead);
+
+    // For many tokens, kSide vectors or fewer lie side by side in packed_bytes(v): `pack` puts them there, `dot_packed`
+    // gives out[t][r] = w_r · x_t. packs: whether it can, of tokens prepared with so many digits.
+    bool (*packs)(const floe_vector &v, int digits);
+    void (*pack)(const floe_vector &v, const Stored *w, int rows, uint8_t *packed);
+    void (*dot_packed)(const floe_vector &v, const uint8_t *packed, const Token *const *tokens, int64_t count, int rows,
+                       float *const *out);
 
     // y += a[0] · w[0] + ... for up to kBatch vectors, so that y is read and written once for all of them. The zero
     // points' share may be left in bias (n / 64 + groups) until `finish` adds it. With two digits a · scale may be read

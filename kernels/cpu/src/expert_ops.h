@@ -101,4 +101,7 @@ int multiply(const floe_matrix &m, const float *x, int64_t tokens, int digits, i
 // y = x / rms(x) · weight; y may be x.
 void normalize(const float *x, const float *weight, int64_t n, float eps, float *y);
 
+// As the norm says; y may be x.
+void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, float *y);
+
 } // namespace floe

@@ -18,8 +18,9 @@ namespace {
 
 constexpr int64_t kItemRows = kTile;
 constexpr int64_t kColumns = 512; // of y at a time, at most; kTile neurons of them, 128 KiB, stay in the second cache
-constexpr int64_t kStride = kColumns + 16; // floats from one token's columns to the next's
-constexpr int64_t kNeuronsAhead = 8;       // whose parts are on their way while one is expanded
+constexpr int64_t kStride = kColumns + 16;     // floats from one token's columns to the next's
+constexpr int64_t kTogether = 48, kPacked = 6; // tokens with vectors side by side: at a time, and for which it pays
+constexpr int64_t kNeuronsAhead = 8;           // whose parts are on their way while one is expanded
 
 int clamped(int threads) { return threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads; }
 
@@ -30,13 +31,39 @@ struct Linear {
     uint8_t *scratch;
     int64_t scratch_bytes;
     float *y;
+    bool packs;
 };
+
+// Vectors that lie side by side, with all tokens.
+void compute_packed(const Linear &c, int64_t first, int64_t end, uint8_t *scratch) {
+    const floe_matrix &m = *c.weights;
+    for (; first < end; first += kSide) {
+        const int rows = (int)(end - first < kSide ? end - first : kSide);
+        Stored w[kSide];
+        Ahead ahead[kSide];
+        matrix_rows(m.row, m.q, m.scale, m.zero, first, rows, w, ahead);
+        row_ops().pack(m.row, w, rows, scratch);
+        for (int64_t start = 0; start < c.count; start += kTogether) {
+            const int64_t tokens = c.count - start < kTogether ? c.count - start : kTogether;
+            const Token *group[kTogether];
+            float *out[kTogether];
+            for (int64_t t = 0; t < tokens; t++) {
+                group[t] = c.tokens + start + t;
+                out[t] = c.y + (start + t) * m.rows + first;
+            }
+            row_ops().dot_packed(m.row, scratch, group, tokens, rows, out);
+            for (int64_t t = 0; t < tokens && m.bias != nullptr; t++)
+                for (int r = 0; r < rows; r++) out[t][r] += m.bias[first + r];
+        }
+    }
+}
 
 // A few tokens at a time meet all rows of the item, so that the tokens' digits stay in the second cache.
 void compute_linear(void *opaque, int64_t item, int worker) {
     const Linear &c = *(const Linear *)opaque;
     const floe_matrix &m = *c.weights;
     const int64_t end = (item + 1) * kItemRows < m.rows ? (item + 1) * kItemRows : m.rows;
+    if (c.packs) return compute_packed(c, item * kItemRows, end, c.scratch + worker * c.scratch_bytes);
     for (int64_t first = 0; first < c.count; first += kBatch) {
         const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
         const Token *group[kBatch];
@@ -217,11 +244,12 @@ int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int 
     const floe_vector &row = weights->row;
     if (code_bytes(row) < 0 || tokens < 0 || weights->rows < 0 || digits < 1 || digits > 3) return FLOE_BAD_SHAPE;
     threads = clamped(threads);
-    const int64_t scratch_bytes = aligned(row.n + kChunk);
+    const bool packs = tokens >= kPacked && row_ops().packs(row, digits);
+    const int64_t scratch_bytes = packs ? packed_bytes(row) : aligned(row.n + kChunk);
     uint8_t *memory = buffer.take(tokens_bytes(row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
     const Token *prepared = prepare_tokens(row, x, tokens, digits, threads, memory);
-    Linear c = {weights, prepared, tokens, memory, scratch_bytes, y};
+    Linear c = {weights, prepared, tokens, memory, scratch_bytes, y, packs};
     parallel_for(threads, (weights->rows + kItemRows - 1) / kItemRows, compute_linear, &c);
     return FLOE_OK;
 }

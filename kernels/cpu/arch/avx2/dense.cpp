@@ -13,7 +13,7 @@ constexpr int64_t kLanes = 8;
 namespace floe {
 namespace {
 
-const DenseOps table = {"avx2", multiply, attend, keep, delta, exponentials};
+const DenseOps table = {"avx2", multiply, attend, keep, delta, add_product, exponentials};
 
 } // namespace
 

@@ -10,15 +10,19 @@
 #define FLOE_UNROLL _Pragma("GCC unroll 8")
 #define FLOE_NOINLINE __attribute__((noinline))
 #define FLOE_ADDRESS(p) __asm__("" : "+r"(p))
+// Added up now: the compiler would rather make all products first, for which there are no registers.
+#define FLOE_NOW(x) __asm__("" : "+x"(x))
 #else
 #define FLOE_UNROLL
 #define FLOE_NOINLINE
 #define FLOE_ADDRESS(p)
+#define FLOE_NOW(x)
 #endif
 
 #include "codes.inl"
 #include "dot.inl"
 #include "axpy.inl"
+#include "packed.inl"
 
 namespace floe {
 namespace {
@@ -186,7 +190,8 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return rest ^ words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-const RowOps ops = {"avx2", prepare, dot, axpy, finish, expand, add_products, add_active, copy, read};
+const RowOps ops = {"avx2", prepare, dot,          packs,      pack, dot_packed, axpy,
+                    finish, expand,  add_products, add_active, copy, read};
 
 } // namespace
 

@@ -14,7 +14,7 @@ constexpr int64_t kLanes = 16;
 namespace floe {
 namespace {
 
-const DenseOps table = {"avx512", multiply, attend, keep, delta, exponentials};
+const DenseOps table = {"avx512", multiply, attend, keep, delta, add_product, exponentials};
 
 } // namespace
 

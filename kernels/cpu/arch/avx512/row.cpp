@@ -11,6 +11,7 @@
 
 #include "axpy.inl"
 #include "dot.inl"
+#include "packed.inl"
 
 namespace floe {
 namespace {
@@ -178,7 +179,8 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return rest;
 }
 
-const RowOps ops = {"avx512", prepare, dot, axpy, finish, expand, add_products, add_active, copy, read};
+const RowOps ops = {"avx512", prepare, dot,          packs,      pack, dot_packed, axpy,
+                    finish,   expand,  add_products, add_active, copy, read};
 
 } // namespace
 

@@ -11,7 +11,7 @@ constexpr int64_t kLanes = 4; // what x86-64 and ARM64 all have
 namespace floe {
 namespace {
 
-const DenseOps table = {"portable", multiply, attend, keep, delta, exponentials};
+const DenseOps table = {"portable", multiply, attend, keep, delta, add_product, exponentials};
 
 } // namespace
 

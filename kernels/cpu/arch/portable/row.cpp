@@ -36,6 +36,8 @@ void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *to
     }
 }
 
+bool packs(const floe_vector &, int) { return false; }
+
 void finish(const floe_vector &, float *, const float *) {}
 
 void copy(uint8_t *const *to, const uint8_t *const *from, const uint8_t *const *, int count, int64_t bytes) {
@@ -58,8 +60,19 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return lanes[0];
 }
 
-const RowOps table = {"portable",         prepare, dot, generic_axpy, finish, generic_expand, generic_add_products,
-                      generic_add_active, copy,    read};
+const RowOps table = {"portable",
+                      prepare,
+                      dot,
+                      packs,
+                      nullptr,
+                      nullptr,
+                      generic_axpy,
+                      finish,
+                      generic_expand,
+                      generic_add_products,
+                      generic_add_active,
+                      copy,
+                      read};
 
 } // namespace
 

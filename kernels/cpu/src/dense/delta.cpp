@@ -28,17 +28,6 @@ struct OneToken {
 
 constexpr int64_t kBlock = 512; // channels
 
-// x[i] = silu(x[i]).
-void silu_all(float *x, int64_t n) {
-    float e[kBlock];
-    for (int64_t first = 0; first < n; first += kBlock, x += kBlock) {
-        const int64_t count = n - first < kBlock ? n - first : kBlock;
-        for (int64_t i = 0; i < count; i++) e[i] = -x[i];
-        dense_ops().exponentials(e, count, 0);
-        for (int64_t i = 0; i < count; i++) x[i] /= 1 + e[i];
-    }
-}
-
 void convolve(void *opaque, int64_t block, int) {
     const OneToken &w = *(const OneToken *)opaque;
     const floe_delta &d = *w.l.delta;
@@ -49,15 +38,6 @@ void convolve(void *opaque, int64_t block, int) {
     for (int64_t t = 0; t + 1 < d.taps; t++)
         for (int64_t c = first; c < end; c++) w.mixed[c] += w.window[t * channels + c] * d.conv[t * channels + c];
     silu_all(w.mixed + first, end - first);
-}
-
-float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
-void unit(float *x, int64_t n, float scale) {
-    float squares;
-    dense_ops().multiply(x, x, 1, n, &squares);
-    const float factor = scale / std::sqrt(squares + kLeast);
-    for (int64_t i = 0; i < n; i++) x[i] *= factor;
 }
 
 void one_head(void *opaque, int64_t head, int) {
@@ -77,6 +57,23 @@ void one_head(void *opaque, int64_t head, int) {
 }
 
 } // namespace
+
+void silu_all(float *x, int64_t n) {
+    float e[kBlock];
+    for (int64_t first = 0; first < n; first += kBlock, x += kBlock) {
+        const int64_t count = n - first < kBlock ? n - first : kBlock;
+        for (int64_t i = 0; i < count; i++) e[i] = -x[i];
+        dense_ops().exponentials(e, count, 0);
+        for (int64_t i = 0; i < count; i++) x[i] /= 1 + e[i];
+    }
+}
+
+void unit(float *x, int64_t n, float scale) {
+    float squares;
+    dense_ops().multiply(x, x, 1, n, &squares);
+    const float factor = scale / std::sqrt(squares + kLeast);
+    for (int64_t i = 0; i < n; i++) x[i] *= factor;
+}
 
 bool is_delta(const floe_dense_layer &l) {
     const floe_delta &d = *l.delta;

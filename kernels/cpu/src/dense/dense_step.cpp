@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 
 namespace floe {
@@ -30,6 +31,13 @@ bool fits(const floe_dense_layer &l) {
     if (l.router.weight != nullptr && !is_router(l.router)) return false;
     if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
     return l.delta != nullptr ? is_delta(l) : l.convolution != nullptr ? is_convolution(l) : is_attention(l);
+}
+
+float mean_of(const float *x, int64_t n) {
+    constexpr int64_t kSums = 16; // side by side
+    float sums[kSums] = {};
+    for (int64_t i = 0; i < n; i++) sums[i % kSums] += x[i];
+    return std::accumulate(sums, sums + kSums, 0.0f) / (float)n;
 }
 
 struct Floats {
@@ -125,6 +133,16 @@ void normalize(const float *x, const float *weight, int64_t n, float eps, float 
     dense_ops().multiply(x, x, 1, n, &squares);
     const float factor = 1.0f / std::sqrt(squares / (float)n + eps);
     for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+}
+
+void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, float *y) {
+    if (norm.centred) {
+        const float mean = mean_of(x, n);
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] - mean;
+        x = y;
+    }
+    normalize(x, norm.weight, n, eps, y);
+    for (int64_t i = 0; norm.bias != nullptr && i < n; i++) y[i] += norm.bias[i];
 }
 
 } // namespace floe

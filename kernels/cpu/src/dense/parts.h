@@ -23,6 +23,14 @@ inline void turn(float *head, const float *rope, int64_t dim) {
     }
 }
 
+// x[i] = silu(x[i]).
+void silu_all(float *x, int64_t n);
+
+// x / |x| · scale.
+void unit(float *x, int64_t n, float scale);
+
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
 // Whether its sizes fit each other.
 bool is_router(const floe_router &r);
 
