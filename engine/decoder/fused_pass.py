@@ -356,7 +356,7 @@ class FusedDecoder:
         kv, layout = KVCache(), self._layout(self._kv.bits)
         if self.device.type != "cpu" or self.rooms[0] is not None:
             layout = replace(layout, most=0)  # device memory is planned for one
-        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states))
+        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states, 0))
         return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
@@ -389,7 +389,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states)
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states, 0)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))

@@ -18,7 +18,7 @@ from .kv_stores import GrowingStore, Layout
 EVERY = 64
 """Tokens between two copies of the newest part of a text."""
 
-_MEMORY, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
+COPIES, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
 _TURN = 1000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
 
 
@@ -27,16 +27,17 @@ class StatefulStore(GrowingStore):
 
     Args:
         layout: as if all layers attended. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+            copies: bytes that these may take.
     """
 
-    def __init__(self, layout: Layout, sizes: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, sizes: Sequence[int], copies: int = COPIES) -> None:
         self._length, self._reading, self._copies = 0, False, list[StateCopy]()
         self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
         self._states = {layer: torch.zeros(2, size, device=layout.device) for layer, size in enumerate(sizes) if size}
         self._number = {layer: number for number, layer in enumerate(self._states)}
         super().__init__(replace(layout, layers=len(sizes) - len(self._states)))
         self._each = sum(state[0].nbytes for state in self._states.values())
-        self._most = max(_FEWEST, _MEMORY // max(1, self._each))
+        self._most = max(_FEWEST, copies // max(1, self._each))
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -128,7 +129,7 @@ class StatefulStore(GrowingStore):
         self._go_to(0)
         self.reserve(length)
         self._fill(held.entries, length)
-        self._copies = list(held.copies)
+        self._copies = thinned([copy for copy in held.copies if copy.length <= length], self._most)
         self._go_to(length)
 
     def layers(self) -> list[Tensor]:

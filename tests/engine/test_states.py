@@ -62,9 +62,8 @@ def test_a_short_convolution_hands_over_the_states_on_its_way() -> None:
 
 
 def store(most: int | None = None) -> StatefulStore:
-    made = StatefulStore(Layout(3, (1, 2), 10_000, torch.float32, torch.device("cpu")), [5, 0, 7])
-    made._most = most or made._most  # pyright: ignore[reportPrivateUsage]
-    return made
+    layout = Layout(3, (1, 2), 10_000, torch.float32, torch.device("cpu"))
+    return StatefulStore(layout, [5, 0, 7], *([] if most is None else [most * 48]))
 
 
 def read(own: StatefulStore, tokens: int) -> None:
@@ -301,6 +300,19 @@ class Chat:
         if (same := common(said, wanted)) < len(said):  # nothing but a tie is drawn otherwise
             (logits,) = self._alone.decoder.forward([*prompt, *said[:same]], KVCache())
             assert abs(float(logits[said[same]] - logits[wanted[same]])) < 1e-4
+
+
+def test_answers_at_once_begin_where_the_prompt_ends(pack: Path) -> None:
+    prompt = [3 + 7 * at % 200 for at in range(150)]
+    with Engine() as engine:
+        engine.send(Load(str(pack), "Exact", "cpu", parked=1 << 30))
+        engine.until(Loaded)
+        engine.send(asking(1, prompt, tokens=300))
+        engine.until(NewTokens)
+        engine.send(*(asking(request, prompt, tokens=300) for request in (2, 3)))
+        ends = [engine.until(Finished) for _ in range(3)]
+    assert {end.stats.reused_tokens for end in ends if end.request > 1} == {150}
+    assert engine.tokens_of(1) == engine.tokens_of(2) == engine.tokens_of(3)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
