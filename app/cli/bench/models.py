@@ -45,7 +45,7 @@ _SPEED: tuple[Option, ...] = (
         "--peer-files",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where llama.cpp's files are stored: 4 to 8 GB for a model.  [default: the cache folder]",
+        help="Where llama.cpp's files are stored: 2 to 9 GB for a model.  [default: the cache folder]",
     ),
     *TIMING,
 )
