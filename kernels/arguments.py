@@ -14,8 +14,8 @@ from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, in
 from .codes import SHORTEST
 from .layouts import check_roles
 from .listed import Listing, Portion, Total
+from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
-from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Flow, Limits
 from .weights import ExpertRows, LinearWeights, SignalWeights
 

@@ -9,10 +9,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import listed, reference, step
+from . import listed, reference
 from .cpu import native, native_rounding
+from .mixers import grouped
+from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
-from .step import Heads, KeptTokens
 from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
@@ -128,7 +129,7 @@ def _cpu() -> Backend:
         linear=native.linear,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
-        attend_one=step.attend_one,
+        attend_one=grouped.attend_one,
         round_matrix=native_rounding.round_matrix,
         matrix_type=torch.bfloat16 if native_rounding.by_bfloat16() else torch.float32,
         list_active=partial(listed.list_active, native.signal_gemv),
@@ -150,7 +151,7 @@ def _reference(device: str, reason: str) -> Backend:
         linear=reference.linear,
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
-        attend_one=step.attend_one,
+        attend_one=grouped.attend_one,
         round_matrix=reference.round_matrix,
         list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),

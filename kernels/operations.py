@@ -18,8 +18,8 @@ from torch import Tensor
 from . import arguments, checks
 from .backend import Backend, choose
 from .listed import Listing, Portion, Total
+from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
-from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 

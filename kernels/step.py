@@ -1,4 +1,4 @@
-"""One token's way through a layer. Everything before its experts is one operation: norm, attention, norm, router.
+"""One token's way through a layer. Everything before its experts is one operation: norm, mixer, norm, router.
 
 `dense_step` defines that in plain torch; `cpu/native_step.py` is the compiled one, and `cpu/native_token.py` goes
 through all layers, experts included, in one call, and on to the next tokens. Shapes: H hidden size, D width of a head,
@@ -7,8 +7,6 @@ K experts per token, V tokens of the vocabulary, C tokens that a store of keys a
 
 from __future__ import annotations
 
-import ctypes
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,138 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entries import entry_of, stored, values
+from .mixers.convolution import Convolution, convolution
+from .mixers.delta import Delta, delta_rule
+from .mixers.grouped import Heads, attend
+from .mixers.latent import Latent, attend_latent
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, LinearWeights, Planes, SignalWeights
+from .weights import ExpertRows, Projection, SignalWeights
 
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """y = x · Wᵀ + bias.
-
-    Attributes:
-        weight: (rows, columns) floating point, or codes; of the head, these may be in two planes. bias: (rows,).
-    """
-
-    weight: Tensor | LinearWeights | Planes
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dense(x.dtype)
-        return F.linear(x, weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How a layer attends.
-
-    Attributes:
-        num_heads: of queries. num_kv_heads: of keys, and of values; each serves num_heads / num_kv_heads of queries.
-        head_dim: D, even. scale: of the products of queries and keys. clip: limit of all three.
-        window: how many tokens a query sees, itself included. cache_dtype: in which form keys and values are stored,
-            see entries.py.
-        q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
-        sinks: (heads,) scores of a token that has no value, which every query sees besides; None where there is none.
-        inside: how many of a key's first numbers are its value; None where values are stored behind keys.
-        gated: whether the first projection has a gate of each number of a head's output, behind the queries.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    clip: float | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    cache_dtype: torch.dtype = torch.float32
-    sinks: Tensor | None = None
-    inside: int | None = None
-    gated: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of what a layer caches of a token: its keys, then its values if they are not inside."""
-        return self.num_kv_heads * (1 if self.inside else 2)
-
-    @property
-    def entry(self) -> tuple[int, ...]:
-        """The shape of what a layer caches of a token."""
-        return entry_of(self.rows, self.head_dim, self.cache_dtype)
-
-    def values(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
-        """Entries (N, *entry) -> their keys and values (N, rows, D)."""
-        return values(entries, self.rows, self.head_dim, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Keys and values of all heads are made of one vector per token, R numbers (DeepSeek-V2, section 2.1).
-
-    That alone is cached, and behind it a key that all heads share. The layer's heads are those that meet what is
-    cached: one head of keys, R + `turned` wide, with the value inside.
-
-    Attributes:
-        still, turned: how many numbers of a head's query and key rope leaves alone, and turns. value: those of its
-            value. norm: (R,) weights of the vector's RMS norm, with its eps. made: to each head's key, without what is
-            turned, and value. asked: to queries, where these are made of a vector too, behind a norm of that.
-    """
-
-    still: int
-    turned: int
-    value: int
-    norm: Tensor
-    eps: float
-    made: Projection
-    asked: Projection | None = None
-    asked_norm: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.norm.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A gated delta rule in place of attention (Gated DeltaNet, arXiv 2412.06464, equation 10).
-
-    Each of the layer's heads, D wide, keeps a state (K, D) instead of keys and values, and belongs to one of its heads
-    of queries and keys, K wide. The first projection gives what a causal convolution takes, queries, keys and values of
-    all heads, and behind these the gates of the output, heads * D.
-
-    Attributes:
-        key_dim: K. conv: (taps, channels), the oldest token's factors first. decay: (heads,) how fast a state fades;
-            bias: (heads,) of the step that this is for. norm: (D,) of the output before its gate, with its eps. gates:
-            (2 * heads, H), of beta, then of the step. turned: what rope turns of other layers' heads.
-    """
-
-    key_dim: int
-    conv: Tensor
-    decay: Tensor
-    bias: Tensor
-    norm: Tensor
-    eps: float
-    gates: Projection
-    turned: int
-
-    def state(self, heads: Heads) -> int:
-        """Numbers of a text's state: the tokens before the convolution, then what the heads keep."""
-        taps, channels = self.conv.shape
-        return (taps - 1) * channels + heads.num_heads * self.key_dim * heads.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """Where keys and values of the tokens so far are, in the device's memory: no launch depends on their number.
-
-    Attributes:
-        addresses: (L,) int64, of each layer's entries (C, *entry). position: (1,) int64, of the new token.
-    """
-
-    addresses: Tensor
-    position: Tensor
+Mixer = Heads | Latent | Delta | Convolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,22 +119,19 @@ class DenseLayer:
     """The weights of a layer without its experts.
 
     Attributes:
-        input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. qkv: to queries, keys and
-            values of all heads. out: back to H. router: None where there are no experts. beside: what every token is
-            given besides experts. latent: where keys and values are made of a vector; qkv then goes to queries, or
-            their vector, and what is cached. delta: where the layer does not attend.
+        input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. first: to what the mixer is
+            given. out: back to H. router: None where there are no experts. beside: what every token is given besides
+            experts.
     """
 
     input_layernorm: Tensor
     post_attention_layernorm: Tensor
     eps: float
-    heads: Heads
-    qkv: Projection
+    mixer: Mixer
+    first: Projection
     out: Projection
     router: Router | None
     beside: Swiglu | None = None
-    latent: Latent | None = None
-    delta: Delta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,24 +186,26 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
 
     Args:
         x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
-        rope: (2, D) cosines and sines of the position, the first half of the sines negated; of what is turned alone
-            where heads are made of a vector.
-        kv: (C, *heads.entry) keys, then values, of the tokens before; the token's own are written to its place. Of a
-            layer with a state, (2, numbers): the one before a token is at its position modulo 2, the one after it at
-            the other place.
+        rope: (2, `mixer.turned`) cosines and sines of the position, the first half of the sines negated.
+        kv: (C, *entry) keys, then values, of the tokens before; the token's own are written to its place. Of a layer
+            with a state, (2, numbers): the one before a token is at its position modulo 2, the one after it at the
+            other place.
         position: of the token.
     """
     width = x.shape[-1]
     stream = x if added is None else x + added
     hidden = F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)
-    qkv = layer.qkv(hidden)
-    if layer.delta is not None:
-        before, after = kv[position % 2], kv[1 - position % 2]
-        out = delta_rule(qkv, layer.delta.gates(hidden), before, layer.heads, layer.delta, after)
-    elif layer.latent is None:
-        out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
+    given, mixer = layer.first(hidden), layer.mixer
+    if isinstance(mixer, Heads):
+        out = attend(given, rope, kv, position, mixer, layer.eps)
+    elif isinstance(mixer, Latent):
+        out = attend_latent(given, rope, kv, position, mixer)
     else:
-        out = attend_latent(qkv, rope, kv, position, layer.heads, layer.latent)
+        before, after = kv[position % 2], kv[1 - position % 2]
+        if isinstance(mixer, Delta):
+            out = delta_rule(given, mixer.gates(hidden), before, mixer, after)
+        else:
+            out = convolution(given, before, mixer, after)
     stream = stream + layer.out(out)
     hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
     if layer.beside is not None:
@@ -340,110 +214,3 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     if layer.router and (bias := layer.router.bias_of(*routed)) is not None:
         stream = stream + bias.to(stream.dtype)
     return Stepped(stream, hidden, routed)
-
-
-def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
-    """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D). The rest as in `dense_step`."""
-    qkv = qkv.view(-1, heads.head_dim)
-    gating = heads.num_heads if heads.gated else 0
-    queries, gates, keys, own = qkv.split([heads.num_heads, gating, heads.num_kv_heads, heads.num_kv_heads])
-    if heads.q_norm is not None and heads.k_norm is not None:
-        queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
-    if heads.clip is not None:
-        queries, keys, own = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, own))
-    queries, keys = (turned(part, rope[0], rope[1]) for part in (queries, keys))
-    kv[position] = stored(torch.cat([keys, own]), kv.dtype)
-    first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    seen = heads.values(kv[first : position + 1], qkv.dtype)
-    keys, others = seen.repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
-    scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
-    if heads.sinks is not None:
-        scores = torch.cat([scores, heads.sinks[:, None].to(scores.dtype)], -1)
-    out = torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(others)], others)
-    return (out * gates.sigmoid() if heads.gated else out).reshape(1, -1)
-
-
-def delta_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
-    """The gated delta rule token by token: qkv (T, channels + heads * D), as projected, and gates (T, 2 * heads) ->
-    (T, heads * D). before: (numbers,) the state before these tokens. after: where the one behind them goes.
-    """
-    mixed, window, state = convolved(qkv, before, heads, delta)
-    queries, keys, values = mixed
-    beta, decay = steps_of(gates, delta)
-    found: list[Tensor] = []
-    for q, k, v, b, d in zip(queries, keys, values, beta, decay.exp(), strict=True):
-        state = state * d[:, None, None]
-        change = (v - torch.einsum("hk,hkd->hd", k, state)) * b[:, None]
-        state = state + k[:, :, None] * change[:, None]
-        found.append(torch.einsum("hk,hkd->hd", q, state))
-    after.copy_(torch.cat([window.flatten(), state.flatten()]))
-    return gated(torch.stack(found), qkv, delta)
-
-
-def convolved(
-    qkv: Tensor, before: Tensor, heads: Heads, delta: Delta
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Queries and keys (T, heads, K), of length one but for the scale, and values (T, heads, D); what the convolution
-    of the next token sees, (taps - 1, channels); and the state (heads, K, D) of `before`.
-    """
-    taps, channels = delta.conv.shape
-    kept, kind = (taps - 1) * channels, torch.promote_types(qkv.dtype, torch.float32)
-    given = torch.cat([before[:kept].view(taps - 1, channels).to(qkv.dtype), qkv[:, :channels]])
-    mixed = F.silu(F.conv1d(given.T[None], delta.conv.T[:, None].to(qkv.dtype), groups=channels)[0].T).to(kind)
-    wide = heads.num_kv_heads * delta.key_dim
-    queries, keys, values = mixed.split([wide, wide, channels - 2 * wide], 1)
-    queries, keys = (
-        (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(
-            heads.num_heads // heads.num_kv_heads, 1
-        )
-        for part in (queries.unflatten(1, (-1, delta.key_dim)), keys.unflatten(1, (-1, delta.key_dim)))
-    )
-    parts = queries * heads.scale, keys, values.unflatten(1, (-1, heads.head_dim))
-    state = before[kept:].view(heads.num_heads, delta.key_dim, heads.head_dim).to(kind)
-    return parts, given[-(taps - 1) :], state
-
-
-def steps_of(gates: Tensor, delta: Delta) -> tuple[Tensor, Tensor]:
-    """How much of a state each token changes, and the logarithm of what is left of it before, (T, heads) each."""
-    beta, step = gates.to(torch.promote_types(gates.dtype, torch.float32)).chunk(2, 1)
-    return beta.sigmoid(), -delta.decay * F.softplus(step + delta.bias)
-
-
-def gated(out: Tensor, qkv: Tensor, delta: Delta) -> Tensor:
-    """The heads' outputs (T, heads, D) behind their norm and gates, (T, heads * D)."""
-    normed = F.rms_norm(out, delta.norm.shape, delta.norm.to(out.dtype), delta.eps).flatten(1)
-    return (normed * F.silu(qkv[:, delta.conv.shape[1] :].to(out.dtype))).to(qkv.dtype)
-
-
-def attend_latent(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, latent: Latent) -> Tensor:
-    """`attend` through a latent vector: (1, heads * value). Keys and values are made of all that is cached."""
-    asked, vector, key = qkv.split([qkv.shape[1] - heads.head_dim, latent.rank, latent.turned], -1)
-    if latent.asked is not None and latent.asked_norm is not None:
-        asked = latent.asked(F.rms_norm(asked, latent.asked_norm.shape, latent.asked_norm, latent.eps))
-    still, moved = asked.view(heads.num_heads, -1).split([latent.still, latent.turned], -1)
-    vector = F.rms_norm(vector, latent.norm.shape, latent.norm, latent.eps)
-    kv[position] = stored(torch.cat([vector, turned(key, *rope)], -1), kv.dtype)
-    seen = heads.values(kv[: position + 1], qkv.dtype)[:, 0]
-    made = latent.made(seen[:, : latent.rank]).unflatten(-1, (heads.num_heads, -1))
-    keys, others = made.split([latent.still, latent.value], -1)
-    scores = torch.einsum("hd,thd->ht", still, keys) + turned(moved, *rope) @ seen[:, latent.rank :].T
-    return torch.einsum("ht,thd->hd", (scores * heads.scale).softmax(-1), others).reshape(1, -1)
-
-
-def turned(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """part (..., D) by rope, (..., D) each, the first half of the sines negated."""
-    return torch.addcmul(part * cos, part.roll(part.shape[-1] // 2, -1), sin)
-
-
-def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:
-    """`attend` with position and address read from memory, on the CPU; see `kernels.attend_one`."""
-    position, address = int(kept.position), int(kept.addresses[layer])
-    count = (position + 1) * math.prod(heads.entry)
-    memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
-    kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
-    return attend(qkv, rope[position], kv, position, heads, eps)
-
-
-def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """part (heads, D), normalized over each head or all of them, as many as weight is for."""
-    return F.rms_norm(part.reshape(-1, weight.numel()), weight.shape, weight, eps).view(part.shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import described, require
@@ -244,3 +245,19 @@ class ExpertRows:
         """
         if not self.whole or not (self.data.is_cpu or self.data.device == device):
             require_all(device, {"rows.data": self.data})
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """y = x · Wᵀ + bias.
+
+    Attributes:
+        weight: (rows, columns) floating point, or codes; of the head, these may be in two planes. bias: (rows,).
+    """
+
+    weight: Tensor | LinearWeights | Planes
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dense(x.dtype)
+        return F.linear(x, weight, self.bias)

@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.step import Projection, Router, Swiglu
+from ...kernels.step import Router, Swiglu
+from ...kernels.weights import Projection
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
 from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_of
+
+
+def norm_weight(family: Family, module: Any) -> Tensor:
+    """What an RMS norm multiplies by."""
+    return module.weight + 1 if family.centred else module.weight
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
@@ -75,7 +81,9 @@ class Beside:
     """
 
     def __init__(self, mlp: Any, scale: Tensor | None = None) -> None:
-        self._both, self._down, self._scale = joined("gate and up", mlp.gate_proj, mlp.up_proj), mlp.down_proj, scale
+        names = ("gate_proj", "up_proj", "down_proj") if hasattr(mlp, "gate_proj") else ("w1", "w3", "w2")
+        gate, up, self._down = (getattr(mlp, name) for name in names)
+        self._both, self._scale = joined("gate and up", gate, up), scale
         self.swiglu = Swiglu(projection(self._both), projection(self._down), scale)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -94,7 +102,7 @@ def read_router(family: Family, block: Any) -> Router:
     routing, gate, experts = family.routing, family.router(block), block.experts
     if family.biased and not isinstance(experts, MoELayer):
         raise Unsupported("its experts have biases that are not a pack's")
-    correction = attrgetter(routing.correction)(block) if routing.correction else None  # a buffer, or a parameter
+    correction = _corrected(block, routing.correction) if routing.correction else None
     bias = getattr(gate, "bias", None)
     return Router(
         gate.weight,
@@ -112,6 +120,14 @@ def read_router(family: Family, block: Any) -> Router:
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
         down_bias=experts.take_bias() if isinstance(experts, MoELayer) else None,
     )
+
+
+def _corrected(block: Any, name: str) -> Tensor | None:
+    """The buffer or parameter of that name, if the block has it."""
+    try:
+        return attrgetter(name)(block)
+    except AttributeError:
+        return None
 
 
 def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | None:

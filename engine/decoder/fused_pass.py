@@ -22,11 +22,11 @@ from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.entries import CODES
+from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, Stepped
 from ..experts.moe_layer import MoELayer
 from ..sampling import Sampler
 from . import graphs
-from .attention import GroupedAttention, Part
 from .card.card_ends import Ends
 from .card.card_layers import CardLayers
 from .card.card_parts import CardParts
@@ -46,6 +46,8 @@ from .layers import (
     read_rope,
     read_stream,
 )
+from .mixers.grouped import Part
+from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
 from .token_pass import MOST, TokenPass
@@ -75,11 +77,11 @@ class FusedDecoder:
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
         self._layers = read_layers(model, self._kv.bits, self._rope.order)
-        self._states = [0 if layer.delta is None else layer.delta.state(layer.heads) for layer in self._layers]
+        self._states = [layer.mixer.state for layer in self._layers]
         self._stateful = any(self._states)
         if self._stateful and (self._kv.parts or all(self._states)):
             raise Unsupported("layers that keep a state are computed on one device, between others that attend")
-        self._heads = next(layer.heads for layer in self._layers if layer.delta is None)
+        self._heads = next(layer.mixer.attending for layer in self._layers if layer.mixer.attending)
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._heads.cache_dtype
         stream = read_stream(model, family)
@@ -107,7 +109,7 @@ class FusedDecoder:
             _log.info("no compiled step: %s", declined)
 
     def _on_card(self) -> str:
-        if self._layers[0].latent is not None:
+        if isinstance(self._layers[0].mixer, LatentParts):
             raise Unsupported("attention through a latent vector has no kernels there")
         if self._stateful:
             raise Unsupported("layers that keep a state have no kernels there")
@@ -184,7 +186,7 @@ class FusedDecoder:
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
         rope = self._rope.tables(start, end)
-        alike = self._layers[0].latent is None and not self._stateful
+        alike = all(isinstance(layer.mixer, Heads) for layer in self._layers)
         if self.divide is not None and alike and (part := self.divide(len(ids))) is not None:
             with part as mine:
                 return self._partly(ids, store, rope, start, mine)
@@ -202,17 +204,17 @@ class FusedDecoder:
     def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
         """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
         if not isinstance(store, DividedStore):
-            return TorchPass.of(self._layers, (store, rope, start)).step
+            return TorchPass(self._layers, (store, rope, start)).step
 
         def made(layers: range, own: GrowingStore, device: torch.device) -> TorchPass:
-            return TorchPass.of(self._layers[layers.start : layers.stop], (own, rope.to(device), start))
+            return TorchPass(self._layers[layers.start : layers.stop], (own, rope.to(device), start))
 
         return DividedPass(store, self._kv.parts, made).step
 
     def _partly(self, ids: Sequence[int], store: GrowingStore, rope: Tensor, start: int, part: Part) -> Tensor:
         """As `_pass`, of which other processes compute the other parts."""
-        attention = GroupedAttention(self._layers, store, rope[part.mine], start, part)
-        x, added = self._walk(TorchPass(self._layers, attention).step, self._embedded(ids[part.mine]))
+        through = TorchPass(self._layers, (store, rope[part.mine], start), part=part)
+        x, added = self._walk(through.step, self._embedded(ids[part.mine]))
         store.length = start + len(ids)
         return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
@@ -322,7 +324,7 @@ class FusedDecoder:
                 else:
                     x, added = self._walk(NativePass(self.steps, self._layers, places).step, x)
             else:
-                x, added = self._walk(TorchPass.of(self._layers, *texts).step, x)
+                x, added = self._walk(TorchPass(self._layers, *texts).step, x)
         finally:
             self._step = None
         for store, _, start in texts:

@@ -10,15 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.entries import CODES
-from ...kernels.step import Delta, DenseLayer, Heads, Router, Stepped
+from ...kernels.mixers.convolution import Convolution
+from ...kernels.mixers.delta import Delta
+from ...kernels.mixers.grouped import Heads
+from ...kernels.step import DenseLayer, Router, Stepped
 from ...models.families import FAMILIES, Family
-from ...models.families.family import GroupedQuery, ThroughLatent
+from ...models.families.family import ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
-from .blocks import Beside, Unsupported, in_order, projection, read_beside, read_router
-from .delta import read_delta
+from .blocks import Beside, Unsupported, norm_weight, projection, read_beside, read_router
 from .kv_stores import BLOCK
-from .latent import LatentParts, read_latent
+from .mixers.convolution import read_convolution
+from .mixers.delta import read_delta
+from .mixers.grouped import read_grouped
+from .mixers.latent import LatentParts, read_latent
 from .quantized_linear import PackedLinear, Reordered
+
+Mixer = Heads | LatentParts | Delta | Convolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,7 @@ def read_stream(model: Any, family: Family) -> Stream:
     config = model.config
     scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
     weight = norm_weight(family, model.model.norm)
-    return Stream(scaled / added, config.rms_norm_eps / added**2, weight if divided == 1 else weight / divided)
-
-
-def norm_weight(family: Family, module: Any) -> Tensor:
-    """What an RMS norm multiplies by."""
-    return module.weight + 1 if family.centred else module.weight
+    return Stream(scaled / added, getattr(config, family.eps) / added**2, weight if divided == 1 else weight / divided)
 
 
 def embedded(tokens: Tensor, embedding: Tensor, scale: float) -> Tensor:
@@ -65,31 +67,28 @@ class DecoderLayer:
     """One layer's parts. input_layernorm, post_attention_layernorm: (H,) weights of its norms.
 
     Attributes:
-        qkv, out: the projections, as modules. router, experts: hidden (T, H), and its experts and weights (T, K) ->
-            (T, H); None where the layer has none. beside: what every token is given besides experts, if anything.
-            latent: where keys and values are made of a vector; see `kernels.step.DenseLayer`. delta: where the layer
-            keeps a state instead.
+        first, out: the projections before and behind the mixer, as modules. router, experts: hidden (T, H), and its
+            experts and weights (T, K) -> (T, H); None where the layer has none. beside: what every token is given
+            besides experts, if anything.
     """
 
     input_layernorm: Tensor
-    qkv: nn.Module
-    heads: Heads
+    first: nn.Module
+    mixer: Mixer
     out: nn.Module
     post_attention_layernorm: Tensor
     eps: float
     router: Router | None
     experts: nn.Module | None
     beside: Beside | None = None
-    latent: LatentParts | None = None
-    delta: Delta | None = None
 
     def projected(self, hidden: Tensor) -> Tensor:
         """What the layer's mixer is given of a block's input (T, H): its first projection, and a state's gates."""
-        first = self.qkv(hidden)
-        return first if self.delta is None else torch.cat([first, self.delta.gates(hidden)], -1)
+        first, mixer = self.first(hidden), self.mixer
+        return torch.cat([first, mixer.gates(hidden)], -1) if isinstance(mixer, Delta) else first
 
     def stepped(self, stream: Tensor) -> Stepped:
-        """What a block is given behind attention, stream (T, H)."""
+        """What a block is given behind the mixer, stream (T, H)."""
         hidden = norm(stream, self.post_attention_layernorm, self.eps)
         if self.beside is not None:
             stream = stream + self.beside(hidden)
@@ -105,11 +104,11 @@ class DecoderLayer:
         Raises:
             Unsupported: projections of an unknown kind.
         """
-        qkv, out = projection(self.qkv), projection(self.out)
+        first, out = projection(self.first), projection(self.out)
         beside = None if self.beside is None else self.beside.swiglu
         norms = self.input_layernorm, self.post_attention_layernorm, self.eps
-        latent = None if self.latent is None else self.latent.record()
-        return DenseLayer(*norms, self.heads, qkv, out, self.router, beside, latent, self.delta)
+        mixer = self.mixer.record() if isinstance(self.mixer, LatentParts) else self.mixer
+        return DenseLayer(*norms, mixer, first, out, self.router, beside)
 
 
 def check_family(config: Any) -> Family:
@@ -141,7 +140,9 @@ def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> l
     kept, eps = kept_dtype(model, kv_bits), read_stream(model, family).eps
     read: list[DecoderLayer] = []
     for index, layer in enumerate(model.model.layers):
-        there = None if order is None else order.to(layer.input_layernorm.weight.device)  # cards may have some each
+        there = (
+            None if order is None else order.to(getattr(layer, family.norm).weight.device)
+        )  # cards may have some each
         read.append(_read(layer, index, family, model.config, eps, kept, there))
     return read
 
@@ -161,7 +162,13 @@ def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
 
 def _last(layer: Any) -> nn.Module:
     """The projection behind a layer's mixer."""
-    return layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+    mixer = _mixer_of(layer)
+    return mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
+
+
+def _mixer_of(layer: Any) -> Any:
+    """A layer's module with its mixer."""
+    return next(getattr(layer, name) for name in ("self_attn", "linear_attn", "conv") if hasattr(layer, name))
 
 
 def _is_packed(module: nn.Module) -> bool:
@@ -171,77 +178,32 @@ def _is_packed(module: nn.Module) -> bool:
 def _read(
     layer: Any, index: int, family: Family, config: Any, eps: float, kept: torch.dtype, order: Tensor | None
 ) -> DecoderLayer:
-    attention, latent, delta = getattr(layer, "self_attn", None), None, None
-    if attention is None:
-        heads, qkv, delta = read_delta(layer.linear_attn, config.head_dim)
-    elif isinstance(family.attention, ThroughLatent):
-        heads, qkv, latent = read_latent(attention, config, kept, order)
-    else:
-        heads = _heads(attention, index, family, config, kept, order)
-        qkv = _projections(attention, heads, order)
+    first, mixer = _read_mixer(_mixer_of(layer), index, family, config, kept, order)
     block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
     return DecoderLayer(
-        norm_weight(family, layer.input_layernorm),
-        qkv,
-        heads,
+        norm_weight(family, getattr(layer, family.first_norm)),
+        first,
+        mixer,
         _last(layer),
-        norm_weight(family, layer.post_attention_layernorm),
+        norm_weight(family, getattr(layer, family.norm)),
         eps,
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,
         read_beside(family, block, has_experts=has_experts),
-        latent,
-        delta,
     )
 
 
-def _heads(attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None) -> Heads:
-    kind = family.attention
-    assert isinstance(kind, GroupedQuery)
-    return Heads(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scale=attention.scaling,
-        window=kind.window(config, index),
-        clip=getattr(config, "clip_qkv", None),
-        q_norm=_turned(norm_weight(family, attention.q_norm), order) if kind.normalized(config) else None,
-        k_norm=_turned(norm_weight(family, attention.k_norm), order) if kind.normalized(config) else None,
-        cache_dtype=kept,
-        sinks=attention.sinks if kind.sinks else None,
-        gated=kind.gated,
-    )
-
-
-def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
-    """Those of queries, keys and values as one, the dimensions of heads in that order."""
-    rows = None if order is None and not heads.gated else _all_heads(heads, order)
-    return in_order(attention, ("q_proj", "k_proj", "v_proj"), rows, "query, key and value")
-
-
-def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
-    """A norm's weights for heads in that order."""
-    if order is None:
-        return weight
-    if weight.numel() != order.numel():
-        raise Unsupported("rope turns a part of each head, and heads are normalized together")
-    return weight[order]
-
-
-def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
-    """The rows of the joined projections with the dimensions of each head of queries and keys in that order, and the
-    queries' gates, if there are any, behind all queries.
-    """
-    width = heads.head_dim
-    order = torch.arange(width) if order is None else order
-    each = torch.arange(heads.num_heads, device=order.device)[:, None] * (2 if heads.gated else 1) * width
-    queries = [(each + order).flatten()]
-    if heads.gated:
-        queries.append((each + width + torch.arange(width, device=order.device)).flatten())
-    first = sum(map(len, queries)) + torch.arange(heads.num_kv_heads, device=order.device)[:, None] * width
-    keys = (first + order).flatten()
-    values = torch.arange(len(keys), device=order.device) + sum(map(len, queries)) + len(keys)
-    return torch.cat([*queries, keys, values])
+def _read_mixer(
+    module: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
+) -> tuple[nn.Module, Mixer]:
+    """A layer's first projection, and its mixer."""
+    if hasattr(module, "A_log"):
+        return read_delta(module)
+    if hasattr(module, "conv"):
+        return read_convolution(module)
+    if isinstance(family.attention, ThroughLatent):
+        return read_latent(module, config, kept, order)
+    return read_grouped(module, index, family, config, kept, order)
 
 
 class Rope:

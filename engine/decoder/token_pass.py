@@ -69,7 +69,7 @@ class TokenPass:
         self._experts = in_memory(layers)
         self._hooks = hooks_of(self._experts)
         self._steps, self._ends, self._control = steps, ends, control_of(self._experts)
-        self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
+        self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].first, layers[0].out))
         self._preset: Preset | None = None
         self._token = self._made(self._control.preset)
 

@@ -20,7 +20,7 @@ def homes(tokens: int, size: int) -> list[int]:
 
 
 class Divided:
-    """One pass; see `decoder.attention.Part`."""
+    """One pass; see `decoder.mixers.grouped.Part`."""
 
     def __init__(self, group: Group, tokens: int) -> None:
         self._group, self.tokens = group, tokens

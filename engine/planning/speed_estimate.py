@@ -275,9 +275,7 @@ def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
     """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return by_library(sizes.model_type) or (
-        gpu and (sizes.latent is not None or isinstance(sizes.recurrent, Recurrent))
-    )
+    return by_library(sizes.model_type) or (gpu and (sizes.latent is not None or sizes.recurrent is not None))
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:

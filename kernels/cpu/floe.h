@@ -190,23 +190,33 @@ typedef struct {
 // a state (key_dim, D) and belongs to one of kv_heads heads of queries and keys. A causal convolution of `taps` tokens
 // comes first. conv: (taps, channels) of the queries, keys and values of all heads, one behind the other. decay, bias:
 // (heads). norm: (D) with its eps, of the output before its gate. gates: (2 · heads, hidden), of beta, then decay.
-// turned: what rope turns of other layers' heads.
 typedef struct {
-    int64_t key_dim, taps, turned;
+    int64_t key_dim, taps;
     float eps;
     const float *conv, *decay, *bias, *norm;
     floe_matrix gates;
 } floe_delta;
 
-// The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
-// qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
-// (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. stored: the
-// form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py). sinks: (heads)
-// scores of a token without a value that every query sees. beside: what every token is given besides experts. latent:
-// heads then meet what is stored like one key head, D = rank + turned, whose first numbers are its value; qkv: queries,
-// or the vector that they are made of, the stored vector and the key behind it; neither codes nor norms of heads.
-// gated: behind the queries, qkv has a gate of each number of a head's output. delta: qkv: queries, keys and values of
-// the convolution, then the output's gates; scale: of queries.
+// A short convolution instead of attention: first gives b, c and x, H numbers each, of which c · conv(b · x) goes back.
+// conv: (taps, H), the oldest token's factors first. bias: (H) of its result.
+typedef struct {
+    int64_t taps;
+    const float *conv;
+    FLOE_OPTIONAL const float *bias;
+} floe_convolution;
+
+// The dense part of one layer. before, after: (H) weights of the norms. first: to what the mixer is given, out: back.
+// beside: what every token is given besides experts.
+//
+// The mixer is attention where neither `delta` nor `convolution` is there; D is the width of a head. first: queries of
+// all heads, keys and values of all key heads. window: how many tokens a query sees, itself included, 0 all. q_norm,
+// k_norm: (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none.
+// stored: the form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
+// sinks: (heads) scores of a token without a value that every query sees. gated: behind the queries, `first` gives a
+// gate of each number of a head's output. latent: heads meet what is stored like one key head, D = rank + turned,
+// whose first numbers are its value; first: queries, or the vector that they are made of, the stored vector and the key
+// behind it; neither codes nor norms of heads. delta: first: queries, keys and values of the convolution, then the
+// output's gates; scale: of queries.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
@@ -215,17 +225,18 @@ typedef struct {
     float eps, scale, clip;
     const float *before, *after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
-    floe_matrix qkv, out;
+    floe_matrix first, out;
     floe_router router;
     FLOE_OPTIONAL const floe_swiglu *beside;
     FLOE_OPTIONAL const floe_latent *latent;
     FLOE_OPTIONAL const floe_delta *delta;
+    FLOE_OPTIONAL const floe_convolution *convolution;
 } floe_dense_layer;
 
 // Where a token is. rope: (2, D) cosines and sines of its position, of what rope turns of a head if that is not all;
 // the first half of the sines negated. kv: of each layer, (capacity) entries of its text; its own is written. Of a
-// layer with a state, two states (taps - 1 tokens before the convolution, then those of all heads), float32: the one
-// before a token is at its position modulo 2, and the other is written, so that a token may be computed again.
+// layer with a state, two states (taps - 1 tokens before the convolution, then those of heads, if any), float32: the
+// one before a token is at its position modulo 2, and the other is written, so that a token may be computed again.
 typedef struct {
     const float *rope;
     void *const *kv;
@@ -261,9 +272,9 @@ typedef struct {
     floe_rule rule;
 } floe_expert_layer;
 
-// experts: of each layer; NULL for one that has none. top_k: of all layers with experts.
+// experts: of each layer; NULL for one that has none. top_k: of all layers with experts. rope: numbers of a position.
 typedef struct {
-    int64_t count, top_k;
+    int64_t count, top_k, rope;
     const floe_dense_layer *const *dense;
     const floe_expert_layer *const *experts;
 } floe_layers;

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..checks import BYTES, described
 from ..sampling import Filters, check_draw
-from ..step import ModelEnds, Projection
-from ..weights import Planes
+from ..step import ModelEnds
+from ..weights import Planes, Projection
 from .binding import check, library, records
 from .weights import digits, optional, projection_record, required
 

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from ..checks import Shape, index, require
 from ..entries import CODES
-from ..step import Delta, DenseLayer, Heads, Latent, Router, Stepped, Swiglu
+from ..mixers.convolution import Convolution
+from ..mixers.delta import Delta
+from ..mixers.grouped import Heads
+from ..mixers.latent import Latent
+from ..step import DenseLayer, Mixer, Router, Stepped, Swiglu
 from .binding import addresses_of, array_of, check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
 
@@ -36,8 +40,9 @@ class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several. routes:
-            whether it has experts. rope: the shape of a position's tables. scores: the router's, by token.
+        layer: its record, for an operation on several. routes: whether it has experts. turned: see `step.Mixer`.
+            stored: shape and type of a token's keys and values; None where the layer keeps a state. scores: the
+            router's, by token.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -47,57 +52,29 @@ class NativeStep:
 
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
-        heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
-        _check_heads(heads, turned=layer.delta is None and layer.latent is None)
-        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        latent, delta = layer.latent, layer.delta
-        if delta is not None:
-            projected, attended = delta.conv.shape[-1] + queries, queries
-        elif latent is not None:
-            projected, attended = _latent_sizes(heads, latent)
-        else:
-            projected, attended = (2 if heads.gated else 1) * queries + 2 * keys, queries
-        each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
-        normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
+        mixer, router, hidden = layer.mixer, layer.router, layer.input_layernorm.numel()
+        first, out = mixer.sizes
         self.layer: Any = records.dense_layer(
             hidden=hidden,
-            heads=heads.num_heads,
-            kv_heads=heads.num_kv_heads,
-            dim=heads.head_dim,
-            window=heads.window or 0,
-            each_head=each_head,
-            stored=_STORED[heads.cache_dtype],
-            gated=heads.gated,
             eps=layer.eps,
-            scale=heads.scale,
-            clip=inf if heads.clip is None else heads.clip,
             before=required("input_layernorm", layer.input_layernorm, (hidden,)),
             after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
-            q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
-            k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
-            sinks=optional("sinks", heads.sinks, (heads.num_heads,)),
-            qkv=projection_record("qkv", layer.qkv, projected, hidden),
-            out=projection_record("out", layer.out, hidden, attended),
+            first=projection_record("first", layer.first, first, hidden),
+            out=projection_record("out", layer.out, hidden, out),
             router=router_record(router, hidden),
             beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
-            latent=None if latent is None else latent_record(latent, heads.num_heads),
-            delta=None if delta is None else delta_record(delta, heads, hidden),
+            **_mixer_fields(mixer, hidden),
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
-        self.rope = 2, delta.turned if delta else latent.turned if latent else heads.head_dim
-        self._stored = heads.entry  # of a token
-        self._state = None if delta is None else (2, delta.state(heads))
-        self.kept = heads.cache_dtype
+        self.turned = mixer.turned
+        self._state = 2, mixer.state
+        attending = mixer.attending
+        self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
         self.routes = router is not None
         self.scores = None if router is None else router.scores
         if self.scores is not None:
             require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
-
-    @property
-    def stored(self) -> tuple[Shape, torch.dtype] | None:
-        """Shape and type of a token's keys and values; None where the layer keeps a state."""
-        return None if self._state else (self._stored, self.kept)
 
     def __call__(
         self, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int, x_bits: int = 22
@@ -140,9 +117,10 @@ class NativeStep:
         Raises:
             ValueError: of another size or form.
         """
-        if self._state:
+        if self.stored is None:
             return required("states", part, self._state)
-        return required("kv", part, (capacity, *self._stored), (self.kept,))
+        entry, kept = self.stored
+        return required("kv", part, (capacity, *entry), (kept,))
 
 
 def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> Any:
@@ -152,29 +130,74 @@ def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> 
     Raises:
         ValueError: as `NativeStep.__call__`.
     """
-    made = [_place(steps, place, (*more, *steps[0].rope)) for place in places]
+    made = [_place(steps, place, more) for place in places]
     found: Any = array_of(made)
     found.held = made
     return found
 
 
-def _place(steps: Sequence[NativeStep], place: Place, rope: Shape) -> Any:
+def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
+    turned = next((step.turned for step in steps if step.turned), place.rope.shape[-1])
     own = list(zip(steps, place.kv, strict=False))
     attended = [part for step, part in own if step.stored is not None]
     capacity = attended[0].shape[0] if attended and attended[0].ndim else place.position + 1 if own else 0
     index("position", place.position, capacity)
     stores = addresses_of([step.keeps(part, capacity) for step, part in own])
-    return records.place(rope=required("rope", place.rope, rope), kv=stores, capacity=capacity, position=place.position)
+    return records.place(
+        rope=required("rope", place.rope, (*more, 2, turned)), kv=stores, capacity=capacity, position=place.position
+    )
 
 
-def _check_heads(heads: Heads, *, turned: bool) -> None:
-    """Refuse impossible heads; in Python, where no product overflows. turned: whether by rope."""
+def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
+    """What `floe_dense_layer` has of a mixer.
+
+    Raises:
+        ValueError: tensors of another shape or type, or numbers that do not fit them.
+    """
+    if isinstance(mixer, Heads):
+        _check_heads(mixer)
+        if mixer.head_dim < 2 or mixer.head_dim % 2:
+            raise ValueError(f"a head must have an even number of values, not {mixer.head_dim}")
+        return _heads_fields(mixer)
+    if isinstance(mixer, Latent):
+        return _heads_fields(mixer.heads) | {"latent": latent_record(mixer)}
+    if isinstance(mixer, Delta):
+        record, sizes = delta_record(mixer, hidden), {"heads": mixer.heads, "kv_heads": mixer.shared}
+        return _NO_HEADS | sizes | {"dim": mixer.value_dim, "scale": mixer.key_dim**-0.5, "delta": record}
+    return _NO_HEADS | {"convolution": convolution_record(mixer, hidden)}
+
+
+_PARTS = dict.fromkeys(("q_norm", "k_norm", "sinks", "latent", "delta", "convolution"))
+_NUMBERS = dict.fromkeys(("heads", "kv_heads", "dim", "window", "each_head", "stored", "gated", "scale", "clip"), 0)
+_NO_HEADS: dict[str, Any] = {**_PARTS, **_NUMBERS}
+
+
+def _heads_fields(heads: Heads) -> dict[str, Any]:
+    queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
+    normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
+    return _NO_HEADS | {
+        "heads": heads.num_heads,
+        "kv_heads": heads.num_kv_heads,
+        "dim": heads.head_dim,
+        "window": heads.window or 0,
+        "each_head": each_head,
+        "stored": _STORED[heads.cache_dtype],
+        "gated": heads.gated,
+        "scale": heads.scale,
+        "clip": inf if heads.clip is None else heads.clip,
+        "q_norm": optional("q_norm", heads.q_norm, (normed[0],)),
+        "k_norm": optional("k_norm", heads.k_norm, (normed[1],)),
+        "sinks": optional("sinks", heads.sinks, (heads.num_heads,)),
+    }
+
+
+def _check_heads(heads: Heads) -> None:
+    """Refuse impossible heads; in Python, where no product overflows."""
     if heads.cache_dtype not in _STORED:
         raise ValueError(f"keys and values must be {' or '.join(map(str, _STORED))}, not {heads.cache_dtype}")
     if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:
         raise ValueError(f"{heads.num_heads} heads of queries cannot share {heads.num_kv_heads} heads of keys evenly")
-    if turned and (heads.head_dim < 2 or heads.head_dim % 2):
-        raise ValueError(f"a head must have an even number of values, not {heads.head_dim}")
     if heads.window is not None and not 1 <= heads.window < 1 << 63:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
     if heads.clip is not None and not heads.clip > 0:
@@ -183,12 +206,10 @@ def _check_heads(heads: Heads, *, turned: bool) -> None:
         raise ValueError("queries and keys must both have norms, or neither")
 
 
-def _latent_sizes(heads: Heads, latent: Latent) -> tuple[int, int]:
-    """Rows of the first projection, and columns of the last.
-
-    Raises:
-        ValueError: heads that are not those of what is cached.
-    """
+def _check_latent(latent: Latent) -> None:
+    """Refuse heads that are not those of what is cached."""
+    heads = latent.heads
+    _check_heads(heads)
     alone = heads.q_norm is None and heads.sinks is None and heads.clip is None and heads.num_kv_heads == 1
     if not alone or heads.cache_dtype == CODES or heads.inside != latent.rank:
         raise ValueError(
@@ -198,19 +219,18 @@ def _latent_sizes(heads: Heads, latent: Latent) -> tuple[int, int]:
         raise ValueError(f"a latent vector of {latent.rank} and a key of {latent.turned} are not {heads.head_dim}")
     if latent.turned < 2 or latent.turned % 2:
         raise ValueError(f"rope must turn an even number of values, not {latent.turned}")
-    asked = heads.num_heads * (latent.still + latent.turned) if latent.asked_norm is None else latent.asked_norm.numel()
-    return asked + heads.head_dim, heads.num_heads * latent.value
+    if (latent.asked is None) != (latent.asked_norm is None):
+        raise ValueError("queries must be made of a vector behind a norm, or of neither")
 
 
-def latent_record(latent: Latent, heads: int) -> Any:
+def latent_record(latent: Latent) -> Any:
     """`floe_latent`.
 
     Raises:
         ValueError: tensors of another shape or type.
     """
-    if (latent.asked is None) != (latent.asked_norm is None):
-        raise ValueError("queries must be made of a vector behind a norm, or of neither")
-    asked, asking = None, 0
+    _check_latent(latent)
+    heads, asked, asking = latent.heads.num_heads, None, 0
     if latent.asked is not None and latent.asked_norm is not None:
         asking = latent.asked_norm.numel()
         asked = projection_record("asked", latent.asked, heads * (latent.still + latent.turned), asking)
@@ -227,29 +247,44 @@ def latent_record(latent: Latent, heads: int) -> Any:
     )
 
 
-def delta_record(delta: Delta, heads: Heads, hidden: int) -> Any:
+def delta_record(delta: Delta, hidden: int) -> Any:
     """`floe_delta`.
 
     Raises:
         ValueError: tensors of another shape or type.
     """
-    taps, channels = delta.conv.shape if delta.conv.ndim == 2 else (0, 0)
-    if (
-        delta.key_dim < 1
-        or taps < 2
-        or channels != 2 * heads.num_kv_heads * delta.key_dim + heads.num_heads * heads.head_dim
-    ):
-        raise ValueError(f"a convolution of {taps} tokens and {channels} channels does not fit the heads")
+    taps, channels = delta.conv.shape
+    if delta.shared < 1 or delta.heads < 1 or delta.heads % delta.shared:
+        raise ValueError(f"{delta.heads} heads of values cannot share {delta.shared} heads of keys evenly")
+    if min(delta.key_dim, delta.value_dim) < 1 or taps < 2:
+        raise ValueError(f"heads of {delta.key_dim} and {delta.value_dim} values, and a convolution of {taps} tokens")
+    if channels != 2 * delta.shared * delta.key_dim + delta.heads * delta.value_dim:
+        raise ValueError(f"a convolution of {channels} channels does not fit the heads")
     return records.delta(
         key_dim=delta.key_dim,
         taps=taps,
-        turned=delta.turned,
         eps=delta.eps,
         conv=required("conv", delta.conv, (taps, channels)),
-        decay=required("decay", delta.decay, (heads.num_heads,)),
-        bias=required("bias", delta.bias, (heads.num_heads,)),
-        norm=required("norm", delta.norm, (heads.head_dim,)),
-        gates=projection_record("gates", delta.gates, 2 * heads.num_heads, hidden),
+        decay=required("decay", delta.decay, (delta.heads,)),
+        bias=required("bias", delta.bias, (delta.heads,)),
+        norm=required("norm", delta.norm, (delta.value_dim,)),
+        gates=projection_record("gates", delta.gates, 2 * delta.heads, hidden),
+    )
+
+
+def convolution_record(mixer: Convolution, hidden: int) -> Any:
+    """`floe_convolution`.
+
+    Raises:
+        ValueError: tensors of another shape or type.
+    """
+    taps = len(mixer.conv)
+    if taps < 2:
+        raise ValueError(f"a convolution of {taps} tokens")
+    return records.convolution(
+        taps=taps,
+        conv=required("conv", mixer.conv, (taps, hidden)),
+        bias=optional("bias", mixer.bias, (hidden,)),
     )
 
 

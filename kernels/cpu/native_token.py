@@ -85,6 +85,7 @@ class NativeToken:
         self._held = dense, made  # the arrays have only their bytes and addresses
         self._dense, self._experts = addresses_of([step.layer for step in dense]), addresses_of(made)
         self._top_k = max(step.layer.router.top_k for step in dense)
+        self._rope = max(2 * step.turned for step in dense)
         self._layers: Any = None  # of the first so many
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
@@ -171,7 +172,9 @@ class NativeToken:
         if not 0 < count <= len(self._dense) or any(len(place.kv) != count for place in places):
             raise ValueError(f"keys and values of {count} layers; there are {len(self._dense)}")
         if self._layers is None or count != self._layers.count:
-            self._layers = records.layers(count=count, top_k=self._top_k, dense=self._dense, experts=self._experts)
+            self._layers = records.layers(
+                count=count, top_k=self._top_k, rope=self._rope, dense=self._dense, experts=self._experts
+            )
         return self._layers, placed(self._held[0], places, *more)
 
     def _pace(self, bits: tuple[int, int], stop: Stop) -> Any:

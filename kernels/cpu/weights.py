@@ -12,9 +12,8 @@ from ..activation import FUNCTIONS
 from ..checks import CPU, Dtypes, Shape, require
 from ..layouts import VectorLayout
 from ..rule import Rule
-from ..step import Projection
 from ..types import X_BITS
-from ..weights import ExpertRows, LinearWeights, SignalWeights
+from ..weights import ExpertRows, LinearWeights, Projection, SignalWeights
 from .binding import records
 
 FLOAT32 = (torch.float32,)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..entries import CODES
-from ..step import Heads, KeptTokens
+from ..mixers.grouped import Heads, KeptTokens
 from . import launch
 from .attention import Shape, attend_kernel, join_kernel
 

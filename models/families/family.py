@@ -36,6 +36,7 @@ class GroupedQuery:
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
         gated: whether a gate scales each number of a head's output; the query projection gives it behind each query.
+        norms: what the norms of queries and keys are called.
     """
 
     normalized: Callable[[Any], bool] = lambda _config: False
@@ -46,6 +47,7 @@ class GroupedQuery:
     interleaved: bool = False
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
     gated: bool = False
+    norms: tuple[str, str] = "q_norm", "k_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Routing:
             weights are probabilities times a factor of each expert.
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
         precise: whether logits are computed in float32 whatever the rest is.
-        correction: name in the block of the bias that is added to scores for the choice alone; "" where there is none.
+        correction: name in the block of the bias that is added to scores for the choice alone, if it has it; "" where
+            none does.
         scores_by: router and weights (H,) of the experts' norm -> (E, H), by which the experts' input gives its scores.
     """
 
@@ -122,6 +125,7 @@ class Family:
         linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
         precise: name endings of tensors that are never rounded: a choice hangs on their last digits.
         block: a decoder layer's module with its experts; "" where that is the layer itself. norm: the one before them.
+            first_norm: the one before the layer's mixer. eps: the field with that of norms.
         width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
         dense_layers: configuration -> the decoder layers that have no experts. shared: the expert of all tokens.
         experts_by: the functions between an expert's matrices. biased: whether these have biases. signals: the
@@ -153,6 +157,8 @@ class Family:
     precise: tuple[str, ...] = ()
     block: str = "mlp"
     norm: str = "post_attention_layernorm"
+    first_norm: str = "input_layernorm"
+    eps: str = "rms_norm_eps"
     width: str = "intermediate_size"
     activation: str = "silu"
     dense_layers: Callable[[Any], Collection[int]] = lambda _config: ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Convolutions, Sizes
-from .family import Family, Routing
+from .family import Family, GroupedQuery, Routing
 from .storage import Apart
 
 
@@ -43,12 +43,14 @@ LFM2_MOE = Family(
     precise=(".expert_bias",),
     block="feed_forward",
     norm="ffn_norm",
+    first_norm="operator_norm",
+    eps="norm_eps",
     width="moe_intermediate_size",
     dense_layers=_dense_layers,
     routing=Routing(kind="sigmoid", correction="expert_bias"),
     normed_heads=True,
-    attention=None,
-    why="most of its layers are short convolutions, which keep a state instead of keys and values",
+    states=True,
+    attention=GroupedQuery(normalized=lambda _config: True, per_head=True, norms=("q_layernorm", "k_layernorm")),
     defaults={
         "num_dense_layers": 2,
         "num_key_value_heads": 8,

@@ -11,7 +11,9 @@ import time
 
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep
-from floe_chat.kernels.step import DenseLayer, Heads, Projection
+from floe_chat.kernels.mixers.grouped import Heads
+from floe_chat.kernels.step import DenseLayer
+from floe_chat.kernels.weights import Projection
 from torch import Tensor
 
 HIDDEN, HEADS, KEY_HEADS, DIM = 64, 32, 8, 128

@@ -20,7 +20,7 @@ from floe_chat.engine.quality.evaluate import kv_divergence
 from floe_chat.engine.quality.references import NO_SPARSITY
 from floe_chat.engine.quality.told import Told
 from floe_chat.kernels.entries import CODES, stored
-from floe_chat.kernels.step import Heads, attend
+from floe_chat.kernels.mixers.grouped import Heads, attend
 from floe_chat.models.catalog import asset
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 

@@ -15,7 +15,9 @@ from statistics import median
 
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
-from floe_chat.kernels.step import Delta, DenseLayer, Heads, Projection, Swiglu
+from floe_chat.kernels.mixers.delta import Delta
+from floe_chat.kernels.step import DenseLayer, Swiglu
+from floe_chat.kernels.weights import Projection
 
 HIDDEN, HEADS, SHARED, WIDTH, TAPS, LAYERS, WARM = 16, 32, 16, 128, 4, 30, 5
 
@@ -24,6 +26,9 @@ def layer() -> DenseLayer:
     """One of the model's, between a stream of few numbers."""
     channels = 2 * SHARED * WIDTH + HEADS * WIDTH
     delta = Delta(
+        HEADS,
+        SHARED,
+        WIDTH,
         WIDTH,
         torch.randn(TAPS, channels),
         torch.rand(HEADS),
@@ -31,21 +36,18 @@ def layer() -> DenseLayer:
         torch.ones(WIDTH),
         1e-6,
         Projection(torch.randn(2 * HEADS, HIDDEN)),
-        WIDTH,
     )
-    heads = Heads(HEADS, SHARED, WIDTH, WIDTH**-0.5)
     first, out = torch.randn(channels + HEADS * WIDTH, HIDDEN), torch.randn(HIDDEN, HEADS * WIDTH)
     beside = Swiglu(Projection(torch.randn(2, HIDDEN)), Projection(torch.randn(HIDDEN, 1)))
     norm = torch.ones(HIDDEN)
-    return DenseLayer(norm, norm, 1e-6, heads, Projection(first), Projection(out), None, beside, None, delta)
+    return DenseLayer(norm, norm, 1e-6, delta, Projection(first), Projection(out), None, beside)
 
 
 def token_ms(tokens: int) -> tuple[float, float]:
     """Of one layer, and the milliseconds in which its state's bytes are read."""
     layers = [layer() for _ in range(LAYERS)]
     steps = [NativeStep(one) for one in layers]
-    assert layers[0].delta is not None
-    states = [torch.zeros(2, layers[0].delta.state(layers[0].heads)) for _ in layers]
+    states = [torch.zeros(2, layers[0].mixer.state) for _ in layers]
     took, rope, x = list[float](), torch.zeros(2, WIDTH), torch.randn(1, HIDDEN)
     for position in range(WARM + tokens):
         where = placed(steps, [Place(rope, states, position)])

@@ -9,6 +9,7 @@ import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.families import FAMILIES
+from floe_chat.models.modules import library_model
 from torch import Tensor, nn
 
 from ..families import YARN
@@ -113,12 +114,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 20},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "routed_scaling_factor": 1.3,
+    },
+    "lfm2_moe-biased": {
+        "num_dense_layers": 0,
+        "layer_types": ["full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "conv_L_cache": 4,
+    },
     "qwen3_next": STATES,
     "qwen3_5_moe_text": STATES | {"linear_conv_kernel_dim": 3},
 }
 
 # Those that cache keys and values of each head: in 8 bits too, and by graphs on a card.
-EACH_HEAD = [name for name, fields in MODELS.items() if not fields.keys() & {"kv_lora_rank", "linear_num_key_heads"}]
+_OTHERS = {"kv_lora_rank", "linear_num_key_heads", "conv_bias", "num_dense_layers"}
+EACH_HEAD = [name for name, fields in MODELS.items() if not fields.keys() & _OTHERS]
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -130,8 +146,9 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     config: Any = AutoConfig.for_model(family, **{**SIZES, **MODELS.get(name, {}), **changes})
     torch.manual_seed(len(name))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    library_model.rename(model.model, FAMILIES[family])
     for leaf, buffer in model.named_buffers():
-        if leaf.endswith("correction_bias"):
+        if leaf.endswith(("correction_bias", "expert_bias")):
             nn.init.normal_(buffer, std=0.1)
     for leaf, parameter in model.named_parameters():
         if leaf.endswith("correction_bias"):

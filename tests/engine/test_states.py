@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat.engine.decoder.delta import chunked_rule
 from floe_chat.engine.decoder.kv_stores import Layout
+from floe_chat.engine.decoder.mixers.delta import chunked_rule
 from floe_chat.engine.decoder.state_store import EVERY, StatefulStore
-from floe_chat.kernels.step import Delta, Heads, Projection, delta_rule
+from floe_chat.kernels.mixers.delta import Delta, delta_rule
+from floe_chat.kernels.weights import Projection
 
 from ..helpers import relative_rms
 
@@ -20,13 +21,12 @@ def test_chunks_are_the_rule(heads: int, shared: int, key: int, value: int, taps
     torch.manual_seed(tokens)
     channels = 2 * shared * key + heads * value
     parts = torch.randn(taps, channels) / taps, torch.rand(heads) * 4, torch.randn(heads), torch.rand(value)
-    delta = Delta(key, *parts, 1e-6, Projection(torch.empty(0)), 2)
-    form = Heads(heads, shared, value, key**-0.5)
-    before = torch.randn(delta.state(form), dtype=torch.float64)
+    delta = Delta(heads, shared, key, value, *parts, 1e-6, Projection(torch.empty(0)))
+    before = torch.randn(delta.state, dtype=torch.float64)
     qkv = torch.randn(tokens, channels + heads * value, dtype=torch.float64)
     gates, ours, theirs = torch.randn(tokens, 2 * heads, dtype=torch.float64), before.clone(), before.clone()
-    found = chunked_rule(qkv, gates, before, form, delta, ours)
-    assert relative_rms(found, delta_rule(qkv, gates, before, form, delta, theirs)) < 1e-6  # parameters have 32 bits
+    found = chunked_rule(qkv, gates, before, delta, ours)
+    assert relative_rms(found, delta_rule(qkv, gates, before, delta, theirs)) < 1e-6  # parameters have 32 bits
     assert relative_rms(ours, theirs) < 1e-6
 
 

@@ -15,11 +15,13 @@ from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep, Place
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
 from floe_chat.kernels.entries import CODES, stored, values
+from floe_chat.kernels.mixers.grouped import Heads
+from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, Latent, ModelEnds, Projection, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, ExpertLayer, ModelEnds, Router, dense_step
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights, Planes
+from floe_chat.kernels.weights import LinearWeights, Planes, Projection
 from torch import Tensor
 
 from . import _operands as made
@@ -136,10 +138,12 @@ def latent_step(rng: Random) -> Case:
 
     def layer(g: dict[str, Any]) -> DenseLayer:
         of_queries = Projection(g["asked"]) if "asked" in g else None
-        own = Latent(still, turned, value, g["norm"], 1e-4, Projection(g["made"]), of_queries, g.get("asked_norm"))
         of_heads = Heads(heads, 1, dim, 0.4, cache_dtype=kept, inside=rank)
+        own = Latent(
+            of_heads, still, turned, value, g["norm"], 1e-4, Projection(g["made"]), of_queries, g.get("asked_norm")
+        )
         qkv, out, router = Projection(g["qkv"]), Projection(g["out"]), Router(g["router"], 1, norm_topk_prob=True)
-        return DenseLayer(g["before"], g["after"], 1e-5, of_heads, qkv, out, router, latent=own)
+        return DenseLayer(g["before"], g["after"], 1e-5, own, qkv, out, router)
 
     def found(step: Callable[..., Any], g: dict[str, Any]) -> Any:
         done = step(g["x"], None, g["rope"], g["kv"], g["position"])

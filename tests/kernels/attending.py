@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from floe_chat.kernels.entries import CODES, stored
-from floe_chat.kernels.step import Heads, KeptTokens, attend
+from floe_chat.kernels.mixers.grouped import Heads, KeptTokens, attend
 from torch import Tensor
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ from floe_chat.kernels import entries
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.step import Heads, KeptTokens
+from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 
 from ..covering import covering
 from ..helpers import relative_rms

@@ -12,8 +12,10 @@ from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.layouts import VectorLayout
-from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, Swiglu, dense_step
-from floe_chat.kernels.weights import LinearWeights
+from floe_chat.kernels.mixers.grouped import Heads
+from floe_chat.kernels.mixers.latent import Latent
+from floe_chat.kernels.step import DenseLayer, Router, Stepped, Swiglu, dense_step
+from floe_chat.kernels.weights import LinearWeights, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -139,8 +141,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
         post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
         eps=1e-5,
-        heads=heads,
-        qkv=make_projection((2 if s.gates else 1) * width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
+        mixer=heads,
+        first=make_projection((2 if s.gates else 1) * width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
         out=make_projection(s.hidden, width, s.bits, s.bias),
         router=make_router(s) if s.experts else None,
         beside=make_beside(s) if s.beside else None,
@@ -162,6 +164,12 @@ def make_beside(s: Sizes) -> Swiglu:
     return Swiglu(both, down, torch.randn(1, s.hidden) if s.gated else None)
 
 
+def heads_of(layer: DenseLayer) -> Heads:
+    """Its mixer."""
+    assert isinstance(layer.mixer, Heads)
+    return layer.mixer
+
+
 def widened(layer: DenseLayer) -> DenseLayer:
     """The same in float64."""
 
@@ -171,24 +179,19 @@ def widened(layer: DenseLayer) -> DenseLayer:
             return Projection(weight.double(), wide(part.bias))
         return part.double() if isinstance(part, Tensor) else part
 
-    heads = replace(layer.heads, **{name: wide(getattr(layer.heads, name)) for name in ("q_norm", "k_norm", "sinks")})
+    names = {Heads: ("q_norm", "k_norm", "sinks"), Latent: ("norm", "made", "asked", "asked_norm")}
+    mixer: Any = layer.mixer
+    mixer = replace(mixer, **{name: wide(getattr(mixer, name)) for name in names.get(type(mixer), ())})
     router = layer.router
     if router is not None:
         parts = {name: wide(getattr(router, name)) for name in ("weight", "scores", "bias", "correction", "down_bias")}
         router = replace(router, precise=False, **parts)  # which would compute logits in float32
     beside = layer.beside
     beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale))
-    latent, parts = layer.latent, ("norm", "made", "asked", "asked_norm")
-    latent = latent and replace(latent, **{name: wide(getattr(latent, name)) for name in parts})
-    names = ("input_layernorm", "post_attention_layernorm", "qkv", "out")
-    return replace(
-        layer,
-        heads=heads,
-        router=router,
-        beside=beside,
-        latent=latent,
-        **{name: wide(getattr(layer, name)) for name in names},
-    )
+    parts = {
+        name: wide(getattr(layer, name)) for name in ("input_layernorm", "post_attention_layernorm", "first", "out")
+    }
+    return replace(layer, mixer=mixer, router=router, beside=beside, **parts)
 
 
 def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -225,7 +228,8 @@ def compare(
     wide = wide.double() if sizes.kept == torch.float32 else wide
     truth = dense_step(other, x.double(), more.double() if added else None, rope.double(), wide, position)
     assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
-    heads = layer.heads
+    heads = layer.mixer.attending
+    assert heads is not None
     assert relative_rms(heads.values(kv[position], torch.float64), heads.values(wide[position], torch.float64)) <= limit
     before[position] = kv[position]
     assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99)), "more was written than this token's place"
@@ -283,7 +287,7 @@ def test_scores_of_any_size_are_weighed() -> None:
     sizes = Sizes()
     layer = make_layer(sizes)
     for scale in (1e-3, 30.0, 1e3):  # all alike; one outweighs the others by more than float32 holds
-        compare(replace(layer, heads=replace(layer.heads, scale=scale)), sizes, 150)
+        compare(replace(layer, mixer=replace(heads_of(layer), scale=scale)), sizes, 150)
 
 
 @pytest.mark.parametrize("where", ["x", "added", "kept key", "kept value"])
@@ -322,7 +326,7 @@ FOUR_BITS = make_layer(SIZES["4-bit"])
 
 
 def changed_heads(**changes: Any) -> DenseLayer:
-    return replace(LAYER, heads=replace(LAYER.heads, **changes))
+    return replace(LAYER, mixer=replace(heads_of(LAYER), **changes))
 
 
 def a_router(*shape: int, top_k: int) -> Router:
@@ -334,10 +338,10 @@ def a_router(*shape: int, top_k: int) -> Router:
     [
         pytest.param(replace(LAYER, input_layernorm=torch.ones(47)), id="narrow-norm"),
         pytest.param(replace(LAYER, post_attention_layernorm=torch.ones(48).bfloat16()), id="norm-of-16-bit"),
-        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(95, 48))), id="fewer-rows"),
-        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 47))), id="narrow-projection"),
-        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(48, 96).T)), id="not-in-one-piece"),
-        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 48), torch.zeros(95))), id="short-bias"),
+        pytest.param(replace(LAYER, first=Projection(torch.zeros(95, 48))), id="fewer-rows"),
+        pytest.param(replace(LAYER, first=Projection(torch.zeros(96, 47))), id="narrow-projection"),
+        pytest.param(replace(LAYER, first=Projection(torch.zeros(48, 96).T)), id="not-in-one-piece"),
+        pytest.param(replace(LAYER, first=Projection(torch.zeros(96, 48), torch.zeros(95))), id="short-bias"),
         pytest.param(replace(LAYER, out=Projection(torch.zeros(48, 47))), id="narrow-output"),
         pytest.param(changed_heads(num_heads=5), id="heads-that-share-unevenly"),
         pytest.param(changed_heads(head_dim=13), id="odd-heads"),

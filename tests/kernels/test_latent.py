@@ -11,7 +11,9 @@ import pytest
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.step import DenseLayer, Heads, Latent, Router, dense_step
+from floe_chat.kernels.mixers.grouped import Heads
+from floe_chat.kernels.mixers.latent import Latent
+from floe_chat.kernels.step import DenseLayer, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -58,6 +60,7 @@ def make_layer(s: Sizes) -> DenseLayer:
     torch.manual_seed(s.hidden)
     queries = s.heads * (s.still + s.turned)
     latent = Latent(
+        Heads(s.heads, 1, s.dim, 0.4, cache_dtype=s.kept, inside=s.rank),
         s.still,
         s.turned,
         s.value,
@@ -71,11 +74,10 @@ def make_layer(s: Sizes) -> DenseLayer:
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
         post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
         eps=1e-5,
-        heads=Heads(s.heads, 1, s.dim, 0.4, cache_dtype=s.kept, inside=s.rank),
-        qkv=make_projection((s.asked or queries) + s.dim, s.hidden, s.bits, bias=False),
+        mixer=latent,
+        first=make_projection((s.asked or queries) + s.dim, s.hidden, s.bits, bias=False),
         out=make_projection(s.hidden, s.heads * s.value, s.bits, bias=False),
         router=Router(torch.randn(5, s.hidden), 2, norm_topk_prob=True),
-        latent=latent,
     )
 
 
@@ -134,12 +136,13 @@ LAYER = make_layer(SIZES["asked"])
 
 
 def changed(**changes: Any) -> DenseLayer:
-    assert LAYER.latent is not None
-    return replace(LAYER, latent=replace(LAYER.latent, **changes))
+    assert isinstance(LAYER.mixer, Latent)
+    return replace(LAYER, mixer=replace(LAYER.mixer, **changes))
 
 
 def changed_heads(**changes: Any) -> DenseLayer:
-    return replace(LAYER, heads=replace(LAYER.heads, **changes))
+    assert isinstance(LAYER.mixer, Latent)
+    return changed(heads=replace(LAYER.mixer.heads, **changes))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def changed_heads(**changes: Any) -> DenseLayer:
         changed_heads(cache_dtype=CODES),
         changed_heads(clip=0.5),
         changed_heads(sinks=torch.ones(4)),
-        replace(LAYER, qkv=make_projection(44, 48, 32, bias=False)),
+        replace(LAYER, first=make_projection(44, 48, 32, bias=False)),
         replace(LAYER, out=make_projection(48, 57, 32, bias=False)),
     ],
 )

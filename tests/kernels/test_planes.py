@@ -10,8 +10,8 @@ from floe_chat.kernels.codes import pack_codes, split_codes, unpack_codes
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import ModelEnds, Projection
-from floe_chat.kernels.weights import LinearWeights, Planes
+from floe_chat.kernels.step import ModelEnds
+from floe_chat.kernels.weights import LinearWeights, Planes, Projection
 
 from ..helpers import relative_rms
 

@@ -20,9 +20,9 @@ from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import ExpertLayer, ModelEnds, Projection
+from floe_chat.kernels.step import ExpertLayer, ModelEnds
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights, Planes
+from floe_chat.kernels.weights import LinearWeights, Planes, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.listed import Total
-from ....kernels.step import KeptTokens, Stepped
+from ....kernels.mixers.grouped import Heads, KeptTokens
+from ....kernels.step import Stepped
 from ...events import Notice
 from ...experts.offloaded_layer import OffloadedLayer
 from ...quality_presets import Preset
@@ -58,7 +59,8 @@ class TokenRecord:
 
     def rehearse(self, layers: Sequence[DecoderLayer], device: torch.device) -> Tensor:
         """Write a token that is not counted, with an entry for all layers that no conversation has; returns that."""
-        heads = layers[0].heads
+        heads = layers[0].mixer.attending
+        assert heads is not None
         entry = torch.empty(1, *heads.entry, dtype=heads.cache_dtype, device=device)
         self._written[:_ADDRESSES], self._written[_ADDRESSES:], self._version = 0, entry.data_ptr(), (-1, 0)
         return entry
@@ -74,8 +76,9 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     Args:
         stream: (1, H) all that was computed before. rope: (window, 2, D). index: the layer's number.
     """
-    qkv = layer.qkv.forward(norm(stream, layer.input_layernorm, layer.eps))
-    stream = stream + layer.out.forward(kernels.attend_one(qkv, rope, kept, index, layer.heads, layer.eps))
+    assert isinstance(layer.mixer, Heads), "no kernels of other mixers"
+    given = layer.first.forward(norm(stream, layer.input_layernorm, layer.eps))
+    stream = stream + layer.out.forward(kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps))
     return layer.stepped(stream)
 
 

@@ -98,11 +98,6 @@ bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns);
 // y = x · Wᵀ + bias: x (tokens, columns) -> y (tokens, rows).
 int multiply(const floe_matrix &m, const float *x, int64_t tokens, int digits, int threads, float *y);
 
-// Numbers of a head that rope turns.
-inline int64_t turned(const floe_dense_layer &l) {
-    return l.delta != nullptr ? l.delta->turned : l.latent != nullptr ? l.latent->turned : l.dim;
-}
-
 // y = x / rms(x) · weight; y may be x.
 void normalize(const float *x, const float *weight, int64_t n, float eps, float *y);
 

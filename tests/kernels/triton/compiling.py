@@ -25,8 +25,8 @@ from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
+from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.step import Heads, KeptTokens
 from floe_chat.kernels.triton import attend, dense, launch, operations, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits

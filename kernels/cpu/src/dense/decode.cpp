@@ -28,18 +28,19 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     thread_local Buffer buffer;
     const floe_draws &d = *draws;
     const int64_t hidden = ends->hidden, vocabulary = ends->vocabulary;
-    if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1) return FLOE_BAD_SHAPE;
+    if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1 || layers->rope < 0)
+        return FLOE_BAD_SHAPE;
     uint8_t *memory = buffer.take(aligned(4 * hidden) + aligned(4 * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
-    const int64_t chosen = layers->count * layers->top_k, turn = 2 * turned(*layers->dense[0]);
+    const int64_t chosen = layers->count * layers->top_k;
     const auto began = std::chrono::steady_clock::now();
     const float reach = reach_of(*sampling, d.seen);
     int64_t token = d.token;
     for (int64_t n = 0; n < d.most;) {
         if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
         for (int64_t i = 0; i < hidden; i++) x[i] = ends->scale * ends->embedding[token * hidden + i];
-        const floe_place here = {place->rope + n * turn, place->kv, place->capacity, place->position + n};
+        const floe_place here = {place->rope + n * layers->rope, place->kv, place->capacity, place->position + n};
         const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
                                    trace->counts + 4 * n * chosen};
         int code = floe_token_step(layers, 1, x, &here, pace, &filled);

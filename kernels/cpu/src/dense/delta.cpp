@@ -1,4 +1,4 @@
-#include "delta.h"
+#include "mixers.h"
 #include "src/buffers.h"
 #include "src/thread_pool.h"
 
@@ -78,11 +78,14 @@ void one_head(void *opaque, int64_t head, int) {
 
 } // namespace
 
-bool is_delta(const floe_dense_layer &l, const floe_delta &d) {
-    if (d.key_dim < 1 || d.taps < 2 || l.latent != nullptr || l.gated) return false;
+bool is_delta(const floe_dense_layer &l) {
+    const floe_delta &d = *l.delta;
+    if (l.heads < 1 || l.kv_heads < 1 || l.dim < 1 || l.heads % l.kv_heads || d.key_dim < 1 || d.taps < 2 ||
+        l.latent != nullptr || l.gated)
+        return false;
     const Sizes of(l);
     return d.gates.row.bits == 32 && is_shape(d.gates, 2 * l.heads, l.hidden) &&
-           is_shape(l.qkv, of.channels + l.heads * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
+           is_shape(l.first, of.channels + l.heads * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
 }
 
 int64_t delta_bytes(const floe_dense_layer &l) { return aligned(4 * Sizes(l).channels) + aligned(4 * 2 * l.heads); }

@@ -1,10 +1,7 @@
-// What comes before a layer's experts, for a token of each of some texts, in float32: norm, attention, norm, router.
+// What comes before a layer's experts, for a token of each of some texts, in float32: norm, mixer, norm, router.
 //
-// Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
-// tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
-#include "delta.h"
-#include "latent.h"
-#include "parts.h"
+// Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes.
+#include "mixers.h"
 #include "src/buffers.h"
 #include "src/thread_pool.h"
 
@@ -23,16 +20,16 @@ bool fits(const floe_swiglu &s, int64_t hidden) {
     return s.neurons > 0 && is_shape(s.both, 2 * s.neurons, hidden) && is_shape(s.down, hidden, s.neurons);
 }
 
+// Bytes of scratch of a token's mixer.
+int64_t mixer_bytes(const floe_dense_layer &l, int64_t position, int threads) {
+    return l.delta != nullptr ? delta_bytes(l) : l.convolution != nullptr ? 0 : attention_bytes(l, position, threads);
+}
+
 bool fits(const floe_dense_layer &l) {
-    if (l.hidden < 1 || l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.heads % l.kv_heads) return false;
-    if (l.stored < FLOE_KEPT_FLOAT || l.stored > FLOE_KEPT_CODES) return false;
-    if (l.window < 0 || (l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
+    if (l.hidden < 1) return false;
     if (l.router.weight != nullptr && !is_router(l.router)) return false;
     if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
-    if (l.delta != nullptr) return is_delta(l, *l.delta);
-    if (l.latent != nullptr) return !l.gated && is_latent(l, *l.latent);
-    return l.dim % 2 == 0 && is_shape(l.qkv, ((l.gated ? 2 : 1) * l.heads + 2 * l.kv_heads) * l.dim, l.hidden) &&
-           is_shape(l.out, l.hidden, l.heads * l.dim);
+    return l.delta != nullptr ? is_delta(l) : l.convolution != nullptr ? is_convolution(l) : is_attention(l);
 }
 
 struct Floats {
@@ -50,115 +47,6 @@ void multiply_floats(const float *w, const float *x, int64_t tokens, int64_t row
             dense_ops().multiply(f.w + first * f.n, f.x + t * f.n, count, f.n, f.y + t * f.rows + first);
     };
     parallel_for(4 * rows * n < kSmall ? 1 : threads, (rows + kItemRows - 1) / kItemRows, work, &floats);
-}
-
-// Norms and limit of the joined queries, keys and values, as some families have them.
-void prepare_heads(const floe_dense_layer &l, float *qkv) {
-    const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
-    if (l.q_norm != nullptr && l.each_head) {
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
-            normalize(qkv + h * l.dim, h < l.heads ? l.q_norm : l.k_norm, l.dim, l.eps, qkv + h * l.dim);
-    } else if (l.q_norm != nullptr) {
-        normalize(qkv, l.q_norm, queries, l.eps, qkv);
-        normalize(qkv + queries, l.k_norm, keys, l.eps, qkv + queries);
-    }
-    for (int64_t i = 0; l.clip < INFINITY && i < queries + 2 * keys; i++) // NaN is left as it is
-        qkv[i] = qkv[i] < -l.clip ? -l.clip : qkv[i] > l.clip ? l.clip : qkv[i];
-}
-
-struct Attention {
-    Heads h;
-    const float *queries;
-    const uint8_t *kv;
-    int64_t tokens;
-    float *scores; // of each thread
-    Share *shares; // (spans, heads)
-    float *sums;   // (spans, heads, V)
-    const float *sinks;
-};
-
-void attend_span(void *opaque, int64_t span, int worker) {
-    const Attention &a = *(const Attention *)opaque;
-    const int64_t first = span * kSpan, count = a.tokens - first < kSpan ? a.tokens - first : kSpan;
-    dense_ops().attend(a.h, a.queries, a.kv + first * a.h.bytes(), count, a.scores + worker * a.h.heads * kSpan,
-                       a.shares + span * a.h.heads, a.sums + span * a.h.heads * a.h.value());
-}
-
-// The spans' results in one: out (heads, V), which may be the first span's sums.
-void join_spans(const Attention &a, int64_t spans, float *out) {
-    const int64_t width = a.h.value();
-    for (int64_t q = 0; q < a.h.heads; q++) {
-        float most = a.shares[q].most;
-        if (a.sinks != nullptr && a.sinks[q] > most) most = a.sinks[q];
-        for (int64_t s = 1; s < spans; s++)
-            if (a.shares[s * a.h.heads + q].most > most) most = a.shares[s * a.h.heads + q].most;
-        float total = a.sinks == nullptr ? 0 : std::exp(a.sinks[q] - most);
-        for (int64_t s = 0; s < spans; s++) {
-            Share &share = a.shares[s * a.h.heads + q];
-            share.most = std::exp(share.most - most); // the span's factor
-            total += share.most * share.total;
-        }
-        for (int64_t s = 0; s < spans; s++) {
-            const float factor = a.shares[s * a.h.heads + q].most / total;
-            const float *sums = a.sums + (s * a.h.heads + q) * width;
-            for (int64_t d = 0; d < width; d++) out[q * width + d] = factor * sums[d] + (s ? out[q * width + d] : 0);
-        }
-    }
-}
-
-// What the sizes of a token's attention are in a layer.
-struct Seen {
-    Heads heads;
-    int64_t first, tokens, spans;
-
-    Seen(const floe_dense_layer &l, int64_t position)
-        : heads{l.heads, l.kv_heads, l.dim, l.stored, l.latent == nullptr ? 0 : l.latent->rank},
-          first(l.window > 0 && l.window <= position ? position + 1 - l.window : 0), tokens(position + 1 - first),
-          spans((tokens + kSpan - 1) / kSpan) {}
-
-    int64_t bytes(const floe_dense_layer &l, int threads) const {
-        if (l.delta != nullptr) return delta_bytes(l);
-        return aligned(4 * threads * l.heads * kSpan) + aligned(4 * spans * l.heads * heads.value()) +
-               aligned(8 * spans * l.heads) + (l.gated ? aligned(4 * l.heads * l.dim) : 0) +
-               (l.latent == nullptr ? 0 : Latent::bytes(l, threads));
-    }
-};
-
-// One token: qkv as projected -> attended (out.row.n). Its keys and values are stored.
-int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int digits, int threads, uint8_t *memory,
-           float *qkv, float *attended) {
-    const Seen seen(l, place.position);
-    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim;
-    Attention a = {seen.heads, qkv, kv + seen.first * width, seen.tokens, nullptr, nullptr, nullptr, l.sinks};
-    a.scores = carve<float>(memory, threads * l.heads * kSpan);
-    a.sums = carve<float>(memory, seen.spans * l.heads * a.h.value());
-    a.shares = carve<Share>(memory, seen.spans * l.heads);
-    float *const gates = carve<float>(memory, l.gated ? queries : 0);
-    if (l.gated) { // keys and values behind the queries, as elsewhere
-        std::copy_n(qkv + queries, queries, gates);
-        std::copy_n(qkv + 2 * queries, 2 * l.kv_heads * l.dim, qkv + queries);
-    }
-    float *own = qkv + queries; // what is stored of the token
-    std::optional<Latent> through;
-    if (l.latent != nullptr) through.emplace(l, place.rope, digits, threads, qkv, memory);
-    if (!through) {
-        prepare_heads(l, qkv);
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, place.rope, l.dim);
-        for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
-    } else {
-        const int code = through->prepare();
-        if (code != FLOE_OK) return code;
-        a.queries = through->queries, own = through->vector;
-    }
-    dense_ops().keep(a.h, own, kv + place.position * width);
-    // The more heads share a key, the more there is to compute by what is read.
-    parallel_for(a.tokens * width * (1 + a.h.group() / 8) < kSmall ? 1 : threads, seen.spans, attend_span, &a);
-    join_spans(a, seen.spans, through ? a.sums : attended);
-    for (int64_t i = 0; l.gated && i < queries; i++) attended[i] /= 1 + std::exp(-gates[i]);
-    if (!through) return FLOE_OK;
-    const int code = through->release(a.sums);
-    std::copy_n(through->out, l.out.row.n, attended);
-    return code;
 }
 
 // y (tokens, H) += what every token is given besides experts, of x (tokens, H).
@@ -258,26 +146,27 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     int64_t most = 0;
     for (int64_t t = 0; t < tokens; t++) {
         if (places[t].position < 0 || places[t].position >= places[t].capacity) return FLOE_BAD_INDEX;
-        const int64_t bytes = Seen(l, places[t].position).bytes(l, threads);
+        const int64_t bytes = mixer_bytes(l, places[t].position, threads);
         most = bytes > most ? bytes : most;
     }
     const int64_t logits = r.weight == nullptr ? 0 : aligned(4 * tokens * r.experts) + aligned(4 * r.experts);
-    uint8_t *memory = buffer.take(aligned(4 * tokens * l.qkv.rows) + aligned(4 * tokens * l.out.row.n) +
+    uint8_t *memory = buffer.take(aligned(4 * tokens * l.first.rows) + aligned(4 * tokens * l.out.row.n) +
                                   (most > logits ? most : logits));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *const qkv = carve<float>(memory, tokens * l.qkv.rows);
+    float *const given = carve<float>(memory, tokens * l.first.rows);
     float *const attended = carve<float>(memory, tokens * l.out.row.n);
 
     const int64_t width = l.hidden, numbers = tokens * width;
     for (int64_t i = 0; i < numbers; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
     for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.before, width, l.eps, hidden + i);
-    int code = multiply(l.qkv, hidden, tokens, digits, threads, qkv);
+    int code = multiply(l.first, hidden, tokens, digits, threads, given);
     for (int64_t t = 0; t < tokens && code == FLOE_OK; t++) {
-        float *const own = qkv + t * l.qkv.rows, *const out = attended + t * l.out.row.n;
+        float *const own = given + t * l.first.rows, *const out = attended + t * l.out.row.n;
         void *const kv = places[t].kv[number];
-        code = l.delta == nullptr
-                   ? attend(l, places[t], (uint8_t *)kv, digits, threads, memory, own, out)
-                   : step_delta(l, places[t].position, (float *)kv, hidden + t * width, threads, memory, own, out);
+        if (l.delta != nullptr)
+            code = step_delta(l, places[t].position, (float *)kv, hidden + t * width, threads, memory, own, out);
+        else if (l.convolution != nullptr) step_convolution(l, places[t].position, (float *)kv, own, out);
+        else code = attend(l, places[t], (uint8_t *)kv, digits, threads, memory, own, out);
     }
     if (code == FLOE_OK) code = multiply(l.out, attended, tokens, digits, threads, hidden);
     if (code != FLOE_OK) return code;

@@ -54,7 +54,7 @@ bool is_latent(const floe_dense_layer &layer, const floe_latent &l) {
     const int64_t queries = queries_of(layer, l);
     if ((l.asked == nullptr) != (l.asked_norm == nullptr)) return false;
     if (l.asked != nullptr && !is_shape(*l.asked, queries, l.asked->row.n)) return false;
-    return is_shape(layer.qkv, projected(layer, l) + layer.dim, layer.hidden) &&
+    return is_shape(layer.first, projected(layer, l) + layer.dim, layer.hidden) &&
            is_shape(layer.out, layer.hidden, layer.heads * l.value);
 }
 

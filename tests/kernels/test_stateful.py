@@ -1,4 +1,4 @@
-"""The compiled step with the gated delta rule, against its definition in float64."""
+"""The compiled step with mixers that keep a state, against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
-from floe_chat.kernels.step import Delta, DenseLayer, Heads, Router, dense_step
+from floe_chat.kernels.mixers.convolution import Convolution
+from floe_chat.kernels.mixers.delta import Delta
+from floe_chat.kernels.step import DenseLayer, Router, dense_step
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -19,7 +21,7 @@ __all__ = ["compiled"]  # a fixture of all tests here
 
 @dataclass(frozen=True)
 class Sizes:
-    """heads: of values. shared: of queries and keys. bits: of the projections, 32 for plain ones."""
+    """Of a gated delta rule. heads: of values. shared: of queries and keys. bits: of the projections, 32 for plain."""
 
     hidden: int = 48
     heads: int = 4
@@ -45,53 +47,83 @@ SIZES = {
 LIMIT = 2e-5
 
 
-def make_layer(s: Sizes) -> DenseLayer:
+@dataclass(frozen=True)
+class Short:
+    """Sizes of a short convolution."""
+
+    hidden: int = 48
+    taps: int = 3
+    bias: bool = False
+    bits: int = 32
+
+
+EVERY = SIZES | {
+    "convolution": Short(),
+    "convolution-least": Short(1, 2),
+    "convolution-odd": Short(35, 5, bias=True),
+    "convolution-4-bit": Short(128, 4, bias=True, bits=4),
+}
+
+
+def make_layer(s: Sizes | Short) -> DenseLayer:
     """Random weights."""
     torch.manual_seed(s.hidden)
-    delta = Delta(
+    mixer = make_delta(s) if isinstance(s, Sizes) else make_convolution(s)
+    first, out = mixer.sizes
+    return DenseLayer(
+        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        eps=1e-5,
+        mixer=mixer,
+        first=make_projection(first, s.hidden, s.bits, bias=False),
+        out=make_projection(s.hidden, out, s.bits, bias=False),
+        router=Router(torch.randn(5, s.hidden), 2, norm_topk_prob=True),
+    )
+
+
+def make_convolution(s: Short) -> Convolution:
+    return Convolution(torch.randn(s.taps, s.hidden) / s.taps, torch.randn(s.hidden) if s.bias else None)
+
+
+def make_delta(s: Sizes) -> Delta:
+    return Delta(
+        s.heads,
+        s.shared,
         s.key,
+        s.value,
         torch.randn(s.taps, s.channels) / s.taps,
         torch.rand(s.heads) * 4,
         torch.randn(s.heads),
         1 + 0.3 * torch.randn(s.value),
         1e-4,
         make_projection(2 * s.heads, s.hidden, 32, bias=False),
-        8,
-    )
-    return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        eps=1e-5,
-        heads=Heads(s.heads, s.shared, s.value, s.key**-0.5),
-        qkv=make_projection(s.channels + s.heads * s.value, s.hidden, s.bits, bias=False),
-        out=make_projection(s.hidden, s.heads * s.value, s.bits, bias=False),
-        router=Router(torch.randn(5, s.hidden), 2, norm_topk_prob=True),
-        delta=delta,
     )
 
 
 def wide(layer: DenseLayer) -> DenseLayer:
     """In float64."""
-    delta = layer.delta
-    assert delta is not None
+    delta = layer.mixer
+    if isinstance(delta, Convolution):
+        bias = None if delta.bias is None else delta.bias.double()
+        return replace(widened(layer), mixer=Convolution(delta.conv.double(), bias))
+    assert isinstance(delta, Delta)
     parts = {name: getattr(delta, name).double() for name in ("conv", "decay", "bias", "norm")}
     weight = delta.gates.weight
     assert isinstance(weight, Tensor)
     gates = replace(delta.gates, weight=weight.double())
-    return replace(widened(layer), delta=replace(delta, gates=gates, **parts))
+    return replace(widened(layer), mixer=replace(delta, gates=gates, **parts))
 
 
 def make_states(layer: DenseLayer, position: int) -> Tensor:
     """Of which the one that the token may not look at is NaN."""
-    assert layer.delta is not None
-    states = torch.full((2, layer.delta.state(layer.heads)), NAN)
+    states = torch.full((2, layer.mixer.state), NAN)
     states[position % 2] = torch.randn(states.shape[1])
     return states
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", EVERY.values(), ids=EVERY)
 @pytest.mark.usefixtures("isa")
-def test_it_is_the_definition_token_after_token(sizes: Sizes) -> None:
+def test_it_is_the_definition_token_after_token(sizes: Sizes | Short) -> None:
     layer = make_layer(sizes)
     step, other, rope = NativeStep(layer), wide(layer), torch.zeros(2, 8)
     states = make_states(layer, 5)
@@ -128,12 +160,12 @@ def test_what_is_not_a_number_reaches_the_result() -> None:
     assert bool(stepped.stream.isnan().any()) and bool(stepped.hidden.isnan().all())
 
 
-LAYER = make_layer(SIZES["small"])
+LAYER, SHORT = make_layer(SIZES["small"]), make_layer(EVERY["convolution"])
 
 
 def changed(**changes: Any) -> DenseLayer:
-    assert LAYER.delta is not None
-    return replace(LAYER, delta=replace(LAYER.delta, **changes))
+    assert isinstance(LAYER.mixer, Delta)
+    return replace(LAYER, mixer=replace(LAYER.mixer, **changes))
 
 
 @pytest.mark.parametrize(
@@ -149,9 +181,14 @@ def changed(**changes: Any) -> DenseLayer:
         changed(norm=torch.ones(9)),
         changed(gates=make_projection(7, 48, 32, bias=False)),
         changed(gates=make_projection(8, 48, 8, bias=False)),
-        replace(LAYER, qkv=make_projection(103, 48, 32, bias=False)),
+        replace(LAYER, first=make_projection(103, 48, 32, bias=False)),
         replace(LAYER, out=make_projection(48, 41, 32, bias=False)),
-        replace(LAYER, heads=replace(LAYER.heads, num_kv_heads=3)),
+        replace(SHORT, mixer=Convolution(torch.ones(1, 48))),
+        replace(SHORT, mixer=Convolution(torch.ones(3, 47))),
+        replace(SHORT, mixer=Convolution(torch.ones(3, 48, dtype=torch.float64))),
+        replace(SHORT, mixer=Convolution(torch.ones(3, 48), torch.ones(47))),
+        changed(shared=3),
+        changed(value_dim=0),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:

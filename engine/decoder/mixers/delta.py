@@ -1,6 +1,4 @@
-"""Layers that keep a state by the gated delta rule: read from transformers' modules, and computed by torch's operations
-for many tokens, or on a device without a compiled step.
-"""
+"""The gated delta rule, of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -10,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.step import Delta, Heads, Projection, convolved, delta_rule, gated, steps_of
-from .blocks import in_order
-from .state_store import StatefulStore
+from ....kernels.mixers.delta import Delta, convolved, delta_rule, gated, steps_of
+from ....kernels.weights import Projection
+from ..blocks import in_order
+from ..kv_stores import GrowingStore
+from ..state_store import StatefulStore
 
 _CHUNK = 64  # tokens
 
 
-def read_delta(mixer: Any, turned: int) -> tuple[Heads, nn.Module, Delta]:
-    """The heads of a layer, its first projection, and the rest.
-
-    Args:
-        turned: what rope turns of other layers' heads.
+def read_delta(mixer: Any) -> tuple[nn.Module, Delta]:
+    """The first projection of a layer, and its mixer.
 
     Raises:
         Unsupported: projections that cannot be joined.
@@ -38,16 +35,18 @@ def read_delta(mixer: Any, turned: int) -> tuple[Heads, nn.Module, Delta]:
         whole = in_order(mixer, ("in_proj_qkv", "in_proj_z"), None, "query, key, value and gate")
         gates = torch.cat([mixer.in_proj_b.weight, mixer.in_proj_a.weight])
     delta = Delta(
+        heads,
+        shared,
         key,
+        width,
         mixer.conv1d.weight[:, 0].T.contiguous(),
         mixer.A_log.float().exp(),
         mixer.dt_bias.float(),
         mixer.norm.weight,
         mixer.norm.variance_epsilon,
         Projection(gates.contiguous()),
-        turned,
     )
-    return Heads(heads, shared, width, key**-0.5, cache_dtype=torch.float32), whole, delta
+    return whole, delta
 
 
 def _by_part(groups: int, parts: list[int], device: torch.device) -> Tensor:
@@ -57,31 +56,31 @@ def _by_part(groups: int, parts: list[int], device: torch.device) -> Tensor:
 
 
 class DeltaRule:
-    """The layers with states in one pass of a text."""
+    """The rule in all its layers of one pass. Args: as for `GroupedAttention`."""
 
-    def __init__(self, layers: Sequence[Any], store: StatefulStore) -> None:
-        self._layers, self._store = layers, store
+    def __init__(self, mixers: Sequence[object], _eps: float, store: GrowingStore, rope: Tensor, _start: int) -> None:
+        assert isinstance(store, StatefulStore)
+        self._of, self._store, self.tokens = mixers, store, len(rope)
 
     def __call__(self, index: int, projected: Tensor) -> Tensor:
         """What heads give, (T, heads * D), by layer `index`'s first projection and gates; the store's next state is the
         one behind these tokens.
         """
-        layer = self._layers[index]
-        heads, delta = layer.heads, layer.delta
-        before = self._store.state(index)
-        qkv, gates = projected.split([projected.shape[1] - 2 * heads.num_heads, 2 * heads.num_heads], 1)
+        delta, before = self._of[index], self._store.state(index)
+        assert isinstance(delta, Delta)
+        qkv, gates = projected.split([projected.shape[1] - 2 * delta.heads, 2 * delta.heads], 1)
         after = torch.empty_like(before)
         rule = delta_rule if len(qkv) == 1 else chunked_rule
-        out = rule(qkv, gates, before, heads, delta, after)
+        out = rule(qkv, gates, before, delta, after)
         self._store.next_state(index, after)
         return out
 
 
-def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, heads: Heads, delta: Delta, after: Tensor) -> Tensor:
-    """`kernels.step.delta_rule` of many tokens, as products of matrices, `_CHUNK` tokens at once (arXiv 2412.06464,
+def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, delta: Delta, after: Tensor) -> Tensor:
+    """`delta_rule` of many tokens, as products of matrices, `_CHUNK` tokens at once (arXiv 2412.06464,
     section 3.3).
     """
-    parts, window, state = convolved(qkv, before, heads, delta)
+    parts, window, state = convolved(qkv, before, delta)
     beta, decay = steps_of(gates, delta)
     queries, keys, values = (part.transpose(0, 1) for part in parts)
     found: list[Tensor] = []

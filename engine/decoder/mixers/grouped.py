@@ -1,22 +1,23 @@
-"""Attention for many tokens at once, or for one without a compiled step, by torch's operations on any device.
-
-Attention owns the layout of its cache: a store (kv_stores.py) holds entries of the shape that it names.
+"""Grouped-query attention. It owns the layout of its cache: a store (kv_stores.py) holds entries of the shape that it
+names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...kernels.entries import CODES, stored
-from ...kernels.step import turned
-from .kv_stores import GrowingStore
-from .layers import DecoderLayer, norm
+from ....kernels.entries import CODES, stored
+from ....kernels.mixers.grouped import Heads
+from ....models.families import Family
+from ....models.families.family import GroupedQuery
+from ..blocks import Unsupported, in_order, norm_weight
+from ..kv_stores import GrowingStore
 
 
 class Part(Protocol):
@@ -56,29 +57,37 @@ class GroupedAttention:
     """Grouped-query attention in all layers of one pass. An entry of the store is a token's keys, then its values.
 
     Args:
-        rope: (T, 2, D) of the tokens' positions, from `start` on; with a `part` of these only.
+        mixers: of all layers. eps: of the norms of heads. rope: (T, 2, D) of the tokens' positions, from `start` on;
+            with a `part` of these only.
     """
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int, part: Part | None = None
+        self,
+        mixers: Sequence[object],
+        eps: float,
+        store: GrowingStore,
+        rope: Tensor,
+        start: int,
+        part: Part | None = None,
     ) -> None:
-        self._layers, self.tokens, self._part = layers, len(rope), part
+        self._eps, self.tokens, self._part = eps, len(rope), part
         end = start + (len(rope) if part is None else part.tokens)
         self._places = store.places(end)
-        attending = [index for index, layer in enumerate(layers) if layer.delta is None]
-        self._number, heads = {index: number for number, index in enumerate(attending)}, layers[attending[0]].heads
+        attending = [(index, mixer) for index, mixer in enumerate(mixers) if isinstance(mixer, Heads)]
+        self._of = {index: (number, heads) for number, (index, heads) in enumerate(attending)}
+        heads = attending[0][1]
         # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
         cos, sin = rope[:, :1], rope[:, 1:]
         turned, still = heads.num_heads + heads.num_kv_heads, (self.tokens, heads.num_kv_heads, heads.head_dim)
         self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
         self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
         self._views: dict[int | None, _View] = {}
-        for window in {layers[index].heads.window for index in attending}:
+        for window in {each.window for _, each in attending}:
             first = 0 if window is None else max(0, start + 1 - window)
             groups = store.seen(first, end)
             entries = [layer for group in groups for layer in group.unbind(0)]
             both = [each for group in groups for each in _ready(group, rope.device)]
-            mask = _mask(first, start, end, window, rope.device)
+            mask = causal_mask(first, start, end, window, rope.device)
             if part is not None:
                 mask = _seen(mask, part.tokens, rope.device)
                 assert mask is not None
@@ -89,13 +98,13 @@ class GroupedAttention:
         """What heads see, (T, heads * D), by layer `index`'s first projection (T, ...); sets the keys and values of the
         pass's tokens.
         """
-        layer, heads, number = self._layers[index], self._layers[index].heads, self._number[index]
+        number, heads = self._of[index]
         wide, gates = heads.num_heads * heads.head_dim, None
         if heads.gated:
             gates = projected[:, wide : 2 * wide]
             projected = torch.cat([projected[:, :wide], projected[:, 2 * wide :]], 1)
         qkv = projected.view(self.tokens, -1, heads.head_dim)
-        self._prepare(qkv, layer)
+        self._prepare(qkv, heads)
         qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
         place = self._places[number]
@@ -107,39 +116,32 @@ class GroupedAttention:
         if ready is None:
             (ready,) = _split(heads.values(view.entries[number].to(qkv.device), qkv.dtype)[None])
         keys, values = ready[0].to(qkv.dtype), ready[1].to(qkv.dtype)
-        out = attend(layer, queries, keys, values, view.mask)
+        out = attend(heads, queries, keys, values, view.mask)
         return out if gates is None else out * gates.sigmoid()
 
-    def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
+    def _prepare(self, qkv: Tensor, heads: Heads) -> None:
         """The steps of some families before rope: norms of queries and keys, clipping; in place, (T, all heads, D)."""
-        heads = layer.heads
         if heads.q_norm is not None and heads.k_norm is not None:
             parts = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), 1)
             for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
-                normed = norm(part.reshape(self.tokens, -1, len(weight)), weight, layer.eps)
+                normed = F.rms_norm(part.reshape(self.tokens, -1, len(weight)), weight.shape, weight, self._eps)
                 part.copy_(normed.view(part.shape))
         if heads.clip is not None:
             qkv.clamp_(-heads.clip, heads.clip)
 
     # Key heads are in the batch dimension, so that query heads which share one need no copy of it.
 
-    def _attend_one(
-        self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None
-    ) -> Tensor:
+    def _attend_one(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
         """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
-        heads = layer.heads
         if heads.sinks is not None:
-            return self._attend_any(layer, queries, keys, values, _mask)
+            return self._attend_any(heads, queries, keys, values, _mask)
         grouped = queries.view(
             heads.num_kv_heads, 1, -1, heads.head_dim
         )  # as if they were positions: all see all tokens
         return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
 
-    def _attend_any(
-        self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _attend_any(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
-        heads = layer.heads
         groups = heads.num_heads // heads.num_kv_heads
         grouped = queries.unflatten(1, (heads.num_kv_heads, groups)).permute(1, 2, 0, 3)
         if heads.sinks is not None:
@@ -152,45 +154,6 @@ class GroupedAttention:
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
         return out.permute(2, 0, 1, 3).reshape(self.tokens, -1)
-
-
-class LatentAttention:
-    """Attention through a latent vector in all layers of one pass: keys and values are made of all that is stored.
-
-    Args: as for `GroupedAttention`; rope is of what is turned.
-    """
-
-    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers, self.tokens, end = layers, len(rope), start + len(rope)
-        self._places = store.places(end)
-        self._entries = [layer for group in store.seen(0, end) for layer in group.unbind(0)]
-        self._cos, self._sin = rope[:, 0], rope[:, 1]
-        self._mask = _mask(0, start, end, None, rope.device)
-
-    def __call__(self, index: int, joined: Tensor) -> Tensor:
-        """As `GroupedAttention`."""
-        heads, latent = self._layers[index].heads, self._layers[index].latent
-        assert latent is not None
-        asked, vector, key = joined.split([joined.shape[1] - heads.head_dim, latent.norm.numel(), latent.turned], 1)
-        entry = torch.cat([norm(vector, latent.norm, latent.eps), turned(key, self._cos, self._sin)], 1)
-        place = self._places[index]
-        place.copy_(stored(entry[:, None], place.dtype))
-        if latent.asked is not None and latent.asked_norm is not None:
-            asked = latent.asked(norm(asked, latent.asked_norm, latent.eps))
-        still, moved = asked.view(self.tokens, heads.num_heads, -1).split([latent.still, latent.turned], 2)
-        moved = turned(moved, self._cos[:, None], self._sin[:, None])
-        seen = heads.values(self._entries[index].to(joined.device), joined.dtype)[:, 0]
-        vectors, shared = seen.split([latent.norm.numel(), latent.turned], 1)
-        made = latent.made(vectors).view(len(seen), heads.num_heads, -1)
-        keys, values = made.split([latent.still, latent.value], 2)
-        keys = torch.cat([keys, shared[:, None].expand(-1, heads.num_heads, -1)], 2)
-        out = F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in (torch.cat([still, moved], 2), keys, values)),
-            attn_mask=self._mask,
-            is_causal=self._mask is None and self.tokens > 1,
-            scale=heads.scale,
-        )
-        return out[0].transpose(0, 1).reshape(self.tokens, -1)
 
 
 def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
@@ -226,9 +189,76 @@ def _split(group: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*(part.unbind(0) for part in both.chunk(2, 1)), strict=True))
 
 
-def _mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+def causal_mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
     """Which of tokens first..end-1 each of start..end-1 sees, (T, N); None for plain causal attention or one token."""
     if end - start == 1 or (start == 0 and (window is None or window >= end)):
         return None
     ago = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
     return ago >= 0 if window is None else (ago >= 0) & (ago < window)
+
+
+def read_grouped(
+    attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
+) -> tuple[nn.Module, Heads]:
+    """The first projection of layer `index`, and its mixer.
+
+    Args:
+        kept: dtype of what is stored. order: of the dimensions of heads, see `layers.Rope`.
+
+    Raises:
+        Unsupported: projections that cannot be joined, or norms that rope's order does not reach.
+    """
+    heads = _read_heads(attention, index, family, config, kept, order)
+    return _projections(attention, heads, order), heads
+
+
+def _read_heads(
+    attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
+) -> Heads:
+    kind = family.attention
+    assert isinstance(kind, GroupedQuery)
+    norms = [getattr(attention, name) for name in kind.norms] if kind.normalized(config) else []
+    return Heads(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        window=kind.window(config, index),
+        clip=getattr(config, "clip_qkv", None),
+        q_norm=_turned(norm_weight(family, norms[0]), order) if norms else None,
+        k_norm=_turned(norm_weight(family, norms[1]), order) if norms else None,
+        cache_dtype=kept,
+        sinks=attention.sinks if kind.sinks else None,
+        gated=kind.gated,
+    )
+
+
+def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
+    """Those of queries, keys and values as one, the dimensions of heads in that order."""
+    rows = None if order is None and not heads.gated else _all_heads(heads, order)
+    return in_order(attention, ("q_proj", "k_proj", "v_proj"), rows, "query, key and value")
+
+
+def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
+    """A norm's weights for heads in that order."""
+    if order is None:
+        return weight
+    if weight.numel() != order.numel():
+        raise Unsupported("rope turns a part of each head, and heads are normalized together")
+    return weight[order]
+
+
+def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
+    """The rows of the joined projections with the dimensions of each head of queries and keys in that order, and the
+    queries' gates, if there are any, behind all queries.
+    """
+    width = heads.head_dim
+    order = torch.arange(width) if order is None else order
+    each = torch.arange(heads.num_heads, device=order.device)[:, None] * (2 if heads.gated else 1) * width
+    queries = [(each + order).flatten()]
+    if heads.gated:
+        queries.append((each + width + torch.arange(width, device=order.device)).flatten())
+    first = sum(map(len, queries)) + torch.arange(heads.num_kv_heads, device=order.device)[:, None] * width
+    keys = (first + order).flatten()
+    values = torch.arange(len(keys), device=order.device) + sum(map(len, queries)) + len(keys)
+    return torch.cat([*queries, keys, values])

@@ -1,0 +1,55 @@
+"""A short convolution of a few tokens, gated before and behind (LFM2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """y = c * conv(b * x), where the first projection gives b, c and x, H numbers each.
+
+    Attributes:
+        conv: (taps, H), the oldest token's factors first. bias: (H,) of its result.
+    """
+
+    conv: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def attending(self) -> None:
+        """Nothing is stored token by token."""
+
+    @property
+    def turned(self) -> int:
+        """How many numbers of a head rope turns: none."""
+        return 0
+
+    @property
+    def state(self) -> int:
+        """Numbers of a text's state: b * x of the tokens before."""
+        taps, channels = self.conv.shape
+        return (taps - 1) * channels
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of the layer's first projection, and columns of the one back."""
+        channels = self.conv.shape[-1]
+        return 3 * channels, channels
+
+
+def convolution(given: Tensor, before: Tensor, mixer: Convolution, after: Tensor) -> Tensor:
+    """given (T, 3 H), as projected -> (T, H). before: (numbers,) the state before these tokens. after: where the one
+    behind them goes.
+    """
+    taps, channels = mixer.conv.shape
+    b, c, x = given.split(channels, 1)
+    inside = torch.cat([before.view(taps - 1, channels).to(given.dtype), b * x])
+    weight, bias = mixer.conv.T[:, None].to(given.dtype), None if mixer.bias is None else mixer.bias.to(given.dtype)
+    out = F.conv1d(inside.T[None], weight, bias, groups=channels)[0].T
+    after.copy_(inside[-(taps - 1) :].flatten())
+    return c * out
