@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...kernels.mixers.delta import CHUNK
 from .kv_cache import Held, StateCopy
 from .kv_stores import GrowingStore, Layout
 
-EVERY = 64
-"""Tokens between two copies of the newest part of a text."""
+EVERY = CHUNK
+"""Tokens between two copies of the newest part of a text: a prompt's pass has the states there."""
 
 COPIES, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
 _TURN = 1000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
