@@ -49,6 +49,7 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
+from .state_store import StatefulStore
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
@@ -299,6 +300,8 @@ class FusedDecoder:
         again = self._turns_again and kv.turn(long=self._rope.is_long(kv.length + tokens))
         store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
+        if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
+            store.turns = kv.turns
         while store.length < kv.length:  # a state cannot be cut anywhere
             some = kv.tokens[store.length :][:PREFILL_CHUNK]
             self._pass(some, store, store.length, long=kv.long)

@@ -134,6 +134,16 @@ def test_copies_are_where_turns_begin_and_end_however_long_ago() -> None:
         assert own.keeps(began) == began and asked - own.keeps(asked - 1) <= EVERY, (began, asked)
 
 
+def test_copies_of_a_long_prompt_are_where_its_turns_end() -> None:
+    own = store(most=17)
+    own.turns = [1500, 2304, 2500, 5000, 5999]
+    for _ in range(24):
+        read(own, 256)
+    for _ in range(1000):
+        read(own, 1)
+    assert [turn - own.keeps(turn) for turn in own.turns] == [28, 0, 4, 8, 47]
+
+
 def test_several_tokens_end_where_a_copy_is_due() -> None:
     own = store()
     assert own.unbroken(100) == EVERY and own.unbroken(9) == 9
@@ -300,6 +310,20 @@ class Chat:
         if (same := common(said, wanted)) < len(said):  # nothing but a tie is drawn otherwise
             (logits,) = self._alone.decoder.forward([*prompt, *said[:same]], KVCache())
             assert abs(float(logits[said[same]] - logits[wanted[same]])) < 1e-4
+
+
+def test_a_turn_far_back_in_a_prompt_is_branched_off(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, stop = random.Random(1), 2
+    turns = [[*(dice.randrange(3, 250) for _ in range(length)), stop] for length in (90, 150, 30, 120, 80)]
+    monkeypatch.setattr(StatefulStore.__init__, "__defaults__", (0,))  # four copies
+    with Engine() as engine:
+        engine.send(Load(str(pack), "Exact", "cpu", parked=0))
+        engine.until(Loaded)
+        for request, kept in enumerate((5, 2, 1)):
+            prompt = [token for turn in turns[:kept] for token in turn]
+            engine.send(asking(request, [*prompt, 7, 8], stop=[stop]))
+            end = engine.end_of(request)
+            assert isinstance(end, Finished) and 0 <= (len(prompt) - end.stats.reused_tokens) * bool(request) < EVERY
 
 
 def test_answers_at_once_begin_where_the_prompt_ends(pack: Path) -> None:
