@@ -296,7 +296,7 @@ class FusedDecoder:
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
         store = kv.store_of(GrowingStore, self._store)
-        again = self._turns_again and kv.turn(long=self._rope.is_long(kv.length + tokens))
+        again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
         while store.length < kv.length:  # a state cannot be cut anywhere

@@ -137,6 +137,7 @@ class KVCache:
     def __init__(self) -> None:
         self.store: KVStore | None = None
         self._computed = Computed()
+        self._prompt = 0  # tokens of the last one
 
     @property
     def length(self) -> int:
@@ -162,8 +163,11 @@ class KVCache:
         """See `Computed`."""
         return self._computed.long
 
-    def turn(self, *, long: bool) -> bool:
-        """Have keys turned by this set of rope's frequencies; whether what is there has to be computed again."""
+    def turn(self, tokens: int, short: int) -> bool:
+        """Have keys turned as so many more tokens need it, or the prompt that is being read: by rope's frequencies for
+        texts beyond `short` tokens, or those for others. Returns whether what is there has to be computed again.
+        """
+        long = max(self.length + tokens, self._prompt) > short
         if self._computed.long != long:
             self._computed = Computed(self._computed.tokens, long=long)
         return len(self._computed.presets) < self.length
@@ -199,7 +203,7 @@ class KVCache:
         Never all of the prompt, unless `logits` are behind it: its last token is computed for them. What a coarser
         preset computed is dropped, so that an answer has the quality of its own preset.
         """
-        kept = self.common(prompt, preset, alike=alike)
+        kept, self._prompt = self.common(prompt, preset, alike=alike), len(prompt)
         if self.store is not None:
             kept = self.store.keeps(kept)
         self.cut(kept)

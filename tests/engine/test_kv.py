@@ -123,13 +123,23 @@ def test_what_is_computed_again_is_not_alike() -> None:
     kv.cut(5)
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 3
     kv.read(3, LOGITS)
-    assert not kv.turn(long=False) and kv.logits is not None
-    assert kv.turn(long=True) and kv.turn(long=True), "a pass that broke off begins again"
+    assert not kv.turn(1, 6) and kv.logits is not None
+    assert kv.turn(1, 5) and kv.turn(1, 5), "a pass that broke off begins again"
     assert kv.logits is None and not kv.common([1, 2, 3, 4, 5, 6, 7], SAME), "nothing serves before that"
     kv.computed([6], SAME)
-    assert not kv.turn(long=True) and kv.common([1, 2, 3, 4, 5, 6, 7], SAME) == 6
+    assert not kv.turn(1, 5) and kv.common([1, 2, 3, 4, 5, 6, 7], SAME) == 6
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 0
-    assert kv.turn(long=False) and kv.length == 6
+    assert kv.turn(1, 7) and kv.length == 6
+
+
+def test_a_long_prompt_is_turned_as_one_from_its_first_part_on() -> None:
+    kv = KVCache()
+    kv.keep([1, 2, 3, 4], SAME)
+    assert not kv.turn(2, 3) and kv.long
+    kv.computed([1, 2], SAME)
+    assert not kv.turn(2, 3), "and nothing is read twice"
+    kv.keep([1, 2, 9], SAME)
+    assert kv.turn(1, 3) and not kv.long
 
 
 def test_keys_of_one_kind_are_not_taken_for_another() -> None:
