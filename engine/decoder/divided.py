@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.step import Stepped
+from .kv_cache import Held
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
 from .state_store import StatefulStore
 
@@ -66,16 +67,28 @@ class DividedStore(GrowingStore):
         for part in self.parts:
             part.trim(length)
 
-    def copied(self) -> list[Tensor]:
-        """See `GrowingStore`."""
-        return [layer for part in self.parts for layer in part.copied()]
-
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
+    def copied(self, most: int) -> Held | None:
         """See `KVStore`."""
-        first = 0
-        for part in self.parts:
-            part.put(entries[first : first + part.layout.layers], length)
-            first += part.layout.layers
+        if not 0 < self.layout.nbytes(self.layout.layers, self.length) <= most:
+            return None
+        return Held([layer[: self.length].to("cpu", copy=True) for layer in self.layers()])
+
+    def fits(self, held: Held, length: int) -> bool:
+        """See `KVStore`."""
+        return not held.copies and all(part.fits(own, length) for part, own in self._parts_of(held))
+
+    def put(self, held: Held, length: int) -> None:
+        """See `KVStore`."""
+        for part, own in self._parts_of(held):
+            part.put(own, length)
+
+    def _parts_of(self, held: Held) -> list[tuple[GrowingStore, Held]]:
+        """Each part with its layers; the last one with all that are left."""
+        entries, found = list(held.entries), list[tuple[GrowingStore, Held]]()
+        for part in self.parts[:-1]:
+            found.append((part, Held(entries[: part.layout.layers])))
+            del entries[: part.layout.layers]
+        return [*found, (self.parts[-1], Held(entries))]
 
     def reserve(self, length: int) -> None:
         """See `GrowingStore`."""

@@ -318,6 +318,7 @@ class FusedDecoder:
         if start < self._rope.short:
             most = min(most, self._rope.short - start)
         store = self._room_for(most, kv)
+        most = store.unbroken(most)
         place = Place(self._rope.tables(start, start + most, long=kv.long), self._kept(store), start)
         tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .kv_cache import KVStore
+from .kv_cache import Held, KVStore
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
 GROUP = 8  # layers whose keys and values share a tensor
@@ -137,17 +137,25 @@ class GrowingStore:
         if wanted < self.capacity and self.layout.near(wanted) > self.layout.near(self.capacity):
             self._resize(wanted)
 
-    def copied(self) -> list[Tensor]:
-        """Layer by layer, (length, *entry), in RAM."""
-        return [layer[: self.length].to("cpu", copy=True) for layer in self.layers()]
+    def copied(self, most: int) -> Held | None:
+        """See `KVStore`."""
+        fits = self.length > 0 and self.layout.nbytes(self.layout.layers, self.length) <= most
+        return Held(self._entries_copied()) if fits else None
 
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
+    def fits(self, held: Held, length: int) -> bool:
+        """See `KVStore`."""
+        return self._fits(held.entries, length) and not held.copies
+
+    def put(self, held: Held, length: int) -> None:
         """See `KVStore`."""
         self.crop(0)
         self.reserve(length)
-        for mine, layer in zip(self.layers(), entries, strict=True):
-            mine[:length] = layer[:length]
+        self._fill(held.entries, length)
         self.length = length
+
+    def unbroken(self, tokens: int) -> int:
+        """How many of so many tokens may be added before `length` is set."""
+        return tokens
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens in all.
@@ -162,7 +170,7 @@ class GrowingStore:
 
     def layers(self) -> list[Tensor]:
         """For each layer, all that is set aside, (capacity, *entry)."""
-        return [layer for group in self._all() for layer in group.unbind(0)]
+        return self._entries()
 
     def version(self) -> tuple[int, int]:
         """Another one, among all stores, whenever `layers` are at other addresses."""
@@ -176,6 +184,24 @@ class GrowingStore:
     def seen(self, start: int, end: int) -> list[Tensor]:
         """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, *entry)."""
         return [group.narrow(1, start, end - start) for group in self._all()]
+
+    def _entries(self) -> list[Tensor]:
+        return [layer for group in self._all() for layer in group.unbind(0)]
+
+    def _entries_copied(self) -> list[Tensor]:
+        """Layer by layer, (length, *entry), in RAM."""
+        return [layer[: self.length].to("cpu", copy=True) for layer in self._entries()]
+
+    def _fits(self, entries: Sequence[Tensor], length: int) -> bool:
+        layout = self.layout
+        return len(entries) == layout.layers and all(
+            one.shape[1:] == layout.entry and one.dtype == layout.dtype and len(one) >= length for one in entries
+        )
+
+    def _fill(self, entries: Sequence[Tensor], length: int) -> None:
+        """There is room."""
+        for mine, layer in zip(self._entries(), entries, strict=True):
+            mine[:length] = layer[:length]
 
     def _all(self) -> list[Tensor]:
         return [*self._on_device(), *([] if self._far is None else [self._far])]
@@ -209,7 +235,7 @@ class GrowingStore:
 
     def _move(self, near: int, capacity: int) -> None:
         """From now on so many layers are on the device. All go through RAM, so that nothing is there twice."""
-        saved = self.copied()
+        saved = self._entries_copied()
         self._far = None
         while near and not self._allotted(near, capacity):
             near -= 1
@@ -219,8 +245,7 @@ class GrowingStore:
         far = self.layout.layers - near
         self._far = self._empty(far, capacity, in_ram=True) if far else None
         self.capacity = capacity
-        for mine, layer in zip(self.layers(), saved, strict=True):
-            mine[: self.length] = layer
+        self._fill(saved, self.length)
 
     def _allotted(self, near: int, capacity: int) -> bool:
         """Whether there was as much memory as was promised."""

@@ -22,6 +22,7 @@ from .mixers.delta import DeltaRule
 from .mixers.grouped import GroupedAttention, Part
 from .mixers.latent import LatentAttention, LatentParts
 from .quantized_linear import PackedLinear
+from .state_store import StatefulStore
 
 
 class NativePass:
@@ -68,6 +69,8 @@ class TorchPass:
         self._layers, self._tokens = layers, [len(rope) for _, rope, _ in texts]
         self._texts: list[dict[type, MixerPass]] = []
         for text in texts:
+            if isinstance(text[0], StatefulStore):
+                text[0].begin(len(text[1]))
             if part is not None:
                 self._texts.append({Heads: GroupedAttention(mixers, eps, *text, part)})
             else:

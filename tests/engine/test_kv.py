@@ -107,13 +107,13 @@ def test_a_prompt_that_was_read_whole_is_alike_with_its_logits() -> None:
     kv.computed([8, 9], SAME)  # an answer
     for other, kept in ((prompt, 8), ([*prompt, 8], 6), (prompt[:7], 6), ([*prompt[:7], 9], 6)):
         assert kv.common(other, SAME, alike=True) == kept
-    assert kv.common(prompt, FINER, alike=True) == 0 and kv.common(prompt, SAME) == 7
+    assert kv.common(prompt, FINER, alike=True) == 0 and kv.common(prompt, SAME) == 8
     assert kv.logits is None  # it is behind more
     assert kv.keep(prompt, SAME, alike=True) == 8 and kv.logits is not None and torch.equal(kv.logits, LOGITS)
-    assert kv.keep(prompt, SAME) == 7  # without a seed, its last token is computed: now by itself
-    kv.computed(prompt[7:], SAME)
+    kv.cut(7)
+    kv.computed(prompt[7:], SAME)  # its last token by itself
     kv.read(7, LOGITS)
-    assert kv.common(prompt, SAME, alike=True) == 6
+    assert kv.common(prompt, SAME) == 8 and kv.common(prompt, SAME, alike=True) == 6
 
 
 def test_what_is_computed_again_is_not_alike() -> None:
