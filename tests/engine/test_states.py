@@ -62,7 +62,7 @@ def test_a_short_convolution_hands_over_the_states_on_its_way() -> None:
 
 
 def store(most: int | None = None) -> StatefulStore:
-    made = StatefulStore(Layout(3, (1, 2), 10_000, torch.float32, torch.device("cpu")), [5, 0, 7])
+    made = StatefulStore(Layout(((1, 2),), 10_000, torch.float32, torch.device("cpu")), [5, 0, 7])
     made._most = most or made._most  # pyright: ignore[reportPrivateUsage]
     return made
 
