@@ -24,10 +24,10 @@ class DividedStore(GrowingStore):
 
     def __init__(self, layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None]) -> None:
         self.parts = [
-            _store(replace(layout, layers=len(part.layers), device=part.device, most=part.most), room)
+            _store(replace(layout, entries=_among(layout, part.layers), device=part.device, most=part.most), room)
             for part, room in zip(parts, rooms, strict=True)
         ]
-        super().__init__(replace(layout, layers=0))
+        super().__init__(replace(layout, entries=()))
         self.layout = layout
 
     @property
@@ -127,6 +127,10 @@ def made_store(
     if any(states):
         return StatefulStore(layout, states, copies)
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
+
+
+def _among(layout: Layout, layers: range) -> tuple[tuple[int, ...], ...]:
+    return layout.entries[layers.start : layers.stop]
 
 
 def _store(layout: Layout, room: Room | None) -> GrowingStore:

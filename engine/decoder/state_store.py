@@ -27,7 +27,7 @@ class StatefulStore(GrowingStore):
     """See the module.
 
     Args:
-        layout: as if all layers attended. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+        layout: of the layers that attend. sizes: of each layer, how many numbers its state has; 0 for one that attends.
             copies: bytes that these may take.
 
     Attributes:
@@ -40,7 +40,7 @@ class StatefulStore(GrowingStore):
         self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
         self._states = {layer: torch.zeros(2, size, device=layout.device) for layer, size in enumerate(sizes) if size}
         self._number = {layer: number for number, layer in enumerate(self._states)}
-        super().__init__(replace(layout, layers=len(sizes) - len(self._states)))
+        super().__init__(layout)
         self._each = sum(state[0].nbytes for state in self._states.values())
         self._most = max(_FEWEST, copies // max(1, self._each))
 

@@ -62,7 +62,7 @@ def test_a_short_convolution_hands_over_the_states_on_its_way() -> None:
 
 
 def store(most: int | None = None) -> StatefulStore:
-    layout = Layout(3, (1, 2), 10_000, torch.float32, torch.device("cpu"))
+    layout = Layout(((1, 2),), 10_000, torch.float32, torch.device("cpu"))
     return StatefulStore(layout, [5, 0, 7], *([] if most is None else [most * 48]))
 
 
