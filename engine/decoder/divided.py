@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.step import Stepped
 from .kv_cache import Held
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
-from .state_store import StatefulStore
+from .state_store import COPIES, StatefulStore
 
 
 class DividedStore(GrowingStore):
@@ -114,14 +114,18 @@ class DividedStore(GrowingStore):
 
 
 def made_store(
-    layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None], states: Sequence[int] = ()
+    layout: Layout,
+    parts: Sequence[KvPart],
+    rooms: Sequence[Room | None],
+    states: Sequence[int] = (),
+    copies: int = COPIES,
 ) -> GrowingStore:
     """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one.
 
-    states: as for `StatefulStore`; empty: all layers attend.
+    states, copies: as for `StatefulStore`; empty: all layers attend.
     """
     if any(states):
-        return StatefulStore(layout, states)
+        return StatefulStore(layout, states, copies)
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
 
 

@@ -49,6 +49,7 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
+from .state_store import StatefulStore
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
@@ -304,6 +305,8 @@ class FusedDecoder:
         again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
+        if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
+            store.turns = kv.turns
         while store.length < kv.length:  # a state cannot be cut anywhere
             some = kv.tokens[store.length :][:PREFILL_CHUNK]
             self._pass(some, store, store.length, long=kv.long)
@@ -361,7 +364,7 @@ class FusedDecoder:
         kv, layout = KVCache(), self._layout(self._kv.bits)
         if self.device.type != "cpu" or self.rooms[0] is not None:
             layout = replace(layout, most=0)  # device memory is planned for one
-        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states))
+        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states, 0))
         return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
@@ -394,7 +397,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states)
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states, 0)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))

@@ -173,10 +173,14 @@ class KVCache:
     """One sequence: its token ids, and their keys and values.
 
     Only tokens that every layer has computed count, so that a cancelled or failed pass leaves the rest valid.
+
+    Attributes:
+        turns: where turns of the prompt end that is being read.
     """
 
     def __init__(self) -> None:
         self.store: KVStore | None = None
+        self.turns: list[int] = []
         self._computed = Computed()
         self._prompt = 0  # tokens of the last one
 
