@@ -35,6 +35,7 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         *(heads.clip or 0.0, heads.window or 0, normed),
         16 if math.prod(heads.entry) * heads.cache_dtype.itemsize % 16 == 0 else max(2, heads.cache_dtype.itemsize),
         heads.cache_dtype == CODES,
+        heads.num_heads if heads.gated else 0,
     )
     splits, columns, group = splits_of(device, heads), triton.next_power_of_2(dim), triton.next_power_of_2(groups)
     partial = torch.empty(heads.num_heads, splits, dim, dtype=torch.float32, device=device)
@@ -51,7 +52,10 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
             ),
         )
         sinks = sums if heads.sinks is None else heads.sinks
-        join_kernel[(heads.num_heads,)](partial, sums, sinks, y, dim, splits, columns, heads.sinks is not None)
+        gates = qkv[:, heads.num_heads * dim :]
+        join_kernel[(heads.num_heads,)](
+            *(partial, sums, sinks, gates, y, dim, splits, columns, heads.sinks is not None, heads.gated)
+        )
     return y
 
 

@@ -30,7 +30,8 @@ class Shape(NamedTuple):
     Attributes:
         heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
-            layer's address. coded: whether entries are codes, see `kernels/entries.py`.
+            layer's address. coded: whether entries are codes, see `kernels/entries.py`. gates: of the output, heads
+            behind the queries.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Shape(NamedTuple):
     normed: int
     aligned: int
     coded: bool
+    gates: int
 
 
 @device_code()
@@ -146,8 +148,9 @@ def attend_kernel(
     row = rope + at.to(tl.int64) * (2 * A.dim)
     q = turned(qkv, q_norm, head, d, live, row, A.heads, A, ALL) * A.scale
     one = tl.zeros((1,), tl.int32) + key_head
-    k = turned(qkv + A.heads * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
-    v = tl.load(qkv + (A.heads + A.kv_heads + key_head) * A.dim + d[None, :], mask=within, other=0.0).to(tl.float32)
+    behind: tl.constexpr = A.heads + A.gates
+    k = turned(qkv + behind * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
+    v = tl.load(qkv + (behind + A.kv_heads + key_head) * A.dim + d[None, :], mask=within, other=0.0).to(tl.float32)
     mine = within & (tl.zeros((1, COLUMNS), tl.int32) + split == 0)
     k = store_entry(entries, at, key_head, d, k, mine, A, STORED)
     v = store_entry(entries, at, A.kv_heads + key_head, d, clipped(v, A), mine, A, STORED)
@@ -183,10 +186,11 @@ def attend_kernel(
 
 @device_code()
 def join_kernel(
-    partial, sums, sinks, y, DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr
+    partial, sums, sinks, gates, y,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """y (heads * D): one head's splits, each by its share of the weights. sinks (heads): with SINKS, the score of one
-    more token, which has no value.
+    more token, which has no value. gates (heads * D): with GATED, y is multiplied by their sigmoids.
     """
     head = tl.program_id(0)
     split = tl.arange(0, SPLITS)
@@ -204,4 +208,6 @@ def join_kernel(
     at = place[:, None] * DIM + d[None, :]
     parts = tl.load(partial + at, mask=(d < DIM)[None, :], other=0.0)
     out = tl.sum(share[:, None] * parts, 0) / total
+    if GATED:
+        out /= 1.0 + tl.exp(-tl.load(gates + head * DIM + d, mask=d < DIM, other=0.0).to(tl.float32))
     tl.store(y + head * DIM + d, out.to(y.dtype.element_ty), mask=d < DIM)

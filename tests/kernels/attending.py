@@ -27,6 +27,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype = torch.float32
     sinks: bool = False
+    gated: bool = False
 
     def heads(self) -> Heads:
         torch.manual_seed(self.dim)
@@ -34,7 +35,7 @@ class Case:
         q_norm, k_norm = ((1 + 0.3 * torch.randn(n * self.dim)).to(self.dtype) for n in over) if over else (None, None)
         given = self.queries, self.keys, self.dim, self.dim**-0.5, self.window, self.clip
         sinks = (torch.randn(self.queries) * 2).to(self.dtype) if self.sinks else None
-        return Heads(*given, q_norm, k_norm, self.stored, sinks)
+        return Heads(*given, q_norm, k_norm, self.stored, sinks, gated=self.gated)
 
 
 CASES = {
@@ -50,6 +51,8 @@ CASES = {
     "mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=torch.bfloat16),
     "olmoe": Case(3, 3, 128, normed="all", dtype=torch.bfloat16, stored=torch.bfloat16),
     "qwen": Case(8, 1, 64, normed="head", dtype=torch.float16, stored=torch.float16),
+    "gated": Case(6, 3, 14, normed="head", gated=True),
+    "gated-window": Case(8, 1, 16, window=9, gated=True, dtype=torch.bfloat16, stored=CODES),
     "sinks": Case(sinks=True),
     "sinks-window": Case(8, 2, 16, window=100, sinks=True, stored=torch.float16),
     "gpt-oss": Case(8, 1, 64, window=128, dtype=torch.bfloat16, stored=torch.bfloat16, sinks=True),
@@ -106,7 +109,7 @@ def a_token(case: Case, position: int) -> Token:
     entries = torch.full((3, position + 5, 2 * case.keys, case.dim), NAN)
     first = 0 if case.window is None else max(0, position + 1 - case.window)
     entries[1, first:position] = random(position - first, 2 * case.keys, case.dim)
-    qkv = random(1, (case.queries + 2 * case.keys) * case.dim)
+    qkv = random(1, case.heads().sizes[0])
     return Token(qkv.to(case.dtype), rope.to(case.dtype), list(stored(entries, case.stored)), position)
 
 

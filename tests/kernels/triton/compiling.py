@@ -1,7 +1,7 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
+2/4/4-bfloat16-all, or attend-DTYPE or state-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
 instead of run.
 """
 
@@ -25,12 +25,14 @@ from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
+from floe_chat.kernels.mixers.convolution import Convolution
+from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.triton import attend, dense, launch, operations, sparse
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -46,7 +48,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
 }
-Launch = tuple[Any, list[Any]]
+Launch = tuple[Any, list[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Need:
 
 
 class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launches."""
+    """Stands in for a kernel and keeps the arguments and options of its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def record(*arguments: Any, **_options: Any) -> None:
-            self._launches.append((self._kernel, list(arguments)))
+        def record(*arguments: Any, **options: Any) -> None:
+            self._launches.append((self._kernel, list(arguments), options))
 
         return record
 
@@ -85,7 +87,7 @@ def recorded(case: str) -> list[Launch]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=32))
-        for module in (launch, operations, sparse, dense, attend):
+        for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
@@ -99,6 +101,9 @@ def call_operations(case: str) -> None:
     dtype: torch.dtype = getattr(torch, kind)
     if widths == "attend":
         call_attention(dtype)
+        return
+    if widths == "state":
+        call_states(dtype)
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
@@ -143,20 +148,36 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype) -> None:
-    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes."""
-    for heads, kv_heads, norms, window, stored in (
-        (32, 8, (0, 0), None, dtype),
-        (32, 8, (0, 0), None, CODES),
-        (16, 16, (16, 16), None, dtype),
-        (16, 16, (16, 16), None, CODES),
-        (32, 4, (1, 1), 4096, torch.float16),
+    """Attention of heads like Mixtral's, OLMoE's, Qwen3's and Qwen3.5's, with entries of their dtype, in float16 and as
+    codes.
+    """
+    for heads, kv_heads, dim, norms, window, stored, gated in (
+        (32, 8, 128, (0, 0), None, dtype, False),
+        (32, 8, 128, (0, 0), None, CODES, False),
+        (16, 16, 128, (16, 16), None, dtype, False),
+        (16, 16, 128, (16, 16), None, CODES, False),
+        (32, 4, 128, (1, 1), 4096, torch.float16, False),
+        (16, 2, 256, (1, 1), None, dtype, True),
+        (16, 2, 256, (1, 1), None, CODES, True),
     ):
-        weights = [torch.empty(count * 128, dtype=dtype) if count else None for count in norms]
-        qkv, rope = torch.empty(1, (heads + 2 * kv_heads) * 128, dtype=dtype), torch.empty(9, 2, 128, dtype=dtype)
-        kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        kernels.attend_one(
-            qkv, rope, kept, 3, Heads(heads, kv_heads, 128, 0.1, window, None, weights[0], weights[1], stored), 1e-5
-        )
+        weights = [torch.empty(count * dim, dtype=dtype) if count else None for count in norms]
+        how = Heads(heads, kv_heads, dim, 0.1, window, None, weights[0], weights[1], stored, gated=gated)
+        qkv, rope = torch.empty(1, how.sizes[0], dtype=dtype), torch.empty(9, 2, dim, dtype=dtype)
+        kernels.attend_one(qkv, rope, kept(), 3, how, 1e-5)
+
+
+def call_states(dtype: torch.dtype) -> None:
+    """Delta rules like Qwen3-Next's, and a convolution like LFM2's."""
+    conv, sizes = torch.empty(4, 8192, dtype=dtype), torch.empty(32)
+    delta = Delta(32, 16, 128, 128, conv, sizes, sizes, torch.empty(128), 1e-6, Projection(sizes))
+    kernels.delta_one(torch.empty(1, 12288, dtype=dtype), torch.empty(1, 64, dtype=dtype), kept(), 3, delta)
+    short = Convolution(torch.empty(3, 2048, dtype=dtype))
+    kernels.convolve_one(torch.empty(1, 6144, dtype=dtype), kept(), 3, short)
+
+
+def kept() -> KeptTokens:
+    """Addresses that nobody goes to."""
+    return KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 
 
 def untouched(*shape: int) -> Tensor:
@@ -167,7 +188,7 @@ def untouched(*shape: int) -> Tensor:
 def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
     """Every different kernel of a case, for every capability."""
     seen: set[str] = set()
-    for kernel, arguments in recorded(case):
+    for kernel, arguments, options in recorded(case):
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
@@ -179,13 +200,13 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
             else:
                 signature[parameter.name] = "i32"
-        key = repr((kernel.fn.__name__, signature, constants))
+        key = repr((kernel.fn.__name__, signature, constants, options))
         if key in seen:
             continue
         seen.add(key)
         for capability in capabilities:
             source = ASTSource(kernel, signature, constants, attributes)
-            binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
             loads = [
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
