@@ -116,8 +116,6 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if isinstance(self._layers[0].mixer, LatentParts):
             raise Unsupported("attention through a latent vector has no kernels there")
-        if self._stateful:
-            raise Unsupported("layers that keep a state have no kernels there")
         if any(layer.sandwich is not None for layer in self._layers):
             raise Unsupported("norms behind a layer's parts have no kernels there")
         if self._apart:

@@ -1,8 +1,8 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE or state-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
-instead of run.
+2/4/4-bfloat16-all, or attend-DTYPE or state-DTYPE. Tensors have full Mixtral size but are never touched, and launches
+are recorded instead of run.
 """
 
 from __future__ import annotations
