@@ -45,6 +45,10 @@ class Recurrent:
         """One layer's."""
         return [(2 * self.keys + 2 * self.values, hidden), (hidden, self.values)]
 
+    def state(self, _hidden: int) -> int:
+        """Numbers that one layer keeps of a text, where heads of keys are as wide as those of values."""
+        return (self.taps - 1) * (2 * self.keys + self.values) + self.values**2 // self.heads
+
     def small(self, hidden: int) -> int:
         """One layer's other weights, which every pack stores as they are."""
         own = 2 * self.heads * hidden + 2 * self.heads + self.values // self.heads
@@ -66,6 +70,10 @@ class Convolutions:
     def projections(self, hidden: int) -> list[Matrix]:
         """One layer's."""
         return [(3 * hidden, hidden), (hidden, hidden)]
+
+    def state(self, hidden: int) -> int:
+        """Numbers that one layer keeps of a text."""
+        return (self.taps - 1) * hidden
 
     def small(self, hidden: int) -> int:
         """One layer's other weights, which every pack stores as they are."""
@@ -156,6 +164,11 @@ class Sizes:
         if self.latent is not None:
             return self.attending * (self.latent.keys + self.latent.rope)
         return sum(layers * 2 * heads * size for layers, heads, size in self.caching)
+
+    @property
+    def states(self) -> int:
+        """Bytes that all layers keep of a text, whatever its length."""
+        return 4 * self.recurrent.layers * self.recurrent.state(self.hidden) if self.recurrent else 0
 
     def projections(self) -> list[Matrix]:
         """One layer's attention."""

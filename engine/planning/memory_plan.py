@@ -79,7 +79,8 @@ class Needs:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
         kv: keys and values of one token, of kv_bits. context: tokens whose keys and values are reserved.
-        captured: what a token's graphs take, with rope's table for the whole window.
+        captured: what a token's graphs take, with rope's table for the whole window. states: what layers keep of a
+            text that do not attend: those before and behind a token, and those of a prompt's pass.
     """
 
     dense: int
@@ -95,6 +96,7 @@ class Needs:
     context: int
     kv_bits: int
     captured: int
+    states: int
 
     @classmethod
     def of(
@@ -122,6 +124,7 @@ class Needs:
             context=min(reserved, window),
             kv_bits=kv_bits,
             captured=_captured(sizes, window),
+            states=3 * sizes.states,
         )
 
     @classmethod
@@ -142,6 +145,7 @@ class Needs:
             context=context,
             kv_bits=kv_bits,
             captured=_captured(sizes, sizes.window),
+            states=3 * sizes.states,
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -179,6 +183,8 @@ class Needs:
         """
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
+        if self.states:
+            uses["states"] = self.states
         if mix.gpu == self.layers:
             tokens = max(0, budget - self._weights(mix)) // self._kv_as_it_grows()
             most, reserved = tokens * self.kv, min(window, tokens)
@@ -201,7 +207,7 @@ class Needs:
         return DeviceShares(mix, rows, keys, window, min(window, keys // self.kv), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
-        return self.dense + self.captured + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+        return self.dense + self.captured + self.states + self._ups(mix) + mix.gpu * (self.rows // self.layers)
 
     def _ups(self, mix: Mix) -> int:
         return (mix.gpu + mix.pool) * (self.up // self.layers)
