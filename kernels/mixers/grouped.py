@@ -131,7 +131,8 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     count = (position + 1) * math.prod(heads.entry)
     memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
     kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
-    return attend(qkv, rope[position], kv, position, heads, eps)
+    turn = rope[position].flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
+    return attend(qkv, turn, kv, position, heads, eps)
 
 
 def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:
