@@ -89,10 +89,12 @@ class KeptTokens:
 
     Attributes:
         addresses: (L,) int64, of each layer's entries (C, *entry). position: (1,) int64, of the new token.
+        aligned: bytes that divide every address, at most 16.
     """
 
     addresses: Tensor
     position: Tensor
+    aligned: int = 16
 
 
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:

@@ -48,7 +48,10 @@ class TokenRecord:
         self._written: Any = self._pinned.numpy()
         self._there = torch.zeros_like(self._pinned, device=device)
         self.token, self.times = self._there[_ID:_POSITION], self._there[_COUNTING:_ADDRESSES]
-        self.kept = KeptTokens(self._there[_ADDRESSES:], self._there[_POSITION:_COUNTING])
+        heads = [each for each in (layer.mixer.attending for layer in layers) if each is not None]
+        # Entries of layers, which may differ, lie one behind the other.
+        aligned = math.gcd(16, *(math.prod(each.entry) * each.cache_dtype.itemsize for each in heads))
+        self.kept = KeptTokens(self._there[_ADDRESSES:], self._there[_POSITION:_COUNTING], aligned)
         self._version = -1, 0  # of the store whose addresses these are
 
     def write(self, token: int, position: int, store: GrowingStore, *, counting: bool) -> None:
