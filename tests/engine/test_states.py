@@ -254,6 +254,22 @@ def test_a_shelf_keeps_fewer_copies_before_it_drops_a_conversation() -> None:
         assert kv.keep([*text, 5], SAME) == 640 and (own.state(0) == 640).all()
 
 
+def test_a_few_tokens_more_are_brought_back_where_states_are() -> None:
+    """What a copy lacks would come on top of what is lacking since the state before."""
+    kv, shelf, text = KVCache(), KVShelf(1 << 20), list(range(700))
+    kv.store = own = store()
+    for prompt, parts, kept in (
+        (text, (90, 610), 0),
+        ([*text[:70], *text[300:]], (406,), 64),
+        ([*text[:100], 5], (11,), 90),
+    ):
+        shelf.turn_to(kv, prompt, SAME)
+        assert kv.keep(prompt, SAME) == kept
+        for part in parts:
+            read(own, part)
+        kv.computed(prompt[kept:], SAME)
+
+
 def test_what_is_alike_begins_where_a_state_is() -> None:
     """Parts of a prompt end every 100 tokens, of which not all have a copy any more."""
     kv, text = KVCache(), list(range(1000))
