@@ -40,11 +40,14 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads) -> None:
     """See `kernels.attend_one`."""
-    rows, dim, device = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, qkv.device
+    rows, dim = heads.num_heads + (1 if heads.keys_alone else 2) * heads.num_kv_heads, heads.head_dim
+    device = qkv.device
     if heads.num_heads % heads.num_kv_heads or dim % 2:
         raise ValueError(f"{heads.num_heads} heads of width {dim} over {heads.num_kv_heads} heads of keys")
     require("qkv", qkv, FLOATS, (1, rows * dim))
-    require("rope", rope, FLOATS, (len(rope), 2, dim), device)
+    require("rope", rope, FLOATS, (len(rope), *((2, dim) if rope.ndim == 3 else rope.shape[1:2])), device)
+    if not 0 <= heads.rope_at <= rope[:1].numel() - 2 * dim:
+        raise ValueError(f"rope of {rope[:1].numel()} numbers has none of width {dim} from number {heads.rope_at} on")
     require("addresses", kept.addresses, INDICES, tuple(kept.addresses.shape), device)
     require("position", kept.position, INDICES, (1,), device)
     index("layer", layer, kept.addresses.numel())

@@ -89,10 +89,12 @@ class KeptTokens:
 
     Attributes:
         addresses: (L,) int64, of each layer's entries (C, *entry). position: (1,) int64, of the new token.
+        aligned: bytes that divide every address, at most 16.
     """
 
     addresses: Tensor
     position: Tensor
+    aligned: int = 16
 
 
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
@@ -131,7 +133,8 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     count = (position + 1) * math.prod(heads.entry)
     memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
     kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
-    return attend(qkv, rope[position], kv, position, heads, eps)
+    turn = rope[position].flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
+    return attend(qkv, turn, kv, position, heads, eps)
 
 
 def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:

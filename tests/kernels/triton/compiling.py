@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -143,20 +143,26 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype) -> None:
-    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes."""
-    for heads, kv_heads, norms, window, stored in (
-        (32, 8, (0, 0), None, dtype),
-        (32, 8, (0, 0), None, CODES),
-        (16, 16, (16, 16), None, dtype),
-        (16, 16, (16, 16), None, CODES),
-        (32, 4, (1, 1), 4096, torch.float16),
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; and
+    of Gemma 4's two kinds.
+    """
+    plain = Heads(32, 8, 128, 0.1, cache_dtype=dtype)
+    gemma = Heads(16, 8, 256, 1.0, 1024, cache_dtype=dtype, v_normed=True)
+    for heads, normed in (
+        (plain, 0),
+        (replace(plain, cache_dtype=CODES), 0),
+        (replace(plain, num_heads=16, num_kv_heads=16), 16),
+        (replace(plain, num_heads=16, num_kv_heads=16, cache_dtype=CODES), 16),
+        (replace(plain, num_kv_heads=4, window=4096, cache_dtype=torch.float16), 1),
+        (gemma, 1),
+        (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, rope_at=512), 1),
+        (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, cache_dtype=CODES), 1),
     ):
-        weights = [torch.empty(count * 128, dtype=dtype) if count else None for count in norms]
-        qkv, rope = torch.empty(1, (heads + 2 * kv_heads) * 128, dtype=dtype), torch.empty(9, 2, 128, dtype=dtype)
+        weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
+        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(9, 3 * 512, dtype=dtype)
         kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        kernels.attend_one(
-            qkv, rope, kept, 3, Heads(heads, kv_heads, 128, 0.1, window, None, weights[0], weights[1], stored), 1e-5
-        )
+        given = qkv, rope if heads.v_normed else rope[:, :256].reshape(9, 2, 128), kept, 3
+        kernels.attend_one(*given, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
 
 
 def untouched(*shape: int) -> Tensor:
