@@ -176,6 +176,11 @@ class MoELayer(nn.Module):
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         """Add the experts' outputs to out (B, H), for experts with many tokens each."""
         layer, x_bits = ruled.layer, ruled.preset.x_bits
+        if shares and (together := kernels.choose(hidden.device).experts_swiglu) is not None:
+            work = Share.joined(shares)
+            given = (hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products, x_bits)
+            out += together(*given)[0]
+            return
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ...kernels.step import ExpertLayer
-from ...kernels.types import Limits, Work
+from ...kernels.types import Calls, Limits, Work
 from ...models.pack.packed_model import PackedLayer
 from ...models.packing.calibration import threshold_at
 from ..quality_presets import Preset
@@ -42,6 +43,19 @@ class Share:
                 limits = mine.thresholds[own], None if products is None else products[own]
                 found.append(cls(expert, calls.tokens[own], calls.weights[own, None], limits))
         return found
+
+    @staticmethod
+    def joined(shares: Sequence[Share]) -> Work:
+        """All of them in one."""
+        experts = torch.tensor([share.expert for share in shares])
+        counts = torch.tensor([len(share.tokens) for share in shares])
+        calls = Calls(
+            torch.cat([share.tokens for share in shares]),
+            experts.repeat_interleave(counts),
+            torch.cat([share.weights[:, 0] for share in shares]),
+        )
+        products = [share.limits[1] for share in shares if share.limits[1] is not None]
+        return Work(calls, torch.cat([share.limits[0] for share in shares]), torch.cat(products) if products else None)
 
 
 class RuledLayer:
