@@ -8,7 +8,7 @@ K experts per token, V tokens of the vocabulary, C tokens that a store of keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from .mixers.grouped import Heads, attend
 from .mixers.latent import Latent, attend_latent
 from .rule import Rule
 from .types import Limits
-from .weights import ExpertRows, Projection, SignalWeights
+from .weights import ExpertRows, Norm, Projection, SignalWeights
 
 Mixer = Heads | Latent | Delta | Convolution
 
@@ -33,13 +33,16 @@ class Router:
         weight: (E, H). norm_topk_prob: whether the weights of the chosen are made to sum to 1. dtype: of those.
         scores: (T, E) float32, where scores are left for what decides about rows, of T tokens at most; None if nobody
             asks.
-        sigmoid: whether a score is a sigmoid of its logit, and not its softmax. precise: whether logits are computed in
-            float32 whatever hidden states are.
+        kind: what a score is: a logit's softmax, or its sigmoid. With "sparsemixer" scores are the softmax, but the
+            choice is made from logits, see `_mixed`. precise: whether logits are computed in float32 whatever hidden
+            states are. jitter: how far below the best a logit may be for SparseMixer.
         bias: (E,) of the logits. correction: (E,) float32, added to scores for the choice, and not for the weights.
         groups, top_groups: experts are chosen from so many of the groups that they are divided into: those with the
             best expert, or, with a correction, the best pair. scale: of the weights.
         down_bias: (E, H) float32 of the experts' last matrices, which depends on the choice alone and joins the
             residual stream with what is beside the experts.
+        factors: (E,) of the chosen weights. norm: of the residual stream, where the router is given that instead of
+            what experts are given.
     """
 
     weight: Tensor
@@ -47,7 +50,7 @@ class Router:
     norm_topk_prob: bool
     dtype: torch.dtype = torch.float32
     scores: Tensor | None = None
-    sigmoid: bool = False
+    kind: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     precise: bool = False
     bias: Tensor | None = None
     correction: Tensor | None = None
@@ -55,6 +58,9 @@ class Router:
     top_groups: int = 1
     scale: float = 1.0
     down_bias: Tensor | None = None
+    jitter: float = 0.0
+    factors: Tensor | None = None
+    norm: Norm | None = None
 
     def bias_of(self, index: Tensor, weights: Tensor) -> Tensor | None:
         """What `down_bias` adds for a choice, index and weights (B, K): (B, H)."""
@@ -63,20 +69,26 @@ class Router:
         shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
         return shares @ bias
 
+    def choice(self, hidden: Tensor, stream: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `__call__`; by what experts are given, or by the stream."""
+        return self(hidden if self.norm is None else self.norm(stream, eps))
+
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
         if self.precise:
             logits = F.linear(hidden.float(), self.weight.float(), self.bias)
         else:
             logits = F.linear(hidden, self.weight, self.bias)
-        scores = logits.float().sigmoid() if self.sigmoid else torch.softmax(logits, -1, dtype=torch.float32)
+        scores = logits.float().sigmoid() if self.kind == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
         if self.scores is not None and len(hidden) <= len(self.scores):
             self.scores[: len(hidden)].copy_(scores)
-        weights, index = self._best(scores)
+        weights, index = self._mixed(logits) if self.kind == "sparsemixer" else self._best(scores)
         if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)
         if self.scale != 1:
             weights *= self.scale
+        if self.factors is not None:
+            weights = weights * self.factors[index]
         return index, weights.to(self.dtype)
 
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +105,19 @@ class Router:
         index = ranked.topk(self.top_k, -1).indices
         return scores.gather(-1, index), index
 
+    def _mixed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """SparseMixer (arXiv 2409.12136) as it infers: each expert is the best of those that are left. It weighs its
+        softmax among the left ones that are not more than twice the jitter below it, as a share of the larger size.
+        """
+        left, found = logits, list[tuple[Tensor, Tensor]]()
+        for _ in range(self.top_k):
+            best, index = left.max(-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > 2 * self.jitter
+            found.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, index), index))
+            left = left.scatter(-1, index, -torch.inf)
+        weights, index = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        return weights, index
+
 
 @dataclass(frozen=True, slots=True)
 class Swiglu:
@@ -100,18 +125,46 @@ class Swiglu:
 
     Attributes:
         both: gate and up, (2 S, H). down: (H, S). scale: (1, H) of a gate whose sigmoid scales y; None if there is
-            none.
+            none. function: of the gate: silu, or gelu's approximation by tanh.
     """
 
     both: Projection
     down: Projection
     scale: Tensor | None = None
+    function: Literal["silu", "gelu"] = "silu"
+
+    def gate(self, gate: Tensor) -> Tensor:
+        """What up is multiplied by."""
+        return F.silu(gate) if self.function == "silu" else F.gelu(gate, approximate="tanh")
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (B, H) -> (B, H)."""
         gate, up = self.both(hidden).chunk(2, -1)
-        y = self.down(F.silu(gate) * up)
+        y = self.down(self.gate(gate) * up)
         return y if self.scale is None else y * torch.sigmoid(F.linear(hidden, self.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Sandwich:
+    """Norms behind a layer's parts, too (Gemma): what is beside the experts does not join the stream, but them.
+
+    Attributes:
+        mixed: of what the mixer adds. before: of what is given to the part beside the experts. beside, experts: of what
+            that part and the experts give. both: of their sum. scale: of the stream behind the layer.
+    """
+
+    mixed: Norm
+    before: Norm
+    beside: Norm
+    experts: Norm
+    both: Norm
+    scale: float
+
+    def close(self, stepped: Stepped, experts: Tensor, eps: float) -> Tensor:
+        """The stream behind a layer, by what its experts give, (B, H) each."""
+        assert stepped.parallel is not None, "no part beside the experts"
+        added = self.both(stepped.parallel + self.experts(experts, eps), eps)
+        return (stepped.stream + added) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +172,20 @@ class DenseLayer:
     """The weights of a layer without its experts.
 
     Attributes:
-        input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. first: to what the mixer is
-            given. out: back to H. router: None where there are no experts. beside: what every token is given besides
-            experts.
+        input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given.
+            out: back to H. router: None where there are no experts. beside: what every token is given besides experts.
+            sandwich: where each part has a norm behind it; then it has experts and `beside`.
     """
 
-    input_layernorm: Tensor
-    post_attention_layernorm: Tensor
+    input_layernorm: Norm
+    post_attention_layernorm: Norm
     eps: float
     mixer: Mixer
     first: Projection
     out: Projection
     router: Router | None
     beside: Swiglu | None = None
+    sandwich: Sandwich | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,32 +207,40 @@ class ModelEnds:
     """The parts before the first layer and after the last.
 
     Attributes:
-        embedding: (V, H). norm: (H,) of the RMS norm after the layers. eps: of that. head: to V logits. scale: of the
-            embedding.
+        embedding: (V, H). norm: after the layers. eps: of that. head: to V logits. scale: of the embedding. cap: what
+            logits come near and never reach; None for none.
     """
 
     embedding: Tensor
-    norm: Tensor
+    norm: Norm
     eps: float
     head: Projection
     scale: float = 1.0
+    cap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, H), the residual stream behind the last layer -> (T, V)."""
-        return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))
+        return capped(self.head(self.norm(x, self.eps)), self.cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits (T, V) between -cap and cap."""
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 class Stepped(NamedTuple):
     """The result of a step.
 
     Attributes:
-        stream: (1, H) the residual after attention and what is beside the experts. hidden: (1, H) the block's input.
-            routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing.
+        stream: (1, H) the residual after the mixer and what is beside the experts. hidden: (1, H) the block's input.
+            routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing. parallel:
+            (1, H) what is beside the experts where `Sandwich` joins it with them.
     """
 
     stream: Tensor
     hidden: Tensor
     routed: tuple[Tensor, ...]
+    parallel: Tensor | None = None
 
 
 def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int) -> Stepped:
@@ -192,9 +254,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
             other place.
         position: of the token.
     """
-    width = x.shape[-1]
     stream = x if added is None else x + added
-    hidden = F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)
+    hidden = layer.input_layernorm(stream, layer.eps)
     given, mixer = layer.first(hidden), layer.mixer
     if isinstance(mixer, Heads):
         out = attend(given, rope, kv, position, mixer, layer.eps)
@@ -206,11 +267,14 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
             out = delta_rule(given, mixer.gates(hidden), before, mixer, after)
         else:
             out = convolution(given, before, mixer, after)
-    stream = stream + layer.out(out)
-    hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
-    if layer.beside is not None:
+    out, sandwich, parallel = layer.out(out), layer.sandwich, None
+    stream = stream + (out if sandwich is None else sandwich.mixed(out, layer.eps))
+    hidden = layer.post_attention_layernorm(stream, layer.eps)
+    if layer.beside is not None and sandwich is not None:
+        parallel = sandwich.beside(layer.beside(sandwich.before(stream, layer.eps)), layer.eps)
+    elif layer.beside is not None:
         stream = stream + layer.beside(hidden)
-    routed = layer.router(hidden) if layer.router else ()
+    routed = layer.router.choice(hidden, stream, layer.eps) if layer.router else ()
     if layer.router and (bias := layer.router.bias_of(*routed)) is not None:
         stream = stream + bias.to(stream.dtype)
-    return Stepped(stream, hidden, routed)
+    return Stepped(stream, hidden, routed, parallel)

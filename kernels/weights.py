@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -261,3 +261,23 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dense(x.dtype)
         return F.linear(x, weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What a vector goes through before a part of the model.
+
+    Attributes:
+        weight: (H,). bias: (H,), added behind it. kind: "rms": x / rms(x) * weight; "layer": the same of x - mean(x).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    kind: Literal["rms", "layer"] = "rms"
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        """x (..., H) -> (..., H)."""
+        if self.kind == "layer":
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
+        normed = F.rms_norm(x, self.weight.shape, self.weight, eps)
+        return normed if self.bias is None else normed + self.bias

@@ -169,10 +169,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+def make(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Path:
     """One of MODELS as transformers publishes it; correction biases stay at 32 bits, as in published checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {**_SIZES, "vocab_size": write_tokenizer(folder), **MODELS[name]}
+    fields = {**_SIZES, "vocab_size": write_tokenizer(folder), **MODELS[name], **changes}
     torch.manual_seed(seed)
     kind = name.partition(" ")[0]
     model = _model(kind, fields)

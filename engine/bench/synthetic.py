@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import psutil
@@ -22,7 +23,7 @@ from ...kernels.activation import applied
 from ...kernels.codes import group_size
 from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...models.catalog import described
-from ...models.catalog_entry import Sizes
+from ...models.catalog_entry import Convolutions, Sizes
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
 from ...models.modules import library_model
@@ -46,9 +47,24 @@ _NAMES = {
     "gpt-oss-20b": "gpt-oss-20b",
     "deepseek-v2-lite": "deepseek-v2-lite-chat",
     "qwen3.6-35b-a3b": "qwen3.6-35b-a3b",
+    "gemma-4-26b-a4b": "gemma-4-26b-a4b-it",
+    "lfm2-8b-a1b": "lfm2-8b-a1b",
+    "phi-3.5-moe": "phi-3.5-moe-instruct",
+    "glm-4.7-flash": "glm-4.7-flash",
 }
 MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _NAMES.items()}
-"""Listed models whose widths can be measured."""
+"""Published models whose widths can be measured."""
+_QWEN3_6 = MODELS["qwen3.6-35b-a3b"]
+assert _QWEN3_6.recurrent is not None
+MODELS["qwen3-next-80b-a3b"] = replace(  # not listed; its layers are those of Qwen3.6, but for experts
+    _QWEN3_6,
+    model_type="qwen3_next",
+    layers=48,
+    experts=512,
+    top_k=10,
+    vocab=151936,
+    recurrent=replace(_QWEN3_6.recurrent, layers=36),
+)
 
 
 def sizes_of(name: str) -> Sizes:
@@ -70,6 +86,25 @@ def shapes_of(name: str) -> Shapes:
     """
     sizes = sizes_of(name)
     return Shapes(sizes.hidden, sizes.intermediate, group_size(sizes.hidden), among=sizes.top_k)
+
+
+def period_of(name: str) -> int:
+    """After how many layers a model's kinds of layers repeat.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    sizes = sizes_of(name)
+    return sizes.decoder_layers // (sizes.wide.layers if sizes.wide else sizes.attending)
+
+
+def usual_layers(name: str) -> int:
+    """How many layers are measured where nobody says it: two periods, or three layers of one kind.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    return max(3, 2 * period_of(name))
 
 
 # An expert of Mixtral sees about 24 of them, which is 344,000 values for a table; one of 128 small ones sees 6.
@@ -101,19 +136,19 @@ class Spec:
     dense: int = _PACKED.dense
 
     def __post_init__(self) -> None:
-        sizes_of(self.name)
-        published = self.published_layers
-        if not 2 <= self.layers <= published:
+        period, published = period_of(self.name), self.published_layers
+        if not 2 * period <= self.layers <= published or self.layers % period:
+            kinds = f"Its kinds of layers repeat after {period}. " if period > 1 else ""
             raise UsageError(
                 f"A synthetic model cannot have {self.layers} layers",
-                "Its time per layer is the difference between runs with all layers and with the first ones.",
-                f"Give --layers 2 to {published}.",
+                f"{kinds}Its time per layer is the difference between runs with all layers and with the first ones.",
+                f"Give --layers {2 * period} to {published}{f', a multiple of {period}' if period > 1 else ''}.",
             )
         PackSpec(up=self.up, gate=self.rows, down=self.rows, dense=self.dense)
 
     @property
     def published_layers(self) -> int:
-        """Layers without experts count too: DeepSeek-V2-Lite's one is as wide as what a token uses of another."""
+        """Layers without experts count too: they are about as wide as what a token uses of another."""
         return MODELS[self.name].decoder_layers
 
     def config(self) -> Any:
@@ -123,6 +158,7 @@ class Spec:
 
         sizes = MODELS[self.name]
         family = FAMILIES[sizes.model_type]
+        family.register()
         fields: dict[str, Any] = {
             "vocab_size": sizes.vocab,
             "hidden_size": sizes.hidden,
@@ -137,7 +173,27 @@ class Spec:
             "num_experts_per_tok": sizes.top_k,
             "norm_topk_prob": True,
             "max_position_embeddings": sizes.window,
+            "tie_word_embeddings": sizes.tied,
         }
+        if (shared := family.shared) is not None:
+            fields[shared.width or shared.count] = sizes.shared // (1 if shared.width else sizes.intermediate)
+        if isinstance(sizes.recurrent, Convolutions):
+            fields |= {
+                "layer_types": ["conv", "conv", "full_attention", "conv"] * (self.layers // 4),
+                "num_dense_layers": 0,
+            }
+        if (wide := sizes.wide) is not None:
+            fields |= {
+                "global_head_dim": wide.head_dim,
+                "num_global_key_value_heads": wide.kv_heads,
+                "attention_k_eq_v": wide.keys_alone,
+                "enable_moe_block": True,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 1024,
+                "final_logit_softcapping": 30.0,
+            }
+        if family.model_type == "phimoe":
+            fields |= {"attention_bias": True, "lm_head_bias": True}
         if (latent := sizes.latent) is not None:
             del fields["head_dim"]
             fields |= {
@@ -146,8 +202,8 @@ class Spec:
                 "qk_rope_head_dim": latent.rope,
                 "qk_nope_head_dim": sizes.head_dim - latent.rope,
                 "v_head_dim": latent.value,
-                "n_shared_experts": sizes.shared // sizes.intermediate,
                 "first_k_dense_replace": 0,
+                "mlp_layer_types": ["sparse"] * self.layers,
             }
         return AutoConfig.for_model(sizes.model_type, **fields)
 
@@ -253,7 +309,10 @@ def calibrate(subject: Subject) -> None:
     layers = [module for module in subject.model.modules() if isinstance(module, MoELayer)]
     handles = [layer.register_forward_pre_hook(_measure) for layer in layers]
     family = FAMILIES[subject.manifest.architecture.model_type]
-    handles += [family.router(block).register_forward_pre_hook(_make_sure) for block in family.blocks(subject.model)]
+    top_k = subject.manifest.architecture.top_k
+    for router in map(family.router, family.blocks(subject.model)):
+        scoring = getattr(router, "proj", router)  # a router may do something to its input first
+        handles.append(scoring.register_forward_pre_hook(partial(_make_sure, top_k)))
     subject.control.preset = NO_SPARSITY
     ids = torch.tensor([subject.prompt(CALIBRATION_TOKENS)], device=subject.device)
     with torch.inference_mode():
@@ -272,13 +331,13 @@ def calibrate(subject: Subject) -> None:
         )
 
 
-def _make_sure(router: nn.Module, arguments: tuple[Tensor]) -> None:
-    """Scale the weights of a router that is about to choose: hidden (B, H).
+def _make_sure(chosen: int, router: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    """Scale the weights of a router that is about to score: hidden (B, H).
 
     Of K chosen experts the weight, times K, is below 2 · _LOW for _LOW_SHARE of them: with two as in the paper's table.
     The surer a router, the more there are, so that the scale is found by halving.
     """
-    weight, chosen = cast("Tensor", router.weight), cast("int", router.top_k)
+    weight = cast("Tensor", router.weight)
     hidden = arguments[0].reshape(-1, weight.shape[1])
     best = F.linear(hidden, weight).topk(chosen, dim=-1).values
     low, scale, high = 1e-3, 1.0, 1e5
@@ -363,7 +422,7 @@ def _dense_shapes(spec: Spec) -> dict[str, torch.Size]:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(spec.config())
-    return {name: weight.shape for name, weight in model.named_parameters() if ".experts." not in name}
+    return {name: weight.shape for name, weight in model.state_dict().items() if ".experts." not in name}
 
 
 def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
@@ -377,8 +436,10 @@ def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
             tensors[f"{layer}.scale"] = torch.full((shape[0], vector.groups), _scale(bits)).half()
             tensors[f"{layer}.zero"] = torch.full((shape[0], vector.groups), _zero(bits)).half()
         else:
-            norm = family.centred and layer.endswith(("layernorm", "q_norm", "k_norm", "model.norm"))
-            tensors[name] = torch.full(shape, float(not norm)) if len(shape) == 1 else _normal(*shape)
+            zero = family.centred and layer.endswith(("layernorm", "q_norm", "k_norm", "model.norm"))
+            tensors[name] = (
+                torch.full(shape, float(not zero and not name.endswith("bias"))) if len(shape) == 1 else _normal(*shape)
+            )
     return tensors
 
 

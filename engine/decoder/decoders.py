@@ -102,14 +102,10 @@ class LibraryDecoder:
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """See `Decoder`."""
-        store, long = kv.store_of(LibraryStore, self._store), False
-        if self._short is not None:
-            long = kv.length + len(ids) > self._short
-            if kv.length and store.long != long:
-                ids = [*kv.tokens, *ids]
-                kv.renew()
-                store = kv.store_of(LibraryStore, self._store)
-            store.long = long
+        if self._short is not None and kv.turn(len(ids), self._short):
+            ids = [*kv.tokens, *ids]
+            kv.store = None
+        store = kv.store_of(LibraryStore, self._store)
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         store.begin()
         found = self.model(input_ids=inputs, past_key_values=store.cache, use_cache=True, logits_to_keep=1)

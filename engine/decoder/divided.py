@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.step import Stepped
+from .kv_cache import Held
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
-from .state_store import StatefulStore
+from .state_store import COPIES, StatefulStore
 
 
 class DividedStore(GrowingStore):
@@ -23,10 +24,10 @@ class DividedStore(GrowingStore):
 
     def __init__(self, layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None]) -> None:
         self.parts = [
-            _store(replace(layout, layers=len(part.layers), device=part.device, most=part.most), room)
+            _store(replace(layout, entries=_among(layout, part.layers), device=part.device, most=part.most), room)
             for part, room in zip(parts, rooms, strict=True)
         ]
-        super().__init__(replace(layout, layers=0))
+        super().__init__(replace(layout, entries=()))
         self.layout = layout
 
     @property
@@ -66,16 +67,28 @@ class DividedStore(GrowingStore):
         for part in self.parts:
             part.trim(length)
 
-    def copied(self) -> list[Tensor]:
-        """See `GrowingStore`."""
-        return [layer for part in self.parts for layer in part.copied()]
-
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
+    def copied(self, most: int) -> Held | None:
         """See `KVStore`."""
-        first = 0
-        for part in self.parts:
-            part.put(entries[first : first + part.layout.layers], length)
-            first += part.layout.layers
+        if not 0 < self.layout.nbytes(self.layout.layers, self.length) <= most:
+            return None
+        return Held([layer[: self.length].to("cpu", copy=True) for layer in self.layers()])
+
+    def fits(self, held: Held, length: int) -> bool:
+        """See `KVStore`."""
+        return not held.copies and all(part.fits(own, length) for part, own in self._parts_of(held))
+
+    def put(self, held: Held, length: int) -> None:
+        """See `KVStore`."""
+        for part, own in self._parts_of(held):
+            part.put(own, length)
+
+    def _parts_of(self, held: Held) -> list[tuple[GrowingStore, Held]]:
+        """Each part with its layers; the last one with all that are left."""
+        entries, found = list(held.entries), list[tuple[GrowingStore, Held]]()
+        for part in self.parts[:-1]:
+            found.append((part, Held(entries[: part.layout.layers])))
+            del entries[: part.layout.layers]
+        return [*found, (self.parts[-1], Held(entries))]
 
     def reserve(self, length: int) -> None:
         """See `GrowingStore`."""
@@ -101,15 +114,23 @@ class DividedStore(GrowingStore):
 
 
 def made_store(
-    layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None], states: Sequence[int] = ()
+    layout: Layout,
+    parts: Sequence[KvPart],
+    rooms: Sequence[Room | None],
+    states: Sequence[int] = (),
+    copies: int = COPIES,
 ) -> GrowingStore:
     """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one.
 
-    states: as for `StatefulStore`; empty: all layers attend.
+    states, copies: as for `StatefulStore`; empty: all layers attend.
     """
     if any(states):
-        return StatefulStore(layout, states)
+        return StatefulStore(layout, states, copies)
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
+
+
+def _among(layout: Layout, layers: range) -> tuple[tuple[int, ...], ...]:
+    return layout.entries[layers.start : layers.stop]
 
 
 def _store(layout: Layout, room: Room | None) -> GrowingStore:

@@ -23,8 +23,8 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
-from ...kernels.step import ModelEnds, Stepped
-from ..experts.moe_layer import MoELayer
+from ...kernels.step import ModelEnds, Stepped, capped
+from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
@@ -40,7 +40,6 @@ from .layers import (
     check_family,
     embedded,
     kept_dtype,
-    norm,
     projection,
     read_layers,
     read_rope,
@@ -50,6 +49,7 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
+from .state_store import StatefulStore
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
@@ -76,16 +76,19 @@ class FusedDecoder:
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
-        self._layers = read_layers(model, self._kv.bits, self._rope.order)
+        self._turns_again = self._rope.is_long(window)
+        self._layers = read_layers(model, self._rope, self._kv.bits)
         self._states = [layer.mixer.state for layer in self._layers]
         self._stateful = any(self._states)
         if self._stateful and (self._kv.parts or all(self._states)):
             raise Unsupported("layers that keep a state are computed on one device, between others that attend")
-        self._heads = next(layer.mixer.attending for layer in self._layers if layer.mixer.attending)
+        attending = [layer.mixer.attending for layer in self._layers]
+        self._heads = [heads for heads in attending if heads is not None]
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
-        self._forms[self._kv.bits] = self._heads.cache_dtype
+        self._forms[self._kv.bits] = self._heads[0].cache_dtype
         stream = read_stream(model, family)
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
+        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
         self.rooms: list[Room | None] = [None] * max(1, len(self._kv.parts))
@@ -97,10 +100,12 @@ class FusedDecoder:
         self._apart = not all(layer.alone for layer in experts)
         self._card: CardToken | None = None
         self._graphs: CardLayers | CardParts | None = None
+        self._captured_rope: Tensor | None = None  # what graphs read, where there are two tables
+        self._captured_long = False
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
-            coded = self._heads.cache_dtype == CODES
+            coded = self._heads[0].cache_dtype == CODES
             self.reason += " with keys and values of 8 bits" if coded else " with latent vectors of 16 bits"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
@@ -113,9 +118,16 @@ class FusedDecoder:
             raise Unsupported("attention through a latent vector has no kernels there")
         if self._stateful:
             raise Unsupported("layers that keep a state have no kernels there")
+        if any(layer.sandwich is not None for layer in self._layers):
+            raise Unsupported("norms behind a layer's parts have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
-        rope = self._rope.tables(0, self._window)
+        rope = self._rope.tables(0, self._window, long=self._turns_again)
+        if self._turns_again:
+            if self._kv.parts:
+                raise Unsupported(f"graphs of several cards have no rope for texts beyond {self._rope.short} tokens")
+            rope = self._captured_rope = rope.clone()
+            self._captured_long = True
         ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
         if self._kv.parts:
             self._graphs = CardParts(self._layers, ends, self._kv.parts)
@@ -139,7 +151,7 @@ class FusedDecoder:
         try:
             steps = [NativeStep(layer.dense()) for layer in self._layers]
             self._model.lm_head = self._head = in_planes(self._head)
-            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale)
+            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale, self._cap)
             return steps, NativeEnds(ends)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
@@ -159,8 +171,9 @@ class FusedDecoder:
         return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms, self._states)
 
     def _layout(self, bits: int) -> Layout:
-        heads, count = replace(self._heads, cache_dtype=self._forms[bits]), len(self._layers)
-        return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
+        form = self._forms[bits]
+        entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
+        return Layout(entries, self._window, form, self.device, self._kv.most)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         given = torch.tensor(list(ids), dtype=torch.long, device=self.device)
@@ -177,15 +190,15 @@ class FusedDecoder:
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
         store = self._room_for(len(ids), kv)
         try:
-            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv.length)) is not None:
+            if len(ids) == 1 and (logits := self._by_graphs(ids[0], store, kv)) is not None:
                 return logits.clone()
-            return self._pass(ids, store, kv.length)
+            return self._pass(ids, store, kv.length, long=kv.long)
         finally:
             self._step = None  # its views would keep the store's memory
 
-    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
+    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int, *, long: bool) -> Tensor:
         end = start + len(ids)
-        rope = self._rope.tables(start, end)
+        rope = self._rope.tables(start, end, long=long)
         alike = all(isinstance(layer.mixer, Heads) for layer in self._layers)
         if self.divide is not None and alike and (part := self.divide(len(ids))) is not None:
             with part as mine:
@@ -218,9 +231,12 @@ class FusedDecoder:
         store.length = start + len(ids)
         return self._logits(part.last(x[-1:] if added is None else x[-1:] + added[-1:]))
 
-    def _by_graphs(self, token: int, store: GrowingStore, position: int) -> Tensor | None:
+    def _by_graphs(self, token: int, store: GrowingStore, kv: KVCache) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
-        count = self._config.num_hidden_layers
+        count, position = self._config.num_hidden_layers, kv.length
+        if self._captured_rope is not None and kv.long != self._captured_long:
+            self._captured_long, short = kv.long, self._rope.short
+            self._captured_rope[:short] = self._rope.tables(0, short, long=kv.long)
         if self._card is not None and self._card.ready(count):
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:
@@ -260,13 +276,13 @@ class FusedDecoder:
         return self._logits(x[-keep:] if added is None else x[-keep:] + added[-keep:])
 
     def _walk(self, step: DenseCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (T, H) before the last layer's block, and what that adds to it."""
+        """The stream behind all layers (T, H), and what has still to be added to it."""
         self._step = step
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
-            x, hidden, routed = step(index, x, added)
-            self._stream = x
-            added = None if layer.experts is None else layer.experts(hidden, *routed)
+            stepped = self._stepped = step(index, x, added)
+            experts = None if layer.experts is None else layer.experts(stepped.hidden, *stepped.routed)
+            x, added = layer.behind(stepped, experts)
         return x, added
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
@@ -277,7 +293,7 @@ class FusedDecoder:
         """(N, H) after the last layer -> (N, V)."""
         last = last.to(self.device)
         if self.ends is None or len(last) > 1:
-            return self._head(norm(last, self._norm, self._eps))
+            return capped(self._head(self._norm(last, self._eps)), self._cap)
         head = self._head
         return self.ends.logits(
             last, head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
@@ -286,10 +302,14 @@ class FusedDecoder:
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
         store = kv.store_of(GrowingStore, self._store)
-        store.crop(kv.length)
+        again = self._turns_again and kv.turn(tokens, self._rope.short)
+        store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
-        if store.length < kv.length:  # a state cannot be cut anywhere
-            self._pass(kv.tokens[store.length :], store, store.length)
+        if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
+            store.turns = kv.turns
+        while store.length < kv.length:  # a state cannot be cut anywhere
+            some = kv.tokens[store.length :][:PREFILL_CHUNK]
+            self._pass(some, store, store.length, long=kv.long)
         return store
 
     @torch.inference_mode()
@@ -303,8 +323,11 @@ class FusedDecoder:
         if whole is None or whole.watched or sampler.alone:
             return None
         start, most = kv.length, min(most, MOST)
+        if start < self._rope.short:
+            most = min(most, self._rope.short - start)
         store = self._room_for(most, kv)
-        place = Place(self._rope.tables(start, start + most), self._kept(store), start)
+        most = store.unbroken(most)
+        place = Place(self._rope.tables(start, start + most, long=kv.long), self._kept(store), start)
         tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
@@ -314,7 +337,9 @@ class FusedDecoder:
         """See `Decoder`."""
         if self._apart or self._kv.parts:
             return None
-        texts = [(self._room_for(1, kv), self._rope.tables(kv.length, kv.length + 1), kv.length) for kv in kvs]
+        stores = [self._room_for(1, kv) for kv in kvs]
+        ropes = [self._rope.tables(kv.length, kv.length + 1, long=kv.long) for kv in kvs]
+        texts = list(zip(stores, ropes, [kv.length for kv in kvs], strict=True))
         x, added = self._embedded(tokens), None
         try:
             if self.steps:
@@ -339,14 +364,14 @@ class FusedDecoder:
         kv, layout = KVCache(), self._layout(self._kv.bits)
         if self.device.type != "cpu" or self.rooms[0] is not None:
             layout = replace(layout, most=0)  # device memory is planned for one
-        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states))
+        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states, 0))
         return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
         """`several` on a card."""
         began = time.perf_counter()
         try:
-            logits = self._by_graphs(token, self._room_for(1, kv), kv.length)
+            logits = self._by_graphs(token, self._room_for(1, kv), kv)
         except torch.OutOfMemoryError:
             return None  # `forward` meets it too, and the caller makes room
         finally:
@@ -363,7 +388,8 @@ class FusedDecoder:
         store = self._store(bits)
         store.reserve(len(ids))
         try:
-            step = self._by_torch(store, self._rope.tables(0, len(ids)), 0)
+            rope = self._rope.tables(0, len(ids), long=self._rope.is_long(len(ids)))
+            step = self._by_torch(store, rope, 0)
             return self._through(step, self._embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
@@ -371,36 +397,38 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states)
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states, 0)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
-            if part := self._nonfinite(some, store, start):
+            rope = self._rope.tables(start, start + len(some), long=self._rope.is_long(len(ids)))
+            if part := self._nonfinite(some, store, rope, start):
                 return part
         return NO_PART
 
-    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, start: int) -> str:
+    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, rope: Tensor, start: int) -> str:
         """The first part whose values are not finite in a pass of these tokens, or nothing."""
         x = self._embedded(ids)
         if not is_finite(x):
             return "the embedding"
-        self._step = self._by_torch(store, self._rope.tables(start, start + len(ids)), start)
+        self._step = self._by_torch(store, rope, start)
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
-                x, hidden, routed = self._step(index, x, added)
-                self._stream = x
+                stepped = self._stepped = self._step(index, x, added)
+                x, hidden, routed, _ = stepped
                 for part, value in (("attention", x), ("a norm", hidden), ("the router", routed)):
                     if not is_finite(value):
                         return f"{part} of layer {index}"
-                added = None if layer.experts is None else layer.experts(hidden, *routed)
-                if added is not None and not is_finite(added):
+                experts = None if layer.experts is None else layer.experts(hidden, *routed)
+                if experts is not None and not is_finite(experts):
                     return f"the experts of layer {index}"
+                x, added = layer.behind(stepped, experts)
         finally:
             self._step = None
         store.length = start + len(ids)
         last = (x[-1:] if added is None else x[-1:] + added[-1:]).to(self.device)
-        return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
+        return "" if is_finite(self._head(self._norm(last, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`.
@@ -408,4 +436,4 @@ class FusedDecoder:
         Keys and values of these tokens are then guesses; layer + 1 overwrites them when it runs.
         """
         assert self._step is not None, "no pass is running"
-        return self._step(layer + 1, self._stream, output).hidden
+        return self._step(layer + 1, *self._layers[layer].behind(self._stepped, output)).hidden

@@ -42,17 +42,54 @@ class KVStore(Protocol):
         """Return memory that a conversation of `length` tokens does not need, if something else can use it."""
         ...
 
-    def copied(self) -> list[Tensor]:
-        """What is there, layer by layer, in RAM; nothing where that cannot be put back."""
+    def copied(self, most: int) -> Held | None:
+        """What is there, in at most so many bytes; None where that cannot be, or cannot be put back."""
         ...
 
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
-        """The first `length` tokens of such a copy, instead of what is there.
+    def fits(self, held: Held, length: int) -> bool:
+        """Whether the first `length` tokens of such a copy can be put here: it may be another model's, or cut off."""
+        ...
+
+    def put(self, held: Held, length: int) -> None:
+        """The first `length` tokens of a copy that fits, instead of what is there.
 
         Raises:
             FloeError: more than the device's memory has room for.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The states behind the first `length` tokens, of each layer that keeps one, in RAM. They are never changed, so
+    that stores and parked conversations share them. turn: whether a turn begins or ends there.
+    """
+
+    length: int
+    states: list[Tensor]
+    turn: bool = False
+
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(state.nbytes for state in self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A copy, in RAM, of what a store holds: of each layer that attends (length, *entry), in its own shape; and where
+    other layers keep states, those at some places, the last one behind all tokens.
+    """
+
+    entries: list[Tensor]
+    copies: list[StateCopy] = field(default_factory=list[StateCopy])
+
+    def keeps(self, length: int) -> int:
+        """See `KVStore`."""
+        return max((copy.length for copy in self.copies if copy.length <= length), default=0) if self.copies else length
+
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(entry.nbytes for entry in self.entries) + sum(copy.nbytes() for copy in self.copies)
 
 
 @dataclass(slots=True)
@@ -62,53 +99,60 @@ class Computed:
     Attributes:
         presets: by which each was computed. chunks: where the first parts of a prompt end that were computed by
             themselves, one behind the other, in the size that every prompt is read in. logits: (1, V), behind the first
-            `whole` tokens, which are a prompt that was read in such parts and a smaller last one.
+            `prompt` tokens. whole: whether these were read in such parts and a smaller last one. long: by which of two
+            sets of frequencies keys were turned, where rope has two.
     """
 
     tokens: list[int] = field(default_factory=list[int])
     presets: list[Preset] = field(default_factory=list[Preset])
     chunks: list[int] = field(default_factory=list[int])
     logits: Tensor | None = None
-    whole: int = 0
+    prompt: int = 0
+    whole: bool = False
+    long: bool = False
 
     def first(self, length: int) -> Computed:
         """The first `length` of them."""
-        found = Computed(self.tokens[:length], self.presets[:length], [end for end in self.chunks if end <= length])
-        if self.whole <= length:
-            found.logits, found.whole = self.logits, self.whole
+        chunks = [end for end in self.chunks if end <= length]
+        found = Computed(self.tokens[:length], self.presets[:length], chunks, long=self.long)
+        if self.prompt <= length:
+            found.logits, found.prompt, found.whole = self.logits, self.prompt, self.whole
         return found
 
     def read(self, begun: int, logits: Tensor) -> None:
         """They are a prompt, with these logits behind it, whose last part began at `begun`."""
-        if begun in (0, *self.chunks):
-            self.logits, self.whole = logits.clone(), len(self.tokens)
+        self.logits, self.prompt, self.whole = logits.clone(), len(self.tokens), begun in (0, *self.chunks)
 
     def add(self, ids: Sequence[int], preset: Preset, *, chunk: bool) -> None:
-        """`ids` follow, as such a part or not."""
+        """`ids` follow, as such a part or not. With them, what had to be computed again was."""
         if chunk and len(self.tokens) == (self.chunks[-1] if self.chunks else 0):
             self.chunks.append(len(self.tokens) + len(ids))
         self.tokens += ids
-        self.presets += [preset] * len(ids)
+        self.presets += [preset] * (len(self.tokens) - len(self.presets))
 
-    def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool) -> int:
-        """See `KVCache.common`."""
+    def common(
+        self, prompt: Sequence[int], preset: Preset, keeps: Callable[[int], int] = int, *, alike: bool = False
+    ) -> int:
+        """See `KVCache.common`, of what is stored by a store that `keeps`."""
         kept = 0
         for token, mine, computed in zip(prompt, self.tokens, self.presets, strict=False):
             if token != mine or not _covers(computed, preset) or (alike and not _covers(preset, computed)):
                 break
             kept += 1
-        if alike and kept == len(prompt) == self.whole:
+        if kept == len(prompt) == self.prompt == keeps(kept) and (self.whole or not alike):
             return kept
         kept = min(kept, len(prompt) - 1)
-        return max((end for end in self.chunks if end <= kept), default=0) if alike else kept
+        if not alike:
+            return keeps(kept)
+        return max((end for end in self.chunks if end <= kept and keeps(end) == end), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A copy of keys and values of `tokens`, and how they were computed: see `Computed`."""
+    """A copy of what is stored of `tokens`, and how they were computed: see `Computed`."""
 
     computed: Computed
-    entries: list[Tensor]
+    held: Held
 
     @property
     def tokens(self) -> list[int]:
@@ -118,22 +162,27 @@ class Parked:
     def nbytes(self) -> int:
         """Bytes that it takes."""
         logits = self.computed.logits
-        return sum(entry.nbytes for entry in self.entries) + (0 if logits is None else logits.nbytes)
+        return self.held.nbytes() + (0 if logits is None else logits.nbytes)
 
     def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
         """See `KVCache.common`."""
-        return self.computed.common(prompt, preset, alike=alike)
+        return self.computed.common(prompt, preset, self.held.keeps, alike=alike)
 
 
 class KVCache:
     """One sequence: its token ids, and their keys and values.
 
     Only tokens that every layer has computed count, so that a cancelled or failed pass leaves the rest valid.
+
+    Attributes:
+        turns: where turns of the prompt end that is being read.
     """
 
     def __init__(self) -> None:
         self.store: KVStore | None = None
+        self.turns: list[int] = []
         self._computed = Computed()
+        self._prompt = 0  # tokens of the last one
 
     @property
     def length(self) -> int:
@@ -147,18 +196,26 @@ class KVCache:
 
     @property
     def logits(self) -> Tensor | None:
-        """(1, V), behind all of them, if they are a prompt that was read from its beginning."""
-        return self._computed.logits if self._computed.whole == self.length else None
+        """(1, V), behind all of them, if they are a prompt."""
+        return self._computed.logits if self._computed.prompt == self.length else None
 
     def read(self, begun: int, logits: Tensor) -> None:
         """What is there is a prompt, with these logits (1, V) behind it, whose last part began at `begun`."""
         self._computed.read(begun, logits)
 
-    def renew(self) -> None:
-        """Compute its tokens again: what is stored of them serves no pass any more."""
-        self.store = None
-        computed = self._computed
-        self._computed = Computed(computed.tokens, computed.presets)
+    @property
+    def long(self) -> bool:
+        """See `Computed`."""
+        return self._computed.long
+
+    def turn(self, tokens: int, short: int) -> bool:
+        """Have keys turned as so many more tokens need it, or the prompt that is being read: by rope's frequencies for
+        texts beyond `short` tokens, or those for others. Returns whether what is there has to be computed again.
+        """
+        long = max(self.length + tokens, self._prompt) > short
+        if self._computed.long != long:
+            self._computed = Computed(self._computed.tokens, long=long)
+        return len(self._computed.presets) < self.length
 
     @property
     def cache(self) -> Any:
@@ -191,9 +248,7 @@ class KVCache:
         Never all of the prompt, unless `logits` are behind it: its last token is computed for them. What a coarser
         preset computed is dropped, so that an answer has the quality of its own preset.
         """
-        kept = self.common(prompt, preset, alike=alike)
-        if self.store is not None:
-            kept = self.store.keeps(kept)
+        kept, self._prompt = self.common(prompt, preset, alike=alike), len(prompt)
         self.cut(kept)
         if self.store is not None:
             self.store.trim(len(prompt))
@@ -207,29 +262,31 @@ class KVCache:
             self.store.crop(length)
 
     def common(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
-        """How many tokens of `prompt` are there already, as exact as `preset` wants them.
+        """How many tokens of `prompt` are there already, as exact as `preset` wants them, and can be gone on from.
 
         Sums round by the order in which they run, so what was computed token by token, or from another token on,
         differs by float noise. `alike`: only those count that are what reading the whole prompt gives, to the last bit;
         these may be all of it.
         """
-        return self._computed.common(prompt, preset, alike=alike)
+        return self._computed.common(prompt, preset, int if self.store is None else self.store.keeps, alike=alike)
 
     def parked(self, most: int) -> Parked | None:
         """A copy; None if it would take more than `most` bytes, or cannot be put back."""
-        if self.store is None or self.store.nbytes() + self.store.spilled() > most:
+        if self.store is None:
             return None
         self.store.crop(self.length)
-        entries = self.store.copied()
-        return Parked(self._computed.first(self.length), entries) if entries else None
+        held = self.store.copied(most)
+        return None if held is None else Parked(self._computed.first(self.store.keeps(self.length)), held)
 
     def resume(self, parked: Parked, length: int) -> bool:
-        """Hold the first `length` tokens of a copy instead of what is there; False if there is no store yet."""
-        if self.store is None:
+        """Hold the first `length` tokens of a copy instead of what is there; False, and nothing has changed, if there
+        is no store yet, or one that these do not fit.
+        """
+        if self.store is None or not self.store.fits(parked.held, length):
             return False
         self._computed = Computed()  # if it fails, nothing is there
         self.store.crop(0)
-        self.store.put(parked.entries, length)
+        self.store.put(parked.held, length)
         self._computed = parked.computed.first(length)
         return True
 
@@ -262,7 +319,6 @@ class LibraryStore:
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
-        self.long = False  # by which of two sets of frequencies keys were turned, where a model has two
         self._renew()
 
     def _renew(self) -> None:
@@ -309,10 +365,13 @@ class LibraryStore:
     def trim(self, length: int) -> None:
         """The library's cache holds no more than its tokens."""
 
-    def copied(self) -> list[Tensor]:
-        """Nothing."""
-        return []
+    def copied(self, most: int) -> None:
+        """See `KVStore`: it cannot be put back."""
 
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
+    def fits(self, held: Held, length: int) -> bool:
+        """See `KVStore`: nothing does."""
+        return False
+
+    def put(self, held: Held, length: int) -> None:
         """There are no copies."""
         raise ValueError("the library's cache takes no copies")

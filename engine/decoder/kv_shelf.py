@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ..quality_presets import Preset
-from .kv_cache import KVCache, Parked
+from .kv_cache import Held, KVCache, Parked
+from .state_store import thinned
 
 LEAST = 64  # tokens that are worth a copy
 
@@ -48,12 +49,13 @@ class KVShelf:
         def common(one: KVCache | Parked) -> int:
             return one.common(prompt, preset, alike=alike)
 
-        kept = common(kv)
-        best, found = None, kept + LEAST - 1
+        found = kept = common(kv)
+        best: Parked | None = None
         nearest = max(others, key=common, default=None)
-        copies = [] if nearest is None or common(nearest) <= found else [nearest.parked(self._most)]
+        copies = [] if nearest is None or common(nearest) < kept + LEAST else [nearest.parked(self._most)]
         for parked in (*filter(None, copies), *self._parked):
-            if (shared := common(parked)) > found:
+            least = 1 if parked.held.copies else LEAST  # states are far apart: what is gained adds to what is missing
+            if (shared := common(parked)) > found and shared >= kept + least:
                 best, found = parked, shared
         if kv.length - kept >= LEAST:
             self.leave(kv)
@@ -68,8 +70,15 @@ class KVShelf:
             self._put(dropped)
 
     def _put(self, new: Parked) -> None:
-        """Park one, and drop those that it contains, and as many of the oldest as have no room beside it."""
+        """Park one, and drop those that it contains. Without room for all, each keeps fewer copies of its states first;
+        then the oldest are dropped.
+        """
         self._parked = [parked for parked in self._parked if parked.tokens != new.tokens[: len(parked.tokens)]]
         self._parked.append(new)
         while self.nbytes() > self._most:
-            del self._parked[0]
+            fullest = max(range(len(self._parked)), key=lambda at: len(self._parked[at].held.copies))
+            if len((held := self._parked[fullest].held).copies) > 1:
+                fewer = Held(held.entries, thinned(held.copies, len(held.copies) - 1))
+                self._parked[fullest] = Parked(self._parked[fullest].computed, fewer)
+            else:
+                del self._parked[0]

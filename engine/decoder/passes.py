@@ -16,12 +16,13 @@ from ...kernels.mixers.delta import Delta
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import Stepped
 from .kv_stores import GrowingStore
-from .layers import DecoderLayer, norm
+from .layers import DecoderLayer
 from .mixers.convolution import ShortConvolution
 from .mixers.delta import DeltaRule
 from .mixers.grouped import GroupedAttention, Part
 from .mixers.latent import LatentAttention, LatentParts
 from .quantized_linear import PackedLinear
+from .state_store import StatefulStore
 
 
 class NativePass:
@@ -68,6 +69,8 @@ class TorchPass:
         self._layers, self._tokens = layers, [len(rope) for _, rope, _ in texts]
         self._texts: list[dict[type, MixerPass]] = []
         for text in texts:
+            if isinstance(text[0], StatefulStore):
+                text[0].begin(len(text[1]))
             if part is not None:
                 self._texts.append({Heads: GroupedAttention(mixers, eps, *text, part)})
             else:
@@ -77,7 +80,6 @@ class TorchPass:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
         layer = self._layers[index]
         stream = x if added is None else x + added
-        projected = layer.projected(norm(stream, layer.input_layernorm, layer.eps)).split(self._tokens)
+        projected = layer.projected(layer.input_layernorm(stream, layer.eps)).split(self._tokens)
         seen = [text[type(layer.mixer)](index, own) for text, own in zip(self._texts, projected, strict=True)]
-        stream = stream + layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen))
-        return layer.stepped(stream)
+        return layer.stepped(stream, layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen)))

@@ -1,46 +1,48 @@
 """Keys and values of the layers that attend, and states of the layers that keep one instead, which cannot be cut.
 
 A state is there twice: the one before a token is at its position modulo 2, so a pass that breaks off has lost nothing.
-To go back further there are copies, every `EVERY` tokens and where a prompt ends, the fewer the longer ago.
+To go back further there are copies: where turns begin and end, and every `EVERY` tokens, the fewer the longer ago.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ...kernels.mixers.delta import CHUNK
+from .kv_cache import Held, StateCopy
 from .kv_stores import GrowingStore, Layout
 
-EVERY = 64
-"""Tokens between two copies of the newest part of a text."""
+EVERY = CHUNK
+"""Tokens between two copies of the newest part of a text: a prompt's pass has the states there."""
 
-_MEMORY, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """The states behind the first `length` tokens, in RAM."""
-
-    length: int
-    states: list[Tensor]
+COPIES, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
+_TURN = 4000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
 
 
 class StatefulStore(GrowingStore):
     """See the module.
 
     Args:
-        layout: as if all layers attended. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+        layout: of the layers that attend. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+            copies: bytes that these may take.
+
+    Attributes:
+        turns: where turns of a prompt that is being read end: likely places to go back to.
     """
 
-    def __init__(self, layout: Layout, sizes: Sequence[int]) -> None:
-        self._length, self._next, self._copies = 0, dict[int, Tensor](), list[_Copy]()
+    def __init__(self, layout: Layout, sizes: Sequence[int], copies: int = COPIES) -> None:
+        self._length, self._reading, self._copies = 0, False, list[StateCopy]()
+        self.turns: Sequence[int] = ()
+        self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
         self._states = {layer: torch.zeros(2, size, device=layout.device) for layer, size in enumerate(sizes) if size}
-        super().__init__(replace(layout, layers=len(sizes) - len(self._states)))
-        each = sum(state[0].nbytes for state in self._states.values())
-        self._most = max(_FEWEST, _MEMORY // max(1, each))
+        self._number = {layer: number for number, layer in enumerate(self._states)}
+        super().__init__(layout)
+        self._each = sum(state[0].nbytes for state in self._states.values())
+        self._most = max(_FEWEST, copies // max(1, self._each))
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -51,10 +53,13 @@ class StatefulStore(GrowingStore):
     def length(self, tokens: int) -> None:
         for layer, state in self._next.items():
             self._states[layer][tokens % 2] = state
-        read, self._length = bool(self._next) and tokens > self._length + 1, tokens  # a part of a prompt
-        self._next.clear()
-        newest = self._copies[-1].length if self._copies else 0
-        if tokens >= newest + EVERY or (read and tokens > newest):
+        read = bool(self._next) and tokens > self._length + 1  # a part of a prompt
+        if self._reading and not read:  # from here answers are drawn again, or follow without thinking
+            self._copies[-2:] = [replace(copy, turn=True) for copy in self._copies[-2:]]
+        self._copies += self._along
+        self._length, self._reading = tokens, read
+        self._broken()
+        if read or tokens >= self._newest() + EVERY:
             self._copy()
 
     def state(self, layer: int) -> Tensor:
@@ -65,10 +70,34 @@ class StatefulStore(GrowingStore):
         """What it is once `length` says that a pass has been through all layers."""
         self._next[layer] = state
 
+    def begin(self, tokens: int) -> None:
+        """A pass of so many tokens begins; see `along`."""
+        self._broken()
+        if tokens == 1:
+            return
+        start, end = self._length, self._length + tokens
+        before = {turn - (turn - start) % EVERY for turn in self.turns if start <= turn < end}
+        if start and (start in before or not self._reading):
+            self._copy(turn=True)
+        some = [StateCopy(place, [], turn=place in before) for place in range(start + EVERY, end, EVERY)]
+        self._copies = thinned([*self._copies, *some, StateCopy(end, [])], self._most)[:-1]
+        self._along = [copy for copy in self._copies if copy.length > self._length]
+        del self._copies[len(self._copies) - len(self._along) :]
+        for copy in self._along:
+            copy.states.extend(torch.empty(state.shape[1]) for state in self._states.values())
+
+    def along(self, layer: int) -> Mapping[int, Tensor]:
+        """Where a pass puts the state (numbers,) behind so many of its tokens, all multiples of `EVERY`."""
+        return {copy.length - self._length: copy.states[self._number[layer]] for copy in self._along}
+
+    def unbroken(self, tokens: int) -> int:
+        """See `GrowingStore`: up to the next copy."""
+        return min(tokens, max(1, self._newest() + EVERY - self._length))
+
     def nbytes(self) -> int:
         """See `GrowingStore`; copies are in RAM, and count where that computes."""
-        copies = [state for copy in self._copies for state in copy.states] if self.layout.device.type == "cpu" else []
-        return super().nbytes() + sum(state.nbytes for state in (*self._states.values(), *copies))
+        copies = len(self._copies) if self.layout.device.type == "cpu" else 0
+        return super().nbytes() + (2 + copies) * self._each
 
     def keeps(self, length: int) -> int:
         """All that is asked for if it is all that is there; else what a copy is there of."""
@@ -79,22 +108,35 @@ class StatefulStore(GrowingStore):
     @torch.inference_mode()
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens, or more: those behind the newest copy before."""
-        self._next.clear()
-        if length >= self._length:
-            return
-        kept = self.keeps(length)
-        self._copies = [copy for copy in self._copies if copy.length <= kept]
-        for layer, own in enumerate(self._states.values()):
-            own[kept % 2] = self._copies[-1].states[layer] if kept else 0
-        self._length = kept
+        self._broken()
+        if length < self._length:
+            self._go_to(self.keeps(length))
 
-    def copied(self) -> list[Tensor]:
-        """Nothing: states are those of the last token alone."""
-        return []
+    @torch.inference_mode()
+    def copied(self, most: int) -> Held | None:
+        """See `KVStore`; with as many copies of states as there is room for."""
+        room = most - self.layout.nbytes(self.layout.layers, self._length)
+        if not self._length or room < self._each:
+            return None
+        self._copy()
+        return Held(self._entries_copied(), thinned(self._copies, room // max(1, self._each)))
 
-    def put(self, entries: Sequence[Tensor], length: int) -> None:
-        """There are no copies."""
-        raise ValueError("a text with states takes no copies")
+    def fits(self, held: Held, length: int) -> bool:
+        """See `KVStore`."""
+        sizes = [state.shape[1:] for state in self._states.values()]
+        there = any(copy.length == length for copy in held.copies)
+        same = all([state.shape for state in copy.states] == sizes for copy in held.copies)
+        return there and same and self._fits(held.entries, length)
+
+    @torch.inference_mode()
+    def put(self, held: Held, length: int) -> None:
+        """See `KVStore`."""
+        self._broken()
+        self._go_to(0)
+        self.reserve(length)
+        self._fill(held.entries, length)
+        self._copies = thinned([copy for copy in held.copies if copy.length <= length], self._most)
+        self._go_to(length)
 
     def layers(self) -> list[Tensor]:
         """For each layer, what is set aside: (capacity, *entry), or both states (2, numbers)."""
@@ -104,10 +146,40 @@ class StatefulStore(GrowingStore):
             for layer in range(self.layout.layers + len(self._states))
         ]
 
-    def _copy(self) -> None:
-        states = [state[self._length % 2].to("cpu", copy=True) for state in self._states.values()]
-        self._copies.append(_Copy(self._length, states))
-        if len(self._copies) > self._most:  # the one whose absence costs least of what it takes to come that far back
-            ends = [copy.length for copy in self._copies]
-            gap = {at: (ends[at + 1] - ends[at - 1]) / (ends[-1] - ends[at - 1]) for at in range(1, len(ends) - 1)}
-            del self._copies[min(gap, key=gap.__getitem__)]
+    def _broken(self) -> None:
+        """No pass is running."""
+        self._next.clear()
+        self._along = []
+
+    def _newest(self) -> int:
+        return self._copies[-1].length if self._copies else 0
+
+    def _go_to(self, length: int) -> None:
+        """To the beginning, or where a copy is."""
+        self._copies = [copy for copy in self._copies if copy.length <= length]
+        for number, own in enumerate(self._states.values()):
+            own[length % 2] = self._copies[-1].states[number] if length else 0
+        self._length, self._reading = length, False
+
+    def _copy(self, *, turn: bool = False) -> None:
+        """Of what is there now, unless there is one. turn: see `StateCopy`."""
+        if self._newest() < self._length:
+            states = [state[self._length % 2].to("cpu", copy=True) for state in self._states.values()]
+            self._copies = thinned([*self._copies, StateCopy(self._length, states)], self._most)
+        if turn:
+            self._copies[-1] = replace(self._copies[-1], turn=True)
+
+
+def thinned(copies: Sequence[StateCopy], most: int) -> list[StateCopy]:
+    """At most so many, the last two among them: without those whose absence costs fewest tokens, by how likely a text
+    is gone back in so far.
+    """
+    kept = list(copies)
+    while len(kept) > most:
+        ends = [0, *(copy.length for copy in kept)]
+        cost = [
+            (own - before) * (after - own + (_TURN if copy.turn else 0)) / (ends[-1] - own)
+            for before, own, after, copy in zip(ends, ends[1:], ends[2:], kept, strict=False)
+        ][: max(1, len(kept) - 2)]
+        del kept[cost.index(min(cost))]
+    return kept

@@ -111,7 +111,7 @@ def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
 def by_library(model_type: str) -> bool:
     """Whether transformers' modules compute a family's layers, as far as its record says."""
     family = FAMILIES.get(model_type)
-    return family is None or family.attention is None or family.routing.kind == "sparsemixer"
+    return family is None or family.attention is None
 
 
 def divisible(model_type: str) -> bool:

@@ -284,7 +284,9 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen:
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     # Our own pass reads little more of a coded head than its first plane.
     planes = 2 if spec.dense < 16 and not by_library(sizes.model_type) else 1
-    dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense)) + seen / speeds.read
+    dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense))
+    # Routers, norms and the like are float32 on a CPU: in Qwen3-Next half as much as what a token reads of experts.
+    dense += (4 * sizes.small + seen) / speeds.read
     disk, hit = disk_reads(takes, work, held.ram)
     return Token(
         dense=dense,

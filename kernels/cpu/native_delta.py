@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from ..mixers.delta import Delta
+from ..mixers.delta import CHUNK, Delta
 from .binding import NativeUnavailableError, addresses_of, check, library
 from .native_step import delta_record
 from .weights import FLOAT32, required
-
-CHUNK = 64
-"""Tokens that are computed together."""
 
 
 def computes(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from ..sampling import Filters, check_draw
 from ..step import ModelEnds
 from ..weights import Planes, Projection
 from .binding import check, library, records
-from .weights import digits, optional, projection_record, required
+from .weights import digits, norm_record, optional, projection_record, required
 
 
 def sampling_record(filters: Filters) -> Any:
@@ -54,8 +54,9 @@ class NativeEnds:
             vocabulary=self.vocabulary,
             eps=ends.eps,
             scale=ends.scale,
+            cap=ends.cap or 0.0,
             embedding=required("embedding", ends.embedding, shape),
-            norm=required("norm", ends.norm, (self.hidden,)),
+            norm=norm_record("norm", ends.norm, self.hidden),
             head=projection_record("head", head, *shape),
             rest=rest,
             spread=planes and required("head.spread", planes.spread, (planes.low.vector.groups,)),

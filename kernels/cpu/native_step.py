@@ -19,15 +19,18 @@ from ..mixers.convolution import Convolution
 from ..mixers.delta import Delta
 from ..mixers.grouped import Heads
 from ..mixers.latent import Latent
-from ..step import DenseLayer, Mixer, Router, Stepped, Swiglu
+from ..step import DenseLayer, Mixer, Router, Sandwich, Stepped, Swiglu
+from ..weights import Norm
 from .binding import addresses_of, array_of, check, codes, library, records
-from .weights import FLOAT32, digits, optional, projection_record, required
+from .weights import FLOAT32, digits, norm_record, optional, projection_record, required
 
 _STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
+_KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": codes.SPARSEMIXER}
 
 
 class Place(NamedTuple):
-    """Where a token is: rope (2, D) of its position, or (N, 2, D) from that on; and of its text, of each layer, kv
+    """Where a token is: rope (2, D) of its position, those of several D one behind the other, or (N, ...) from that on;
+    and of its text, of each layer, kv
     (capacity, *entry).
     """
 
@@ -40,9 +43,9 @@ class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        layer: its record, for an operation on several. routes: whether it has experts. turned: see `step.Mixer`.
-            stored: shape and type of a token's keys and values; None where the layer keeps a state. scores: the
-            router's, by token.
+        layer: its record, for an operation on several. routes: whether it has experts. rope: how many of a position's
+            cosines and sines come before the end of its own. stored: shape and type of a token's keys and values; None
+            where the layer keeps a state. scores: the router's, by token.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -52,26 +55,27 @@ class NativeStep:
 
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
-        mixer, router, hidden = layer.mixer, layer.router, layer.input_layernorm.numel()
+        mixer, router, hidden = layer.mixer, layer.router, layer.input_layernorm.weight.numel()
         first, out = mixer.sizes
         self.layer: Any = records.dense_layer(
             hidden=hidden,
             eps=layer.eps,
-            before=required("input_layernorm", layer.input_layernorm, (hidden,)),
-            after=required("post_attention_layernorm", layer.post_attention_layernorm, (hidden,)),
+            before=norm_record("input_layernorm", layer.input_layernorm, hidden),
+            after=norm_record("post_attention_layernorm", layer.post_attention_layernorm, hidden),
             first=projection_record("first", layer.first, first, hidden),
             out=projection_record("out", layer.out, hidden, out),
             router=router_record(router, hidden),
             beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
+            sandwich=None if layer.sandwich is None else sandwich_record(layer.sandwich, hidden),
             **_mixer_fields(mixer, hidden),
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
-        self.turned = mixer.turned
-        self._state = 2, mixer.state
         attending = mixer.attending
+        self.rope = 0 if attending is None else attending.rope_at + 2 * mixer.turned
+        self._state = 2, mixer.state
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
-        self.routes = router is not None
+        self.routes, self._closes = router is not None, layer.sandwich is not None
         self.scores = None if router is None else router.scores
         if self.scores is not None:
             require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
@@ -106,10 +110,12 @@ class NativeStep:
             require("added", added, FLOAT32, shape)
         if self.scores is not None and len(self.scores) < tokens:
             raise ValueError(f"{tokens} tokens, but room for the scores of {len(self.scores)}")
-        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self.scores)
+        parallel = torch.empty(shape) if self._closes else None
+        outputs = {"stream": stream, "hidden": hidden, "index": chosen, "weights": weights, "parallel": parallel}
+        filled = records.routed(**outputs, scores=self.scores)
         given = (self.layer, number, tokens, x, added, where, digits(x_bits), torch.get_num_threads(), filled)
         check(self._step(*given))
-        return Stepped(stream, hidden, routed)
+        return Stepped(stream, hidden, routed, parallel)
 
     def keeps(self, part: Tensor, capacity: int) -> Tensor:
         """A text's keys and values, or states, in this layer.
@@ -137,15 +143,14 @@ def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> 
 
 
 def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
-    turned = next((step.turned for step in steps if step.turned), place.rope.shape[-1])
     own = list(zip(steps, place.kv, strict=False))
     attended = [part for step, part in own if step.stored is not None]
     capacity = attended[0].shape[0] if attended and attended[0].ndim else place.position + 1 if own else 0
     index("position", place.position, capacity)
     stores = addresses_of([step.keeps(part, capacity) for step, part in own])
-    return records.place(
-        rope=required("rope", place.rope, (*more, 2, turned)), kv=stores, capacity=capacity, position=place.position
-    )
+    numbers, rope = max((step.rope for step in steps), default=0), place.rope.flatten(len(more))
+    rope = required("rope", rope, (*more, numbers or rope.shape[-1]))
+    return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position)
 
 
 def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
@@ -168,7 +173,8 @@ def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
 
 
 _PARTS = dict.fromkeys(("q_norm", "k_norm", "sinks", "latent", "delta", "convolution"))
-_NUMBERS = dict.fromkeys(("heads", "kv_heads", "dim", "window", "each_head", "stored", "gated", "scale", "clip"), 0)
+_SIZES = ("heads", "kv_heads", "dim", "window", "rope_at", "scale", "clip")
+_NUMBERS = dict.fromkeys((*_SIZES, "each_head", "stored", "gated", "keys_alone", "v_normed"), 0)
 _NO_HEADS: dict[str, Any] = {**_PARTS, **_NUMBERS}
 
 
@@ -184,6 +190,9 @@ def _heads_fields(heads: Heads) -> dict[str, Any]:
         "each_head": each_head,
         "stored": _STORED[heads.cache_dtype],
         "gated": heads.gated,
+        "keys_alone": heads.keys_alone,
+        "v_normed": heads.v_normed,
+        "rope_at": heads.rope_at,
         "scale": heads.scale,
         "clip": inf if heads.clip is None else heads.clip,
         "q_norm": optional("q_norm", heads.q_norm, (normed[0],)),
@@ -296,8 +305,8 @@ def router_record(router: Router | None, hidden: int) -> Any:
     """
     if router is None:
         return records.router(
-            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "sigmoid", "shares", "scale"), 0),
-            **dict.fromkeys(("weight", "bias", "correction", "down_bias"), None),
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "kind", "shares", "scale", "jitter"), 0),
+            **dict.fromkeys(("weight", "bias", "correction", "down_bias", "factors", "norm"), None),
         )
     experts = router.weight.shape[0] if router.weight.ndim else 0
     if not 1 <= router.top_k <= experts:
@@ -307,13 +316,16 @@ def router_record(router: Router | None, hidden: int) -> Any:
         top_k=router.top_k,
         groups=router.groups,
         top_groups=router.top_groups,
-        sigmoid=router.sigmoid,
+        kind=_KINDS[router.kind],
         shares=router.norm_topk_prob,
         scale=router.scale,
+        jitter=router.jitter,
         weight=required("router", router.weight, (experts, hidden)),
         bias=optional("router.bias", router.bias, (experts,)),
         correction=optional("router.correction", router.correction, (experts,)),
         down_bias=optional("router.down_bias", router.down_bias, (experts, hidden)),
+        factors=optional("router.factors", router.factors, (experts,)),
+        norm=None if router.norm is None else _rms("router.norm", router.norm, hidden),
     )
 
 
@@ -330,4 +342,24 @@ def swiglu_record(swiglu: Swiglu, hidden: int) -> Any:
         both=projection_record("gate and up", swiglu.both, 2 * neurons, hidden),
         down=projection_record("down", swiglu.down, hidden, neurons),
         scale=optional("scale", swiglu.scale, (1, hidden)),
+        gelu=swiglu.function == "gelu",
     )
+
+
+def sandwich_record(sandwich: Sandwich, hidden: int) -> Any:
+    """`floe_sandwich`.
+
+    Raises:
+        ValueError: norms of another shape or type, or not by the root mean square alone.
+    """
+    names = ("mixed", "before", "beside", "experts", "both")
+    return records.sandwich(
+        scale=sandwich.scale, **{name: _rms(name, getattr(sandwich, name), hidden) for name in names}
+    )
+
+
+def _rms(name: str, norm: Norm, hidden: int) -> Any:
+    """The weights of a norm that neither subtracts nor adds anything."""
+    if norm.kind != "rms" or norm.bias is not None:
+        raise ValueError(f"{name} must divide by the root mean square, and no more")
+    return required(name, norm.weight, (hidden,))

@@ -13,7 +13,7 @@ from ..checks import CPU, Dtypes, Shape, require
 from ..layouts import VectorLayout
 from ..rule import Rule
 from ..types import X_BITS
-from ..weights import ExpertRows, LinearWeights, Projection, SignalWeights
+from ..weights import ExpertRows, LinearWeights, Norm, Projection, SignalWeights
 from .binding import records
 
 FLOAT32 = (torch.float32,)
@@ -92,6 +92,16 @@ def projection_record(name: str, projection: Projection, rows: int, columns: int
     row = records.vector(n=columns, group=columns, bits=32, bfloat16=0, scale_bytes=2)
     given = required(name, weight, (rows, columns))
     return records.matrix(row=row, rows=rows, q=given, scale=None, zero=None, bias=bias)
+
+
+def norm_record(name: str, norm: Norm, width: int) -> Any:
+    """`floe_norm` of this width.
+
+    Raises:
+        ValueError: another size or type, not contiguous, or not on the CPU.
+    """
+    weight, bias = required(name, norm.weight, (width,)), optional(f"{name}.bias", norm.bias, (width,))
+    return records.norm(centred=norm.kind == "layer", weight=weight, bias=bias)
 
 
 def rule_record(rule: Rule) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +44,21 @@ class Convolution:
         return 3 * channels, channels
 
 
-def convolution(given: Tensor, before: Tensor, mixer: Convolution, after: Tensor) -> Tensor:
+def convolution(
+    given: Tensor,
+    before: Tensor,
+    mixer: Convolution,
+    after: Tensor,
+    along: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Tensor:
     """given (T, 3 H), as projected -> (T, H). before: (numbers,) the state before these tokens. after: where the one
-    behind them goes.
+    behind them goes. along: where those behind so many of them go.
     """
     taps, channels = mixer.conv.shape
     b, c, x = given.split(channels, 1)
     inside = torch.cat([before.view(taps - 1, channels).to(given.dtype), b * x])
     weight, bias = mixer.conv.T[:, None].to(given.dtype), None if mixer.bias is None else mixer.bias.to(given.dtype)
     out = F.conv1d(inside.T[None], weight, bias, groups=channels)[0].T
-    after.copy_(inside[-(taps - 1) :].flatten())
+    for end, copy in (*along.items(), (len(given), after)):
+        copy.copy_(inside[end : end + taps - 1].flatten())
     return c * out

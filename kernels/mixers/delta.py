@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..weights import Projection
 
+CHUNK = 64
+"""Tokens of a prompt that are computed together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

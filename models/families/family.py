@@ -69,9 +69,9 @@ class Routing:
 
     Attributes:
         module: its name in the block.
-        kind: "softmax": the top-k by their probabilities, which weigh them. Others are computed by transformers'
-            router: "sigmoid", or probabilities whose choice a bias corrects, "sparsemixer", and "scaled", whose
-            weights are probabilities times a factor of each expert.
+        kind: "softmax": the top-k by their probabilities, which weigh them; "sigmoid", or probabilities whose choice a
+            bias corrects; "sparsemixer": one by one, each weighed among those near it. "scaled", whose weights are
+            probabilities times a factor of each expert, is computed by transformers' router.
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
         precise: whether logits are computed in float32 whatever the rest is.
         correction: name in the block of the bias that is added to scores for the choice alone, if it has it; "" where
@@ -142,7 +142,8 @@ class Family:
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
-        register: makes transformers know a family that it lacks; called before it reads a config.json.
+        register: makes transformers know a family that it lacks, or mends what it has; called before it reads a
+            config.json.
         published: models to set up, in no order.
     """
 

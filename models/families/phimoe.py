@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, Routing
+from .family import Family, GroupedQuery, Routing
 from .storage import Apart
+
+if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from torch import Tensor
 
 _3_5 = Sizes(
     model_type="phimoe",
@@ -25,11 +28,32 @@ _3_5 = Sizes(
 
 
 def _biases(config: Any) -> int:
-    """Of norms, projections and head."""
-    hidden, head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
-    projected = head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads) + hidden
-    layer = 2 * hidden + (projected if config.attention_bias else 0)
-    return config.num_hidden_layers * layer + hidden + (config.vocab_size if config.lm_head_bias else 0)
+    """Of norms and head."""
+    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    return norms + (config.vocab_size if config.lm_head_bias else 0)
+
+
+def _register() -> None:
+    """Texts beyond the length that rope was made for get their own frequencies: transformers 5.23 finds them, and then
+    turns by the others.
+    """
+    from ..transformers_import import import_model_code
+
+    import_model_code()
+    import torch
+    from transformers.modeling_rope_utils import dynamic_rope_update
+    from transformers.models.phimoe import modeling_phimoe
+
+    def forward(rope: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        stated, scale = rope.config.rope_parameters, rope.attention_scaling
+        if rope.rope_type != "default":
+            long = int(position_ids.max()) >= stated["original_max_position_embeddings"]
+            scale = stated["long_mscale" if long else "short_mscale"]
+        turns = (position_ids[..., None].float() * rope.inv_freq.to(x.device)).repeat(1, 1, 2)
+        return (turns.cos() * scale).to(x.dtype), (turns.sin() * scale).to(x.dtype)
+
+    theirs: Any = modeling_phimoe.PhimoeRotaryEmbedding
+    theirs.forward = torch.no_grad()(dynamic_rope_update(forward))
 
 
 PHIMOE = Family(
@@ -39,8 +63,11 @@ PHIMOE = Family(
     renames=((".block_sparse_moe.gate.", ".mlp.router."),),
     routing=Routing(module="router", kind="sparsemixer", normalized=False),
     biases=_biases,
-    attention=None,
-    why="its router is SparseMixer's and its norms have biases",
+    attention=GroupedQuery(
+        biased=lambda config: (config.attention_bias, config.attention_bias),
+        window=lambda config, _layer: config.sliding_window,
+    ),
+    register=_register,
     published=(
         CatalogEntry(
             "phi-3.5-moe-instruct",

@@ -13,7 +13,7 @@ import torch
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.step import DenseLayer
-from floe_chat.kernels.weights import Projection
+from floe_chat.kernels.weights import Norm, Projection
 from torch import Tensor
 
 HIDDEN, HEADS, KEY_HEADS, DIM = 64, 32, 8, 128
@@ -25,7 +25,8 @@ def layer(kept: torch.dtype) -> DenseLayer:
     """Next to nothing but attention."""
     heads = Heads(HEADS, KEY_HEADS, DIM, DIM**-0.5, cache_dtype=kept)
     qkv, out = torch.randn((HEADS + 2 * KEY_HEADS) * DIM, HIDDEN), torch.randn(HIDDEN, HEADS * DIM)
-    return DenseLayer(torch.ones(HIDDEN), torch.ones(HIDDEN), 1e-5, heads, Projection(qkv), Projection(out), None)
+    norm = Norm(torch.ones(HIDDEN))
+    return DenseLayer(norm, norm, 1e-5, heads, Projection(qkv), Projection(out), None)
 
 
 def milliseconds(step: NativeStep, stores: list[Tensor], position: int) -> float:

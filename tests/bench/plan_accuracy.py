@@ -1,12 +1,14 @@
 """How well `floe-chat plan` estimates: beside what the engine really takes, the virtual cards, and the papers.
 
-(a) Full-width Mixtral layers of random weights on this CPU, decoded by the engine, one layer by the difference of layer
-counts; beside it the plan's estimate from rates measured in the same rounds. Measure on a quiet machine.
+(a) Full-width layers of random weights on this CPU, decoded by the engine, one layer by the difference of layer counts,
+and the whole model from it; beside them the plan's estimate from rates measured in the same rounds. Measure on a quiet
+machine.
 (b) Virtual cards: the plan's cost model beside `floe-chat bench offload`, whose engine decides row by row. The pool is
 the same for both; Python counts for neither.
 (c) The papers' settings by the same cost model, with each paper's widths, sparsity and policy.
 
-Run: .venv/bin/python tests/bench/plan_accuracy.py [layers] [cards] [papers]. The last line is one JSON object.
+Run: .venv/bin/python tests/bench/plan_accuracy.py [layers] [cards] [papers] [--models NAME ...]. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -39,65 +41,79 @@ from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import PackSpec
 
 MODEL = described("mixtral-8x7b-instruct").sizes
-COUNT = 3  # layers
 WARM, ROUNDS = 2, 5
 PRESETS = ("Balanced", "Fast")  # those that read x as the rates were measured
+PROMPT = 8
 TOKENS = 96
 PAPER_VRAM = (12, 14, 16, 18, 20, 22, 24)
 
 
-def measured_layers() -> dict[str, Any]:
-    """(a): milliseconds of one layer by preset, measured and estimated."""
-    spec = synthetic.Spec("mixtral-8x7b", COUNT)
-    subject = synthetic.make(spec, "cpu", print)
-    prompt = subject.prompt(8)
-    presets = [next(p for p in quality_presets.PRESETS if p.name == name) for name in PRESETS]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in PRESETS}
+def measured_layers(name: str, rounds: int) -> dict[str, Any]:
+    """(a): of one model, milliseconds of a layer and tokens per second by preset, measured and estimated."""
+    spec = synthetic.Spec(name, synthetic.usual_layers(name))
+    subject = synthetic.make(spec, "cpu", lambda _step: None)
+    prompt, few = subject.prompt(PROMPT), subject.fewest
+    presets = [next(p for p in quality_presets.PRESETS if p.name == preset) for preset in PRESETS]
+    found: dict[str, list[tuple[float, float, float]]] = {preset: [] for preset in PRESETS}
     own: list[dict[str, float]] = []
     with computing(None, MIXTRAL.hidden, MIXTRAL.neurons) as threads:
         others = Others()
-        for turn in range(WARM + ROUNDS):
+        for turn in range(WARM + rounds):
             own.append(_rates(spec))
             for preset in presets:
                 subject.control.preset = preset
                 told = layers.answered(preset.name, subject, prompt, prefill=False)
-                few, many = (told[layers.RoundKey(preset.name, count, "seconds")] for count in (1, COUNT))
-                active = told[layers.RoundKey(preset.name, COUNT, "active")]
+                less, more = (told[layers.RoundKey(preset.name, n, "seconds")] for n in (few, spec.layers))
+                active = told[layers.RoundKey(preset.name, spec.layers, "active")]
                 if turn >= WARM:
-                    found[preset.name].append(((many - few) / (COUNT - 1), active))
+                    found[preset.name].append((less, (more - less) / (spec.layers - few), active))
         busy = others.cores()
     speeds = _speeds(own[WARM:])
     result: dict[str, Any] = {"threads": threads, "busy_cores": round(busy, 2), "rates": dict(speeds.cpu)}
+    print(f"{name}, other programs kept {busy:.1f} cores busy")
     for preset in presets:
-        took = median(seconds for seconds, _ in found[preset.name])
-        active = median(share for _, share in found[preset.name])
+        less, took, active = (median(values) for values in zip(*found[preset.name], strict=True))
+        whole = less + (spec.published_layers - few) * took
         work = TokenWork.of(preset)
         work = dataclasses.replace(work, active=min(1.0, active / work.calls))  # measured: of all chosen experts
-        guess = _one_layer(PackSpec(spec.up, spec.rows, spec.rows, spec.dense), work, speeds)
-        print(f"{preset.name:<10} {1e3 * took:6.2f} ms measured, {1e3 * guess:6.2f} estimated: {guess / took:.2f}")
+        tokens = [_estimate(spec, work, speeds, count) for count in (few, spec.layers, spec.published_layers)]
+        guess, total = (tokens[1].seconds - tokens[0].seconds) / (spec.layers - few), tokens[2].seconds
+        print(
+            f"  {preset.name:<8} a layer {1e3 * took:6.2f} ms measured, {1e3 * guess:6.2f} estimated, "
+            f"{guess / took:.2f}; {1 / whole:6.2f} tokens/s measured, {1 / total:6.2f} planned: {whole / total:.2f}"
+        )
+        parts = {part: 1e3 * getattr(tokens[2], part) for part in ("dense", "up", "rows", "host")}
         result[preset.name] = {"ms": 1e3 * took, "estimated_ms": 1e3 * guess, "ratio": guess / took, "active": active}
+        result[preset.name] |= {"tokens_s": 1 / whole, "planned_tokens_s": 1 / total, "planned_ms": parts}
     return result
 
 
 def _rates(spec: synthetic.Spec) -> dict[str, float]:
     layout = MIXTRAL.row_layout(spec.rows)
     return {
+        rates.READ: rates.memory_rate(),
         f"up {spec.up} bit": rates.up_rate(MIXTRAL, spec.up),
         f"rows {spec.rows} bit": rates.row_rate(layout, MIXTRAL.neurons),
         f"dense {spec.dense} bit": rates.dense_rate(MIXTRAL, spec.dense),
+        "dense 8 bit": rates.dense_rate(MIXTRAL, 8),
     }
 
 
 def _speeds(found: Sequence[dict[str, float]]) -> Speeds:
-    return Speeds(read=30e9, cpu={name: median(one[name] for one in found) for name in found[0]})
+    middle = {name: median(one[name] for one in found) for name in found[0]}
+    return Speeds(read=middle.pop(rates.READ), cpu=middle)
 
 
-def _one_layer(spec: PackSpec, work: TokenWork, speeds: Speeds) -> float:
-    def whole(count: int) -> float:
-        takes = Footprint.of(dataclasses.replace(MODEL, layers=count), spec)
-        return speed_estimate.decode(takes, work, speeds, Held(gpu=False), context=16).seconds
-
-    return (whole(COUNT) - whole(1)) / (COUNT - 1)
+def _estimate(spec: synthetic.Spec, work: TokenWork, speeds: Speeds, count: int) -> speed_estimate.Token:
+    """The plan's token of a model of so many layers."""
+    sizes = synthetic.MODELS[spec.name]
+    if count != spec.published_layers:
+        share = count / spec.published_layers
+        kept = sizes.recurrent and dataclasses.replace(sizes.recurrent, layers=round(share * sizes.recurrent.layers))
+        wide = sizes.wide and dataclasses.replace(sizes.wide, layers=round(share * sizes.wide.layers))
+        sizes = dataclasses.replace(sizes, layers=count, dense_layers=0, recurrent=kept, wide=wide)
+    takes = Footprint.of(sizes, PackSpec(spec.up, spec.rows, spec.rows, spec.dense))
+    return speed_estimate.decode(takes, work, speeds, Held(gpu=False), context=2 * PROMPT)
 
 
 def virtual_cards() -> dict[str, Any]:
@@ -208,12 +224,19 @@ def _whole_experts(takes: Footprint) -> Footprint:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, then the JSON line."""
-    parts = {"layers": measured_layers, "cards": virtual_cards, "papers": papers}
+    parts = {"cards": virtual_cards, "papers": papers}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
-    chosen = parser.parse_args(arguments).parts or list(parts)
+    parser.add_argument("parts", nargs="*", choices=["layers", *parts, []], default=[])
+    parser.add_argument("--models", nargs="+", choices=synthetic.MODELS, default=list(synthetic.MODELS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args(arguments)
+    found: dict[str, Any] = {}
     with torch.inference_mode():
-        found = {name: parts[name]() for name in chosen}
+        for part in given.parts or ["layers", *parts]:
+            if part == "layers":
+                found[part] = {name: measured_layers(name, given.rounds) for name in given.models}
+            else:
+                found[part] = parts[part]()
     print(json.dumps({"bench": "plan_accuracy", **found}))
 
 

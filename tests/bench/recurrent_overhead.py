@@ -17,7 +17,7 @@ import torch
 from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.step import DenseLayer, Swiglu
-from floe_chat.kernels.weights import Projection
+from floe_chat.kernels.weights import Norm, Projection
 
 HIDDEN, HEADS, SHARED, WIDTH, TAPS, LAYERS, WARM = 16, 32, 16, 128, 4, 30, 5
 
@@ -39,7 +39,7 @@ def layer() -> DenseLayer:
     )
     first, out = torch.randn(channels + HEADS * WIDTH, HIDDEN), torch.randn(HIDDEN, HEADS * WIDTH)
     beside = Swiglu(Projection(torch.randn(2, HIDDEN)), Projection(torch.randn(HIDDEN, 1)))
-    norm = torch.ones(HIDDEN)
+    norm = Norm(torch.ones(HIDDEN))
     return DenseLayer(norm, norm, 1e-6, delta, Projection(first), Projection(out), None, beside)
 
 

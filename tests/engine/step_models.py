@@ -99,6 +99,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "attention_multiplier": 0.3,
     },
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "sliding_window": None},
+    "phimoe-longrope": {
+        "num_local_experts": 16,
+        "router_jitter_noise": 0.3,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+            "short_mscale": 1.1,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 1024,
+        },
+    },
+    "mixtral-longrope": {
+        "head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "short_factor": [1.0] * 6,
+            "long_factor": [2.0] * 6,
+            "original_max_position_embeddings": 1024,
+        },
+    },
     "deepseek": {"n_routed_experts": 5, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v2-yarn": {**LATENT, "q_lora_rank": 17, "rope_parameters": YARN},
@@ -114,6 +139,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 20},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 7,
+        "head_dim": 10,
+        "global_head_dim": 14,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 2.0,
+    },
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "num_dense_layers": 1,
@@ -150,12 +187,14 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     for leaf, buffer in model.named_buffers():
         if leaf.endswith(("correction_bias", "expert_bias")):
             nn.init.normal_(buffer, std=0.1)
+        elif leaf.endswith("layer_scalar"):
+            nn.init.uniform_(buffer, 0.5, 1.0)
     for leaf, parameter in model.named_parameters():
         if leaf.endswith("correction_bias"):
             nn.init.normal_(parameter, std=0.1)
         elif parameter.ndim == 1:
             nn.init.normal_(parameter, mean=0.0 if leaf.endswith("bias") else 1.0, std=0.3)
-        elif leaf.endswith(("gate.weight", "router.weight", "router.layer.weight")):
+        elif leaf.endswith(("gate.weight", "router.weight", "router.layer.weight", "router.proj.weight")):
             nn.init.normal_(parameter, std=0.3)
     return model.to(dtype).eval()
 

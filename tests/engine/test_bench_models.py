@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,10 @@ from floe_chat.engine.machine import read_floor
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.weights import LinearWeights
 from floe_chat.models.catalog import described
-from floe_chat.models.errors import FloeError
+from floe_chat.models.catalog_entry import Latent
+from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.families import FAMILIES
+from floe_chat.models.families.sizes import sizes_of
 
 TINY: dict[str, Any] = {
     "model_type": "mixtral",
@@ -81,6 +85,52 @@ def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[s
         answer = subject.answer(subject.prompt(20), 30)
         assert answer.active == pytest.approx(1 - sparsity, abs=0.08)
         assert 0 < answer.prefill <= answer.first and answer.token > 0
+
+
+SMALL: dict[str, Any] = {
+    "hidden": 128,
+    "intermediate": 256,
+    "experts": 8,
+    "top_k": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 96,
+}
+
+
+@pytest.mark.parametrize("name", synthetic.MODELS)
+def test_a_synthetic_model_has_the_published_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes but the number of layers are the catalogue's; narrower, a model of two periods answers."""
+    published, count = synthetic.MODELS[name], synthetic.usual_layers(name)
+    family = FAMILIES[published.model_type]
+    found = sizes_of(family, Spec(name, count).config())
+    period, times = synthetic.period_of(name), published.decoder_layers / count
+    assert count % period == 0 and (found.attending, found.recurrent is None) == (
+        published.attending / times if period > 1 else count,
+        published.recurrent is None,
+    )
+    counted: dict[str, Any] = {"layers": count, "dense_layers": 0, "dense_intermediate": 0}
+    counted |= {name: getattr(found, name) for name in ("biases", "wide", "recurrent")}
+    assert found == replace(published, **counted) and bool(found.biases) == bool(published.biases)
+    if found.wide and published.wide:
+        assert replace(found.wide, layers=published.wide.layers) == published.wide
+    if found.recurrent and published.recurrent:
+        assert replace(found.recurrent, layers=published.recurrent.layers) == published.recurrent
+    latent = published.latent and Latent(published.latent.queries and 32, 64, 16, 64)
+    small = SMALL | {"latent": latent, "shared": 256 if published.shared else 0}
+    small |= {"kv_heads": 4} if latent else {}
+    small |= {"wide": published.wide and replace(published.wide, kv_heads=1, head_dim=96)}
+    monkeypatch.setitem(synthetic.MODELS, name, replace(published, **small))
+    torch.manual_seed(0)
+    subject = synthetic.make(Spec(name, count, dense=8), "cpu", silent)
+    assert subject.fewest == period
+    subject.control.preset = quality_presets.Preset("", Rule(0.5, weighed=True))
+    answer = subject.answer(subject.prompt(20), 20)
+    assert answer.active == pytest.approx(0.5, abs=0.1) and answer.token > 0
+    with pytest.raises(UsageError, match="cannot have 1 layers") as caught:
+        Spec(name, 1)
+    assert f"{2 * period} to" in caught.value.hint
 
 
 def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

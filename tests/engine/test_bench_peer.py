@@ -6,29 +6,42 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from floe_chat.engine.bench.peer import llama
-from floe_chat.engine.bench.peer.recipes import LAYERS, PeerSizes, Recipe
-from floe_chat.engine.bench.synthetic import MODELS, Spec
+from floe_chat.engine.bench.peer.recipes import PeerSizes, Recipe
+from floe_chat.engine.bench.synthetic import MODELS, Spec, usual_layers
+from floe_chat.models.catalog_entry import Recurrent
 from floe_chat.models.errors import FloeError, UsageError
 
+MIXTRAL = PeerSizes("llama", MODELS["mixtral-8x7b"])
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "vocab_size": 96,
+    "model_type": "mixtral",
+}
+SMALL = PeerSizes.of(SimpleNamespace(**SIZES))
 
-def mixtral(*sizes: int) -> PeerSizes:
-    """Hidden size, neurons, heads, heads of keys, size of a head, vocabulary, experts, experts of a token."""
-    return PeerSizes("llama", *sizes, rope=sizes[4], value=sizes[4])
+
+def peer_of(name: str) -> PeerSizes:
+    return PeerSizes.of(Spec(name, usual_layers(name)).config())
 
 
-MIXTRAL = mixtral(4096, 14336, 32, 8, 128, 32000, 8, 2)
-SMALL = mixtral(256, 512, 4, 2, 64, 96, 8, 2)
 FAKE_LLAMA = """
 import json
 __version__ = "9.9.9"
 class Llama:
-    def __init__(self, path, n_ctx, n_batch, n_ubatch, n_threads, n_threads_batch, verbose):
+    def __init__(self, path, n_ctx, n_batch, n_ubatch, n_threads, n_threads_batch, use_mmap, verbose):
         assert n_threads == n_threads_batch and n_ctx >= 40
         self.told = json.load(open(path))
     def reset(self): self.seen = 0
@@ -47,7 +60,7 @@ class GGUFWriter:
     def __init__(self, path, arch): self.path, self.told, self.tensors = path, {"arch": arch}, {}
     def __getattr__(self, name):
         assert name.startswith("add_"), name
-        return lambda value: self.told.__setitem__(name[4:], value)
+        return lambda *value: self.told.__setitem__(value[0] if value[1:] else name[4:], value[-1])
     def add_tensor(self, name, data, raw_dtype="F32"): self.tensors[name] = [raw_dtype, data.nbytes, list(data.shape)]
     def write_header_to_file(self): pass
     def write_kv_data_to_file(self): pass
@@ -87,26 +100,27 @@ def test_recipes_are_those_of_llama_cpp_for_eight_experts() -> None:
 
 def whole_file(kind: str, widths: PeerSizes, layers: int) -> float:
     """Bytes of a model of so many layers, by the two sizes that are made."""
-    one, three = (Recipe(kind, widths, count).nbytes() for count in LAYERS)
+    one, three = (Recipe(kind, widths, count).nbytes() for count in (1, 3))
     return one + (layers - 1) * (three - one) / 2
 
 
 def test_sizes_are_those_of_published_files() -> None:
     # TheBloke's Mixtral-8x7B Q4_0, bartowski's Mixtral-8x22B Q4_K_M.
     assert whole_file("Q4_0", MIXTRAL, 32) == pytest.approx(26.44e9, rel=1e-3)
-    assert whole_file("Q4_K_M", mixtral(6144, 16384, 48, 8, 128, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
+    sizes = replace(MIXTRAL.sizes, hidden=6144, intermediate=16384, heads=48, vocab=32768)
+    assert whole_file("Q4_K_M", PeerSizes("llama", sizes), 56) == pytest.approx(85.58e9, rel=2e-3)
     assert llama.memory_bytes(MIXTRAL) == pytest.approx(7.4e9, rel=0.01)
     # unsloth's Qwen3-30B-A3B Q4_K_M, ggml-org's gpt-oss-20b.
     for name, kind, size in (("qwen3-30b-a3b", "Q4_K_M", 18.56e9), ("gpt-oss-20b", "MXFP4_MOE", 12.11e9)):
-        widths = PeerSizes.of(Spec(name, 3).config())
-        assert widths.kinds[-1] == kind
+        widths = peer_of(name)
+        assert widths.files[-1] == kind
         assert whole_file(kind, widths, MODELS[name].layers) == pytest.approx(size, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
 def test_recipes_of_other_families(name: str) -> None:
-    widths = PeerSizes.of(Spec(name, 3).config())
-    kinds = {name: kind for name, (_, kind) in Recipe(widths.kinds[-1], widths, 3).tensors().items()}
+    widths = peer_of(name)
+    kinds = {name: kind for name, (_, kind) in Recipe(widths.files[-1], widths, 3).tensors().items()}
     parts = ("attn_q", "attn_v", "ffn_gate_exps", "ffn_down_exps", "ffn_down_shexp", "attn_k_b", "attn_sinks")
     found = [[kinds.get(f"blk.{layer}.{part}.weight") for part in parts] for layer in (0, 1)]
     assert kinds["output.weight"] == ("Q8_0" if name == "gpt-oss-20b" else "Q6_K")
@@ -129,7 +143,7 @@ def test_recipes_of_other_families(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
 def test_headers_hold_what_the_architecture_asks_for(name: str) -> None:
-    told = PeerSizes.of(Spec(name, 3).config()).told()
+    told = peer_of(name).header(3)
     if name == "deepseek-v2-lite":
         assert (told["head_count_kv"], told["key_length"], told["key_length_mla"]) == (1, 576, 192)
         assert (told["value_length"], told["value_length_mla"], told["rope_dimension_count"]) == (512, 128, 64)
@@ -139,8 +153,100 @@ def test_headers_hold_what_the_architecture_asks_for(name: str) -> None:
         assert (told["head_count_kv"], told["key_length"], told["value_length"]) == heads
 
 
+PARTS = {
+    "qwen3.6-35b-a3b": {
+        "attn_q.weight": ((8192, 2048), "Q4_K"),
+        "ssm_beta.weight": None,
+        "ffn_gate_inp_shexp.weight": ((2048,), "F32"),
+    },
+    "qwen3-next-80b-a3b": {"attn_q_norm.weight": ((256,), "F32"), "post_attention_norm.weight": ((2048,), "F32")},
+    "gemma-4-26b-a4b": {
+        "attn_q.weight": ((8192, 2816), "Q4_K"),
+        "attn_k.weight": ((1024, 2816), "Q4_K"),
+        "attn_v.weight": None,
+        "ffn_gate_up_exps.weight": ((128, 1408, 2816), "Q4_K"),
+        "ffn_down_exps.weight": ((128, 2816, 704), "Q5_0"),  # 256 does not divide 704
+        "ffn_down_exps.scale": ((128,), "F32"),
+        "ffn_down.weight": ((2816, 2112), "Q5_0"),
+    },
+    "lfm2-8b-a1b": {"exp_probs_b.bias": ((32,), "F32"), "shortconv.conv.weight": None},
+    "phi-3.5-moe": {"attn_norm.bias": ((4096,), "F32"), "attn_k.bias": ((1024,), "F32")},
+    "glm-4.7-flash": {
+        "attn_q_b.weight": ((5120, 768), "Q4_K"),
+        "attn_k_b.weight": ((20, 512, 192), "Q5_0"),
+        "exp_probs_b.bias": ((64,), "F32"),
+        "ffn_up_shexp.weight": ((1536, 2048), "Q4_K"),
+    },
+}
+OTHERS = {  # of the second layer, which is of another kind than the first
+    "qwen3.6-35b-a3b": {
+        "attn_q.weight": None,
+        "attn_qkv.weight": ((8192, 2048), "Q6_K"),
+        "attn_gate.weight": ((4096, 2048), "Q4_K"),
+        "ssm_alpha.weight": ((32, 2048), "Q4_K"),
+        "ssm_conv1d.weight": ((8192, 4), "F32"),
+        "ssm_dt.bias": ((32,), "F32"),
+        "ssm_a": ((32,), "F32"),
+        "ssm_out.weight": ((2048, 4096), "Q4_K"),
+    },
+    "qwen3-next-80b-a3b": {"ssm_ba.weight": ((64, 2048), "Q4_K"), "ssm_norm.weight": ((128,), "F32")},
+    "gemma-4-26b-a4b": {
+        "attn_q.weight": ((4096, 2816), "Q4_K"),
+        "attn_v.weight": ((2048, 2816), "Q6_K"),
+        "attn_k_norm.weight": ((256,), "F32"),
+    },
+    "lfm2-8b-a1b": {"shortconv.conv.weight": ((2048, 3), "F32"), "shortconv.in_proj.weight": ((6144, 2048), "Q4_K")},
+    "phi-3.5-moe": {},
+    "glm-4.7-flash": {},
+}
+HEADERS: dict[str, dict[str, object]] = {
+    "qwen3.6-35b-a3b": {"attention.recurrent_layers": [False, True, True, True, False], "ssm_group_count": 16},
+    "qwen3-next-80b-a3b": {"expert_used_count": 10, "ssm_inner_size": 4096, "expert_shared_feed_forward_length": 512},
+    "gemma-4-26b-a4b": {
+        "head_count_kv": [2, 8, 8, 8, 8],
+        "sliding_window_pattern": [False, True, True, True, True],
+        "rope_dimension_count": 512,
+        "rope_dimension_count_swa": 256,
+        "feed_forward_length": 2112,
+    },
+    "lfm2-8b-a1b": {"head_count_kv": [8, 0, 0, 0, 8], "shortconv_l_cache": 3, "expert_gating_func": 2},
+    "phi-3.5-moe": {"expert_feed_forward_length": 6400, "rope_dimension_count": 128},
+    "glm-4.7-flash": {"q_lora_rank": 768, "key_length_mla": 256, "expert_gating_func": 2, "expert_weights_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_files_of_several_kinds_of_layers(name: str) -> None:
+    widths = peer_of(name)
+    tensors = Recipe("Q4_K_M", widths, 5).tensors()
+    for layer, wanted in enumerate((PARTS[name], OTHERS[name])):
+        assert {part: tensors.get(f"blk.{layer}.{part}") for part in wanted} == wanted
+    tied = widths.sizes.tied
+    assert ("output.weight" in tensors) != tied and tensors["token_embd.weight"][1] == ("Q6_K" if tied else "Q4_K")
+    assert ("rope_freqs.weight" in tensors) == (name == "gemma-4-26b-a4b")
+    header = widths.header(5)
+    assert {key: header[key] for key in HEADERS[name]} == HEADERS[name]
+    few, many = widths.layers
+    assert widths.kinds == () or sorted(map(widths.kind, range(few, many))) == sorted(widths.kinds)
+    small = Recipe("Q4_K_M", widths, few)
+    assert (small.nbytes() == small.read_bytes(all_experts=True)) == tied
+
+
+def test_a_file_says_which_of_its_layers_keep_a_state(fakes: Path) -> None:
+    sizes = MODELS["qwen3.6-35b-a3b"]
+    assert isinstance(sizes.recurrent, Recurrent)
+    state = replace(sizes.recurrent, keys=64, values=128, heads=2)
+    sizes = replace(sizes, hidden=64, intermediate=64, experts=4, vocab=96, shared=32, recurrent=state)
+    recipe = Recipe("Q4_K_M", PeerSizes("qwen35moe", sizes, ("full_attention", "linear_attention")), 2)
+    fakes.mkdir()
+    llama.make_file(sys.executable, recipe, file := recipe.file(fakes))
+    made: dict[str, Any] = json.loads(file.read_text())
+    assert made["qwen35moe.attention.recurrent_layers"] == [False, True]
+    assert sum(nbytes for _, nbytes, _ in made["tensors"].values()) == recipe.nbytes()
+
+
 def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
-    one, three = (Recipe("Q4_0", MIXTRAL, layers) for layers in LAYERS)
+    one, three = (Recipe("Q4_0", MIXTRAL, layers) for layers in MIXTRAL.layers)
     token, prompt = (three.read_bytes(all_experts=every) - one.read_bytes(all_experts=every) for every in (False, True))
     experts = 2 * 8 * 3 * 4096 * 14336 * 18 // 32
     assert prompt - token == pytest.approx(experts * 6 / 8, abs=2) and prompt == three.nbytes() - one.nbytes()
@@ -149,7 +255,7 @@ def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
 def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
     told: list[str] = []
     with llama.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: told.append(what)) as peers:
-        assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in SMALL.kinds]
+        assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in SMALL.files]
         for one in peers:
             for layers in one.layers:
                 prompt, token = one.answer(32, 8, layers)
@@ -158,12 +264,12 @@ def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
         # The system may count a process' time in whole ticks only.
         give_up = time.monotonic() + 60
         while not any(one.cpu_seconds() for one in peers) and time.monotonic() < give_up:
-            peers[0].answer(32, 8, LAYERS[0])
+            peers[0].answer(32, 8, SMALL.layers[0])
         assert sum(one.cpu_seconds() for one in peers) > 0
     files = sorted(fakes.iterdir())
     assert len(files) == 4 and any("Making" in line and str(fakes) in line for line in told)
-    for kind in SMALL.kinds:
-        for layers in LAYERS:
+    for kind in SMALL.files:
+        for layers in SMALL.layers:
             recipe = Recipe(kind, SMALL, layers)
             made: dict[str, Any] = json.loads(recipe.file(fakes).read_text())
             assert (made["arch"], made["block_count"], made["expert_count"], made["vocab_size"]) == (
@@ -229,10 +335,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(fakes: Path, monkeypatch: pyt
     "changed", [{"model_type": "olmoe"}, {"hidden_size": 272}, {"intermediate_size": 400}], ids=str
 )
 def test_other_models_cannot_be_compared(changed: dict[str, Any]) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 96}
-    sizes |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 8, "model_type": "mixtral"}
-    assert PeerSizes.of(SimpleNamespace(**sizes)) == SMALL
-    config = SimpleNamespace(**(sizes | changed))
+    config = SimpleNamespace(**(SIZES | changed))
     assert not PeerSizes.possible(config)
     with pytest.raises(UsageError, match=r"no llama\.cpp model"):
         PeerSizes.of(config)

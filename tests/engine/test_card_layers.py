@@ -10,7 +10,7 @@ import pytest
 import torch
 from floe_chat.engine.decoder import graphs, kv_stores
 from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists
-from floe_chat.engine.decoder.decoders import FusedDecoder, choose
+from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore
 from floe_chat.engine.experts.moe_layer import Cancelled
@@ -29,7 +29,7 @@ from ..helpers import relative_rms
 from .driver import GREEDY, a_preset
 from .fake_card import Calls, FakeCard, FakeGraph
 from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
-from .step_models import EACH_HEAD, LIMIT, WINDOW, Guessing, Noting, feed, ids_of, make_model
+from .step_models import EACH_HEAD, LIMIT, MODELS, PRESET, WINDOW, Guessing, Noting, feed, ids_of, make_model
 
 
 def graphed(model: Any) -> FusedDecoder:
@@ -49,6 +49,19 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2:]
     assert relative_rms(found, expected) <= 2 * LIMIT
     assert card.replays == 21 * len(card.captures) and card.waits == 21
+
+
+def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another one, later, does not."""
+    FakeCard(monkeypatch)
+    rope = MODELS["phimoe-longrope"]["rope_parameters"] | {"original_max_position_embeddings": 12}
+    model = make_model("phimoe-longrope", rope_parameters=rope)
+    decoder, ids, pieces = graphed(model), ids_of(20), [3, *[1] * 17]
+    for kv in KVCache(), KVCache():
+        expected = feed(LibraryDecoder(model), KVCache(), ids, pieces)
+        assert relative_rms(feed(decoder, kv, ids, pieces), expected) <= 2 * LIMIT
+    assert kv.keep(ids[:10], PRESET) == 9
+    assert relative_rms(feed(decoder, kv, ids, [1]), expected[7:8]) <= 2 * LIMIT
 
 
 @pytest.mark.parametrize("name", ["mixtral-sliding", "olmoe", "qwen3_moe"])

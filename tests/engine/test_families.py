@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import families
 from ..helpers import make_pack, reference_model, relative_rms
-from .driver import layer_by_layer, open_model
+from .driver import answer, layer_by_layer, open_model
 from .offloading import EVERYTHING, offloaded
 
 LIMIT, KL_LIMIT = 1e-5, 1e-9
@@ -135,12 +135,14 @@ def together(loaded: LoadedModel, texts: list[list[int]], steps: int) -> Tensor:
 
 @pytest.mark.parametrize("by", ["all layers at once", "each layer", "torch", "a pool", "a virtual card"])
 def test_texts_together(case: Case, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four texts of different lengths, a token of each at a time, and in the end one of them alone again."""
-    exact, texts, steps = case.exact, [case.prompt(length) for length in (9, 30, 4, 17)], 3
+    """Four texts of different lengths, one of which grows past what rope was made for, a token of each at a time."""
+    exact, texts, steps = case.exact, [case.prompt(length) for length in (9, 66, 4, 17)], 3
     if isinstance(exact.decoder, LibraryDecoder):
         assert exact.decoder.beside() is None and exact.decoder.together([5], [KVCache()]) is None
         return
-    wanted = torch.stack([case.expected(text)[-steps:] for text in texts], 1)
+    wanted = torch.stack(
+        [torch.stack([case.expected(text[: len(text) - left])[-1] for text in texts]) for left in (2, 1, 0)]
+    )
     if by == "each layer":
         layer_by_layer(monkeypatch)
     if by in ("a pool", "a virtual card"):
@@ -159,8 +161,24 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
     ids, kv = case.prompt(sum(pieces)), KVCache()
     got = read(case.exact, ids, kv, pieces)
     case.agree(got, torch.stack([case.expected(ids[: end + 1])[-1] for end in ends(pieces)]))
+    parked = kv.parked(1 << 30)
     kept = kv.keep(ids[:50], case.exact.control.preset)
     case.agree(read(case.exact, ids, kv, [50 - kept]), case.expected(ids[:50])[-1:])
+    if parked is not None:  # nor does a copy of the longer one serve it
+        kept = parked.common(ids[:51], case.exact.control.preset)
+        with torch.inference_mode():
+            assert kv.resume(parked, kept)
+        case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
+
+
+def test_an_answer_grows_past_that_length(case: Case) -> None:
+    """Its tokens are drawn several at a time, and each is the likeliest by transformers' logits."""
+    ids = case.prompt(58)
+    for token in answer(case.exact, ids, max_new_tokens=12).tokens:
+        logits = case.expected(ids)[-1]
+        assert float(logits[token]) >= float(logits.max()) - 1e-4, "or as likely, but for noise"
+        ids.append(token)
+    assert len(ids) == 70
 
 
 def test_another_question_after_the_same_beginning(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from floe_chat.engine.decoder import kv_stores
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, BorrowingStore, GrowingStore, KvForm
+from floe_chat.engine.decoder.layers import read_rope
 from floe_chat.engine.events import Advanced
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel, load
@@ -80,6 +82,20 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
     assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= limit
 
 
+@pytest.mark.parametrize("name", ["phimoe-longrope", "mixtral-longrope"])
+@pytest.mark.parametrize("long", [False, True])
+def test_longer_texts_are_turned_by_frequencies_of_their_own(name: str, long: bool) -> None:
+    model = make_model(name)
+    rope: Any = model.config.rope_parameters
+    factors = torch.tensor(rope["long_factor" if long else "short_factor"], dtype=torch.float64)
+    turns = torch.arange(1100)[:, None] / (factors * rope["rope_theta"] ** (torch.arange(6) / 6))
+    scale = rope.get("long_mscale" if long else "short_mscale") or (1 + math.log(2.0) / math.log(1024)) ** 0.5
+    end = 1100 if long else 1024
+    cos, sin = read_rope(model, FAMILIES[model.config.model_type]).tables(0, end, long=long).double().unbind(1)
+    assert relative_rms(cos, scale * turns[:end].cos().repeat(1, 2)) <= 1e-4
+    assert relative_rms(sin, scale * torch.cat([-turns[:end].sin(), turns[:end].sin()], 1)) <= 1e-4
+
+
 def test_every_family_that_can_be_packed_is_compared() -> None:
     """Those with biases in their experts need a pack's experts: test_families.py."""
     ours = {name for name, family in FAMILIES.items() if family.attention and not family.biased}
@@ -88,11 +104,13 @@ def test_every_family_that_can_be_packed_is_compared() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["mixtral", "olmoe", "olmoe-shares", "qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe"]
+    "name",
+    ["mixtral", "olmoe", "olmoe-shares", "qwen2_moe", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "phimoe-longrope"],
 )
 def test_the_router_is_the_librarys(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
-    blocks = FAMILIES[model.config.model_type].blocks(model)
+    family = FAMILIES[model.config.model_type]
+    blocks = family.blocks(model)
     noting = [Noting() for _ in blocks]
     for block, experts in zip(blocks, noting, strict=True):
         block.experts = experts
@@ -101,7 +119,7 @@ def test_the_router_is_the_librarys(name: str, dtype: torch.dtype) -> None:
         for block, experts in zip(blocks, noting, strict=True):
             assert len(experts.calls) == 11
             for hidden, index, weights in experts.calls:
-                _, theirs, chosen = block.gate(hidden)
+                _, theirs, chosen = family.router(block)(hidden)
                 if "glm4" in name:  # theirs are in no order
                     chosen, order = chosen.sort()
                     theirs = theirs.gather(-1, order)
@@ -166,22 +184,7 @@ def test_joined_weights_are_there_once(tiny_pack: Path) -> None:
             {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic changes with the length",
         ),
-        (
-            "mixtral",
-            {
-                "head_dim": 12,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "short_factor": [1.0] * 6,
-                    "long_factor": [2.0] * 6,
-                    "original_max_position_embeddings": 64,
-                },
-            },
-            "longrope changes with the length",
-        ),
-        ("phimoe", {}, "its router is SparseMixer's"),
+        ("gpt_oss", {"head_dim": 12, "sliding_window": 9}, "biases that are not a pack's"),
     ],
 )
 def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
@@ -257,7 +260,7 @@ def test_tokens_outside_the_vocabulary_are_refused_and_the_next_ones_are_not(tok
 
 
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
-LOSS, NEAR = 3e-2, 5e-3
+LOSS, NEAR = 4e-2, 5e-3
 EIGHT_BIT_PIECES = {"token by token": [1] * 24, "chunks": [9, 1, 1, 60, 1, 5, 1]}
 
 

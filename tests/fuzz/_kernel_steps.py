@@ -21,7 +21,7 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import DenseLayer, ExpertLayer, ModelEnds, Router, dense_step
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights, Planes, Projection
+from floe_chat.kernels.weights import LinearWeights, Norm, Planes, Projection
 from torch import Tensor
 
 from . import _operands as made
@@ -52,7 +52,11 @@ def _dense(rng: Random, hidden: int, keys: int, dim: int) -> dict[str, Any]:
         "router": made.uniform(rng, experts, hidden),
         "top_k": rng.randrange(1, experts + 1),
         "shares": True,
+        "kind": rng.choice(("softmax", "sigmoid", "sparsemixer")),
+        "norm_kind": rng.choice(("rms", "layer")),
     }
+    if rng.random() < 0.3:
+        given["norm_bias"] = made.uniform(rng, hidden)
     if rng.random() < 0.3:
         given["window"] = rng.randrange(1, 9)
     if rng.random() < 0.3:
@@ -72,9 +76,10 @@ def _layer(g: dict[str, Any], kept: torch.dtype) -> DenseLayer:
         *(g["queries"], g["keys"], g["dim"], g["scale"], g.get("window"), g.get("clip")),
         *(g.get("q_norm"), g.get("k_norm"), kept),
     )
-    router = Router(g["router"], g["top_k"], g["shares"])
+    router = Router(g["router"], g["top_k"], g["shares"], kind=g["kind"], jitter=0.2)
     qkv, out = Projection(g["qkv"], g.get("bias")), Projection(g["out"])
-    return DenseLayer(g["before"], g["after"], g["eps"], heads, qkv, out, router)
+    before, after = (Norm(g[name], g.get("norm_bias"), g["norm_kind"]) for name in ("before", "after"))
+    return DenseLayer(before, after, g["eps"], heads, qkv, out, router)
 
 
 def _sizes(rng: Random) -> tuple[int, int, int]:
@@ -143,7 +148,7 @@ def latent_step(rng: Random) -> Case:
             of_heads, still, turned, value, g["norm"], 1e-4, Projection(g["made"]), of_queries, g.get("asked_norm")
         )
         qkv, out, router = Projection(g["qkv"]), Projection(g["out"]), Router(g["router"], 1, norm_topk_prob=True)
-        return DenseLayer(g["before"], g["after"], 1e-5, own, qkv, out, router)
+        return DenseLayer(Norm(g["before"]), Norm(g["after"]), 1e-5, own, qkv, out, router)
 
     def found(step: Callable[..., Any], g: dict[str, Any]) -> Any:
         done = step(g["x"], None, g["rope"], g["kv"], g["position"])
@@ -166,6 +171,7 @@ def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
     given: dict[str, Any] = {
         "embedding": made.uniform(rng, vocabulary, hidden),
         "norm": made.uniform(rng, hidden),
+        "norm_kind": rng.choice(("rms", "layer")),
         "norm_eps": 1e-5,
         "head": head,
     }
@@ -175,7 +181,13 @@ def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
 
 
 def _ends_of(g: dict[str, Any]) -> ModelEnds:
-    return ModelEnds(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")), 0.7)
+    return ModelEnds(
+        g["embedding"],
+        Norm(g["norm"], kind=g["norm_kind"]),
+        g["norm_eps"],
+        Projection(g["head"], g.get("head_bias")),
+        0.7,
+    )
 
 
 def logits(rng: Random) -> Case:

@@ -15,7 +15,7 @@ from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.step import DenseLayer, Router, Stepped, Swiglu, dense_step
-from floe_chat.kernels.weights import LinearWeights, Projection
+from floe_chat.kernels.weights import LinearWeights, Norm, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -31,7 +31,7 @@ class Sizes:
     """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
     keys and values. routing: fields of the router. biased: its biases, "b" of logits and "c" for the choice. beside:
     neurons beside the experts, gated or not. sinks: of each head. down: whether the experts' last matrices have biases.
-    gates: whether heads' outputs have gates.
+    gates: whether heads' outputs have gates. centred: whether norms subtract the mean and have biases.
     """
 
     hidden: int = 48
@@ -54,6 +54,7 @@ class Sizes:
     sinks: bool = False
     down: bool = False
     gates: bool = False
+    centred: bool = False
 
 
 def routed(**fields: Any) -> frozenset[tuple[str, Any]]:
@@ -68,14 +69,19 @@ SIZES = {
     "wide": Sizes(260, 16, 2, 64, 128, 8, normed="head"),
     "all-keys": Sizes(130, 4, 4, 32, normed="all", clip=0.7),
     "no-router": Sizes(experts=0),
-    "sigmoids": Sizes(experts=7, top_k=3, routing=routed(sigmoid=True, precise=True), biased="c"),
-    "scaled-sigmoids": Sizes(experts=64, top_k=8, routing=routed(sigmoid=True, scale=1.8), biased="c", shares=False),
+    "sigmoids": Sizes(experts=7, top_k=3, routing=routed(kind="sigmoid", precise=True), biased="c"),
+    "scaled-sigmoids": Sizes(experts=64, top_k=8, routing=routed(kind="sigmoid", scale=1.8), biased="c", shares=False),
     "groups": Sizes(experts=12, top_k=4, routing=routed(groups=4, top_groups=2, scale=16.0), shares=False),
     "groups-of-sigmoids": Sizes(
-        experts=32, top_k=5, routing=routed(sigmoid=True, groups=8, top_groups=3, precise=True), biased="c"
+        experts=32, top_k=5, routing=routed(kind="sigmoid", groups=8, top_groups=3, precise=True), biased="c"
     ),
     "corrected": Sizes(experts=9, top_k=3, routing=routed(precise=True), biased="bc"),
     "biased-logits": Sizes(experts=9, top_k=4, biased="b"),
+    "sparsemixer": Sizes(experts=16, routing=routed(kind="sparsemixer", jitter=0.3), shares=False),
+    "sparsemixer-of-all": Sizes(35, 6, 3, 14, 7, 7, routing=routed(kind="sparsemixer", jitter=0.2), shares=False),
+    "sparsemixer-of-near": Sizes(experts=9, top_k=3, routing=routed(kind="sparsemixer", jitter=9.0), biased="b"),
+    "layer-norms": Sizes(centred=True),
+    "layer-norms-odd": Sizes(35, 6, 3, 14, 7, 2, bits=4, bias=True, centred=True),
     "sinks": Sizes(sinks=True),
     "sinks-of-a-window": Sizes(64, 8, 2, 16, window=150, sinks=True, kept=torch.float16),
     "down-biases": Sizes(experts=9, top_k=4, biased="b", down=True, bias=True, sinks=True),
@@ -138,8 +144,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     sinks = torch.randn(s.queries) * 3 if s.sinks else None
     heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept, sinks, gated=s.gates)
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=make_norm(s),
+        post_attention_layernorm=make_norm(s),
         eps=1e-5,
         mixer=heads,
         first=make_projection((2 if s.gates else 1) * width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
@@ -147,6 +153,11 @@ def make_layer(sizes: Sizes) -> DenseLayer:
         router=make_router(s) if s.experts else None,
         beside=make_beside(s) if s.beside else None,
     )
+
+
+def make_norm(s: Sizes) -> Norm:
+    weight = 1 + 0.3 * torch.randn(s.hidden)
+    return Norm(weight, torch.randn(s.hidden), "layer") if s.centred else Norm(weight)
 
 
 def make_router(s: Sizes) -> Router:
@@ -177,6 +188,8 @@ def widened(layer: DenseLayer) -> DenseLayer:
         if isinstance(part, Projection):
             weight = part.weight if isinstance(part.weight, Tensor) else part.weight.dense(torch.float64)
             return Projection(weight.double(), wide(part.bias))
+        if isinstance(part, Norm):
+            return replace(part, weight=wide(part.weight), bias=wide(part.bias))
         return part.double() if isinstance(part, Tensor) else part
 
     names = {Heads: ("q_norm", "k_norm", "sinks"), Latent: ("norm", "made", "asked", "asked_norm")}
@@ -263,7 +276,8 @@ def test_what_is_stored_is_the_nearest(dim: int, stored_as: torch.dtype) -> None
     spread = spread[: len(spread) // dim * dim].view(-1, dim)
     weight = Projection(torch.zeros(3 * dim, 4), torch.zeros(3 * dim))
     heads = Heads(1, 1, dim, 1.0, cache_dtype=stored_as)
-    layer = DenseLayer(torch.ones(4), torch.ones(4), 1e-5, heads, weight, Projection(torch.zeros(4, dim)), None)
+    norm, out = Norm(torch.ones(4)), Projection(torch.zeros(4, dim))
+    layer = DenseLayer(norm, norm, 1e-5, heads, weight, out, None)
     for values in spread:
         weight.bias[2 * dim :] = values  # pyright: ignore[reportOptionalSubscript]
         kv = stored(torch.full((1, 2, dim), 7.0), stored_as)
@@ -333,11 +347,14 @@ def a_router(*shape: int, top_k: int) -> Router:
     return Router(torch.zeros(shape), top_k, norm_topk_prob=True)
 
 
+MIXING = replace(a_router(5, 48, top_k=2), kind="sparsemixer")
+
+
 @pytest.mark.parametrize(
     "layer",
     [
-        pytest.param(replace(LAYER, input_layernorm=torch.ones(47)), id="narrow-norm"),
-        pytest.param(replace(LAYER, post_attention_layernorm=torch.ones(48).bfloat16()), id="norm-of-16-bit"),
+        pytest.param(replace(LAYER, input_layernorm=Norm(torch.ones(47))), id="narrow-norm"),
+        pytest.param(replace(LAYER, post_attention_layernorm=Norm(torch.ones(48).bfloat16())), id="norm-of-16-bit"),
         pytest.param(replace(LAYER, first=Projection(torch.zeros(95, 48))), id="fewer-rows"),
         pytest.param(replace(LAYER, first=Projection(torch.zeros(96, 47))), id="narrow-projection"),
         pytest.param(replace(LAYER, first=Projection(torch.zeros(48, 96).T)), id="not-in-one-piece"),
@@ -360,6 +377,9 @@ def a_router(*shape: int, top_k: int) -> Router:
         pytest.param(
             replace(LAYER, router=replace(a_router(5, 48, top_k=2), scores=torch.ones(2, 4))), id="few-scores"
         ),
+        pytest.param(replace(LAYER, input_layernorm=Norm(torch.ones(48), torch.ones(47))), id="short-bias-of-a-norm"),
+        pytest.param(replace(LAYER, router=replace(MIXING, correction=torch.ones(5))), id="sparsemixer-corrected"),
+        pytest.param(replace(LAYER, router=replace(MIXING, jitter=-0.1)), id="sparsemixer-without-room"),
         pytest.param(changed_heads(cache_dtype=torch.bfloat16), id="store-of-bfloat16"),
     ],
 )

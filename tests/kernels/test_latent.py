@@ -14,6 +14,7 @@ from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.step import DenseLayer, Router, dense_step
+from floe_chat.kernels.weights import Norm
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -71,8 +72,8 @@ def make_layer(s: Sizes) -> DenseLayer:
         asked_norm=1 + 0.3 * torch.randn(s.asked) if s.asked else None,
     )
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
+        post_attention_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
         eps=1e-5,
         mixer=latent,
         first=make_projection((s.asked or queries) + s.dim, s.hidden, s.bits, bias=False),

@@ -11,7 +11,7 @@ from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import ModelEnds
-from floe_chat.kernels.weights import LinearWeights, Planes, Projection
+from floe_chat.kernels.weights import LinearWeights, Norm, Planes, Projection
 
 from ..helpers import relative_rms
 
@@ -31,7 +31,7 @@ def ends_of(weight: LinearWeights | Planes, hidden: int, *, biased: bool) -> Nat
     embedding = torch.zeros(WORDS, hidden)
     bias = torch.randn(WORDS, generator=drawn) if biased else None
     norm = 0.2 + torch.rand(hidden, generator=drawn)
-    return NativeEnds(ModelEnds(embedding, norm, 1e-5, Projection(weight, bias)))
+    return NativeEnds(ModelEnds(embedding, Norm(norm), 1e-5, Projection(weight, bias)))
 
 
 def in_two(weights: LinearWeights) -> Planes:

@@ -13,6 +13,7 @@ from floe_chat.kernels.cpu.native_step import NativeStep, Place, placed
 from floe_chat.kernels.mixers.convolution import Convolution
 from floe_chat.kernels.mixers.delta import Delta, delta_rule
 from floe_chat.kernels.step import DenseLayer, Router, dense_step
+from floe_chat.kernels.weights import Norm
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -73,8 +74,8 @@ def make_layer(s: Sizes | Short) -> DenseLayer:
     mixer = make_delta(s) if isinstance(s, Sizes) else make_convolution(s)
     first, out = mixer.sizes
     return DenseLayer(
-        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
-        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
+        post_attention_layernorm=Norm(1 + 0.3 * torch.randn(s.hidden)),
         eps=1e-5,
         mixer=mixer,
         first=make_projection(first, s.hidden, s.bits, bias=False),

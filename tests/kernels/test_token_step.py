@@ -6,6 +6,7 @@ And tokens drawn in one call against one call after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import ExpertLayer, ModelEnds
 from floe_chat.kernels.types import Limits
-from floe_chat.kernels.weights import LinearWeights, Planes, Projection
+from floe_chat.kernels.weights import LinearWeights, Norm, Planes, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -51,7 +52,7 @@ def expected(
     added: Tensor | None = None
     chosen, counts = list[list[int]](), list[list[int]]()
     for step, layer, store in zip(dense, experts, kv, strict=True):
-        x, hidden, (index, weights) = step(x, added, rope, store, position)
+        x, hidden, (index, weights), _ = step(x, added, rope, store, position)
         work = reference.select(index, weights, layer.limits, layer.rule)
         work = work.part(work.thresholds != torch.inf)
         added, found = native.moe_step(hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products)
@@ -128,7 +129,7 @@ VOCABULARY = 30
 GREEDY, WARM, LIKELY = Filters(0.0), Filters(1.5, 9, 0.9, 0.01, 1.3), Filters(2.0, 0, 1.0, 0.3)
 
 
-def make_ends(hidden: int, bits: int = 32) -> ModelEnds:
+def make_ends(hidden: int, bits: int = 32, kind: Literal["rms", "layer"] = "rms") -> ModelEnds:
     drawn = torch.Generator().manual_seed(bits + hidden)
     embedding = torch.randn(VOCABULARY, hidden, generator=drawn)
     weight: Tensor | LinearWeights = torch.randn(VOCABULARY, hidden, generator=drawn)
@@ -138,7 +139,8 @@ def make_ends(hidden: int, bits: int = 32) -> ModelEnds:
         spread = torch.rand(2, VOCABULARY, layout.groups, generator=drawn).half()
         weight = LinearWeights(layout, pack_codes(codes, bits), 0.1 * spread[0], 2**bits * spread[1])
     bias = torch.randn(VOCABULARY, generator=drawn)
-    return ModelEnds(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias), scale=1.5)
+    norm = Norm(torch.rand(hidden, generator=drawn), torch.randn(hidden, generator=drawn), kind)
+    return ModelEnds(embedding, norm, 1e-5, Projection(weight, bias), scale=1.5)
 
 
 @dataclass
@@ -186,9 +188,10 @@ def make_model(bits: int = 32) -> Model:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("bits", [32, 8, 3])
-def test_ends_are_norm_and_head(bits: int) -> None:
-    ends = make_ends(128, bits)
+def test_ends_are_norm_and_head(bits: int, kind: Literal["rms", "layer"]) -> None:
+    ends = make_ends(128, bits, kind)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
     native_ends = NativeEnds(ends)
     wanted = ends.logits(x)
@@ -198,7 +201,8 @@ def test_ends_are_norm_and_head(bits: int) -> None:
         with pytest.raises(ValueError):
             native_ends.logits(wrong)
     for broken in (
-        replace(ends, norm=ends.norm[1:]),
+        replace(ends, norm=replace(ends.norm, weight=ends.norm.weight[1:])),
+        replace(ends, norm=replace(ends.norm, bias=torch.ones(127))),
         replace(ends, embedding=ends.embedding[1:]),
         replace(ends, embedding=ends.embedding.bfloat16()),
         replace(ends, embedding=ends.embedding[:, :64].contiguous()),

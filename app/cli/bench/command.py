@@ -16,7 +16,7 @@ from ..command_names import SuggestingGroup
 from ..options import PUBLISHED_NAMES
 from ..quality.dials import rule_of, with_dials
 from .models import decode, prefill
-from .options import TIMING, chosen_device, with_options
+from .options import TIMING, WIDTHS, chosen_device, with_options
 from .table import finish, measuring
 
 
@@ -36,7 +36,7 @@ def bench() -> None:
     default="mixtral-8x7b",
     show_default=True,
     metavar="NAME",
-    help="Whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or qwen3.6-35b-a3b.",
+    help=f"Whose width: {WIDTHS}.",
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
 @with_options(*TIMING)
@@ -98,7 +98,7 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
     default="mixtral-8x7b",
     show_default=True,
     metavar="NAME",
-    help="At whose width: mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or qwen3.6-35b-a3b.",
+    help=f"At whose width: {WIDTHS}.",
 )
 @click.option(
     "--card",

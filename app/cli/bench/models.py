@@ -45,7 +45,7 @@ _SPEED: tuple[Option, ...] = (
         "--peer-files",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where llama.cpp's files are stored: 4 to 8 GB for a model.  [default: the cache folder]",
+        help="Where llama.cpp's files are stored: 2 to 9 GB for a model.  [default: the cache folder]",
     ),
     *TIMING,
 )
@@ -101,7 +101,7 @@ def _speed(
     from ....engine.bench.speed import SpeedRun
 
     rule = rule_of({name: given.pop(name) for name in _SPARED})
-    spec = _spec(synthetic, model, given, layers=3)
+    spec = _spec(synthetic, model, given)
     place = chosen_device(device)
     published = spec.published_layers if spec else None
     plan = SpeedRun(bench, presets, tokens, threads, runs or 5, quick, published, rule)
@@ -142,8 +142,8 @@ def _measured(
         return speed.run(subject, plan, peers, report)
 
 
-def _spec(name: str | None, model: str | None, widths: dict[str, int | None], layers: int) -> Spec | None:
-    """What --synthetic and its options ask for, `layers` unless they say so; None without it.
+def _spec(name: str | None, model: str | None, widths: dict[str, int | None]) -> Spec | None:
+    """What --synthetic and its options ask for; None without it.
 
     Raises:
         UsageError: a model as well, options of a synthetic model without one, or what it cannot have.
@@ -155,9 +155,9 @@ def _spec(name: str | None, model: str | None, widths: dict[str, int | None], la
         return None
     if model is not None:
         raise UsageError("A pack and a synthetic model were both given", "", f"Leave out {model} or --synthetic.")
-    from ....engine.bench.synthetic import Spec
+    from ....engine.bench.synthetic import Spec, usual_layers
 
-    return Spec(name, **{"layers": layers, **given})
+    return Spec(name, **{"layers": usual_layers(name), **given})
 
 
 def _pack(model: str | None, device: str) -> Subject:

@@ -20,15 +20,20 @@ TIMING: tuple[Option, ...] = (
     click.option("--quick", is_flag=True, help="Measure only the defaults: fewer figures."),
     _JSON,
 )
+WIDTHS = (
+    "mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite, qwen3.6-35b-a3b, gemma-4-26b-a4b, lfm2-8b-a1b, "
+    "phi-3.5-moe, glm-4.7-flash or qwen3-next-80b-a3b"
+)
 MODEL: tuple[Option, ...] = (
     click.argument("model", required=False, metavar="[MODEL]"),
     click.option(
         "--synthetic",
         metavar="NAME",
-        help="Measure random weights of the size of mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite or "
-        "qwen3.6-35b-a3b.",
+        help=f"Measure random weights of the size of {WIDTHS}.",
     ),
-    click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
+    click.option(
+        "--layers", type=int, help="Its number of layers, at least 2.  [default: 3, or two periods of its kinds]"
+    ),
     click.option("--up", type=int, help="Bits of its signals: 2, 3, 4, 8 or 16.  [default: as for pack]"),
     click.option("--rows", type=int, help="Bits of its rows: 2, 3, 4, 8 or 16.  [default: as for pack]"),
     click.option("--dense", type=int, help="Bits of its attention: 4, 8 or 16.  [default: as for pack]"),

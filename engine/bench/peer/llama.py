@@ -1,7 +1,7 @@
 """llama.cpp beside the engine: a model of the same widths, quantized as llama.cpp's own tool would, random weights.
 
 It runs in a process of its own (worker.py) by the interpreter of any environment that has llama-cpp-python, with
-as many threads. Files of one and of three layers are made once and stored.
+as many threads. Files of two numbers of layers are made once and stored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import psutil
 from ....models import private_file
 from ....models.errors import FloeError, UsageError
 from ..measure import MeasureReport
-from .recipes import LAYERS, PeerSizes, Recipe
+from .recipes import PeerSizes, Recipe
 
 WORKER = Path(__file__).with_name("worker.py")
 _CAUSE_LINES = 3
@@ -35,7 +36,8 @@ class LlamaCpp:
         self._worker, self._recipes = worker, recipes
         self._kind = kind
         self.name = f"llama.cpp {kind}"
-        self.layers = LAYERS
+        few, many = recipes
+        self.layers = few, many
         self.version = f"llama.cpp of llama-cpp-python {version}"
 
     def answer(self, prompt: int, tokens: int, layers: int) -> tuple[float, float]:
@@ -49,7 +51,7 @@ class LlamaCpp:
 
     def cpu_seconds(self) -> float:
         """CPU time of the process, which all kinds share."""
-        return self._worker.cpu_seconds() if self._kind == self._recipes[LAYERS[0]].widths.kinds[0] else 0.0
+        return self._worker.cpu_seconds() if self._kind == self._recipes[self.layers[0]].widths.files[0] else 0.0
 
 
 class PeerProcess:
@@ -59,8 +61,8 @@ class PeerProcess:
         command = [python, str(WORKER), "answer", *arguments]
         # Our threads' wait policy (app/cli/main.py) is not meant for llama.cpp's.
         own = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=own)
+        pipe, self._said = subprocess.PIPE, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, env=own)
         self._usage = psutil.Process(self._process.pid)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +73,10 @@ class PeerProcess:
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise FloeError(
-                "llama.cpp stopped", f"Its process ended with {self._process.wait()}.", "Measure without --peer."
-            )
+            ended = self._process.wait()
+            self._said.seek(0)
+            cause = f"Its process ended with {ended}: {_last(self._said.read())}"
+            raise FloeError("llama.cpp stopped", cause, "Measure without --peer.")
         return json.loads(line)
 
     def cpu_seconds(self) -> float:
@@ -83,6 +86,7 @@ class PeerProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+        self._said.close()
 
 
 def default_folder() -> Path:
@@ -125,19 +129,19 @@ def running(
     _make(python, recipes, folder, report)
     report("llama.cpp is loading its files", 0, 1)
     files = [f"{kind}:{layers}:{recipe.file(folder)}" for (kind, layers), recipe in recipes.items()]
-    worker = PeerProcess(python, [str(threads), str(prompt + _ANSWER), str(widths.vocabulary), *files])
+    worker = PeerProcess(python, [str(threads), str(prompt + _ANSWER), str(widths.sizes.vocab), *files])
     try:
         worker.ask({})
         yield [
-            LlamaCpp(worker, {layers: recipes[kind, layers] for layers in LAYERS}, kind, version)
-            for kind in widths.kinds
+            LlamaCpp(worker, {layers: recipes[kind, layers] for layers in widths.layers}, kind, version)
+            for kind in widths.files
         ]
     finally:
         worker.close()
 
 
 def _recipes(widths: PeerSizes) -> dict[tuple[str, int], Recipe]:
-    return {(kind, layers): Recipe(kind, widths, layers) for kind in widths.kinds for layers in LAYERS}
+    return {(kind, layers): Recipe(kind, widths, layers) for kind in widths.files for layers in widths.layers}
 
 
 def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, report: MeasureReport) -> None:
@@ -165,9 +169,11 @@ def make_file(python: str, recipe: Recipe, file: Path) -> None:
     Raises:
         FloeError: it could not.
     """
-    w = recipe.widths
-    told = {**w.told(), "block_count": recipe.layers}
-    wanted = {"architecture": w.architecture, "told": told, "tensors": recipe.tensors()}
+    wanted = {
+        "architecture": recipe.widths.architecture,
+        "header": recipe.header(),
+        "tensors": recipe.tensors(),
+    }
     with private_file.replacing(file, private_file.SHARED) as partial:
         command = [python, str(WORKER), "make", str(partial)]
         made = subprocess.run(command, input=json.dumps(wanted), capture_output=True, text=True, check=False)
@@ -176,5 +182,6 @@ def make_file(python: str, recipe: Recipe, file: Path) -> None:
 
 
 def _last(text: str) -> str:
-    """The last line of an interpreter's error output."""
+    """The last lines of an interpreter's error output, or what llama.cpp asserted before a trace."""
+    text = next((line for line in text.splitlines() if "GGML_ASSERT" in line), text)
     return " ".join(text.strip().splitlines()[-_CAUSE_LINES:]) or "It printed nothing."

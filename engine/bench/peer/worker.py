@@ -3,7 +3,7 @@
 It is a script that imports nothing of floe-chat, since floe-chat is not installed there:
 
     worker.py version                            prints the version of llama-cpp-python
-    worker.py make FILE                          writes a GGUF file of random weights, as told on stdin
+    worker.py make FILE                          writes a GGUF file of random weights, as stdin describes it
     worker.py answer THREADS CONTEXT VOCABULARY FILES    loads KIND:LAYERS:PATH files, then answers JSON lines
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -33,11 +34,16 @@ SCALES = {
 
 
 def make(path: str, wanted: dict[str, Any]) -> None:
-    """Write a model: `told` holds methods of the writer, `tensors` name -> shape and type."""
+    """Write a model: `header` holds methods of the writer, or keys of arrays for which it may have none, and `tensors`
+    name -> shape and type.
+    """
     np, gguf = importlib.import_module("numpy"), importlib.import_module("gguf")
     writer: Any = gguf.GGUFWriter(path, wanted["architecture"])
-    for what, value in wanted["told"].items():
-        getattr(writer, f"add_{what}")(gguf.ExpertGatingFuncType(value) if what == "expert_gating_func" else value)
+    for what, value in wanted["header"].items():
+        if "." in what:
+            writer.add_array(f"{wanted['architecture']}.{what}", value)
+        else:
+            getattr(writer, f"add_{what}")(gguf.ExpertGatingFuncType(value) if what == "expert_gating_func" else value)
     writer.add_tokenizer_model("no_vocab")
     random: Any = np.random.default_rng(0)
     for name, (shape, kind) in wanted["tensors"].items():
@@ -63,17 +69,27 @@ def make(path: str, wanted: dict[str, Any]) -> None:
 
 def answer(threads: int, context: int, vocabulary: int, files: list[str]) -> None:
     """Load all files, then answer requests until stdin ends: an empty one says that all is loaded."""
+    # What llama.cpp prints goes to stderr: stdout is for answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     llama: Any = importlib.import_module("llama_cpp").Llama
     models: dict[tuple[str, int], Any] = {}
     for file in files:
         kind, layers, path = file.split(":", 2)
         models[kind, int(layers)] = llama(
-            path, n_ctx=context, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+            path,
+            n_ctx=context,
+            n_batch=512,
+            n_ubatch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            use_mmap=False,  # the system may drop pages of a mapped file
+            verbose=False,
         )
     for line in sys.stdin:
         request = json.loads(line)
         found = time_one(models[request["kind"], request["layers"]], vocabulary, request) if request else {}
-        print(json.dumps(found), flush=True)  # noqa: T201 - how it answers
+        print(json.dumps(found), file=answers, flush=True)
 
 
 def time_one(model: Any, vocabulary: int, request: dict[str, Any]) -> dict[str, float]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ....kernels.weights import Norm
 from ..graphs import Captured, capture, pinned
-from ..layers import embedded, norm
+from ..layers import embedded
 
 _log = logging.getLogger("floe_chat.engine")
 
@@ -23,12 +24,13 @@ class Ends:
     """What comes before the layers and after them.
 
     Attributes:
-        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits. scale: of the embedding.
+        embedding: (V, H). rope: (window, 2, D). norm: the last one, with its eps. head: to V logits. scale: of the
+            embedding.
     """
 
     embedding: Tensor
     rope: Tensor
-    norm: Tensor
+    norm: Norm
     eps: float
     head: nn.Module
     scale: float = 1.0
@@ -39,7 +41,7 @@ class Ends:
 
     def logits(self, last: Tensor) -> Tensor:
         """(1, H) after the last layer -> (1, V) float32."""
-        return self.head(norm(last, self.norm, self.eps)).float()
+        return self.head(self.norm(last, self.eps)).float()
 
     def pinned_logits(self) -> Tensor:
         """Where the host reads them, (1, V) float32."""

@@ -25,7 +25,7 @@ from ...experts.offloaded_layer import OffloadedLayer
 from ...quality_presets import Preset
 from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
-from ..layers import DecoderLayer, Unsupported, norm
+from ..layers import DecoderLayer, Unsupported
 from ..token_pass import hooks_of
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
@@ -77,9 +77,9 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
         stream: (1, H) all that was computed before. rope: (window, 2, D). index: the layer's number.
     """
     assert isinstance(layer.mixer, Heads), "no kernels of other mixers"
-    given = layer.first.forward(norm(stream, layer.input_layernorm, layer.eps))
-    stream = stream + layer.out.forward(kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps))
-    return layer.stepped(stream)
+    given = layer.first.forward(layer.input_layernorm(stream, layer.eps))
+    seen = kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps)
+    return layer.stepped(stream, layer.out.forward(seen))
 
 
 def need_kernels(device: torch.device) -> None:

@@ -30,6 +30,6 @@ class ShortConvolution:
         mixer, before = self._of[index], self._store.state(index)
         assert isinstance(mixer, Convolution)
         after = torch.empty_like(before)
-        out = convolution(projected, before, mixer, after)
+        out = convolution(projected, before, mixer, after, self._store.along(index))
         self._store.next_state(index, after)
         return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,9 +14,7 @@ from ....kernels.mixers.delta import Delta, convolved, delta_rule, gated, steps_
 from ....kernels.weights import Projection
 from ..blocks import in_order
 from ..kv_stores import GrowingStore
-from ..state_store import StatefulStore
-
-_CHUNK = 64  # tokens
+from ..state_store import EVERY, StatefulStore
 
 
 def read_delta(mixer: Any) -> tuple[nn.Module, Delta]:
@@ -71,28 +70,35 @@ class DeltaRule:
         assert isinstance(delta, Delta)
         qkv, gates = projected.split([projected.shape[1] - 2 * delta.heads, 2 * delta.heads], 1)
         after = torch.empty_like(before)
-        out = _rule(qkv)(qkv, gates, before, delta, after)
+        if len(qkv) == 1:  # the definition is shortest
+            out = delta_rule(qkv, gates, before, delta, after)
+        else:
+            rule = native_delta.delta_rule if native_delta.computes(qkv) else chunked_rule
+            out = rule(qkv, gates, before, delta, after, self._store.along(index))
         self._store.next_state(index, after)
         return out
 
 
-def _rule(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Delta, Tensor], Tensor]:
-    """What computes it: of one token the definition, which is shortest."""
-    if len(qkv) == 1:
-        return delta_rule
-    return native_delta.delta_rule if native_delta.computes(qkv) else chunked_rule
-
-
-def chunked_rule(qkv: Tensor, gates: Tensor, before: Tensor, delta: Delta, after: Tensor) -> Tensor:
-    """`delta_rule` of many tokens, as products of matrices, `_CHUNK` tokens at once (arXiv 2412.06464,
-    section 3.3).
+def chunked_rule(
+    qkv: Tensor,
+    gates: Tensor,
+    before: Tensor,
+    delta: Delta,
+    after: Tensor,
+    along: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Tensor:
+    """`delta_rule` of many tokens, as products of matrices, `EVERY` tokens at once (arXiv 2412.06464,
+    section 3.3). along: where the states behind so many of them go, as after; whole chunks.
     """
     parts, window, state = convolved(qkv, before, delta)
     beta, decay = steps_of(gates, delta)
     queries, keys, values = (part.transpose(0, 1) for part in parts)
     found: list[Tensor] = []
-    for first in range(0, len(qkv), _CHUNK):
-        part = slice(first, first + _CHUNK)
+    for first in range(0, len(qkv), EVERY):
+        if (copy := along.get(first)) is not None:
+            seen = qkv[first - len(delta.conv) + 1 : first, : delta.conv.shape[1]]
+            copy[: seen.numel()], copy[seen.numel() :] = seen.flatten(), state.flatten()
+        part = slice(first, first + EVERY)
         q, k, v, b = queries[:, part], keys[:, part], values[:, part], beta.T[:, part, None]
         faded = decay.T[:, part].cumsum(1)[..., None]
         between = (faded - faded.mT).tril().exp().tril()

@@ -4,14 +4,14 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <numeric>
 
 namespace floe {
 namespace {
 
 // Of the logits (experts), in place.
 void make_scores(const floe_router &r, float *scores) {
-    for (int64_t e = 0; r.bias && e < r.experts; e++) scores[e] += r.bias[e];
-    if (r.sigmoid) {
+    if (r.kind == FLOE_SIGMOID) {
         for (int64_t e = 0; e < r.experts; e++) scores[e] = 1 / (1 + std::exp(-scores[e]));
         return;
     }
@@ -51,30 +51,55 @@ void keep_groups(const floe_router &r, float *ranked) {
     }
 }
 
+// Numbers of which take_best finds the largest, the place of NaN first.
+float rank(float score) { return std::isnan(score) ? INFINITY : score > -FLT_MAX ? score : -FLT_MAX; }
+
+// Fills the choice by scores.
+void choose(const floe_router &r, const float *scores, float *ranked, const floe_routed &routed) {
+    for (int64_t e = 0; e < r.experts; e++) ranked[e] = rank(r.correction ? scores[e] + r.correction[e] : scores[e]);
+    if (r.top_groups < r.groups) keep_groups(r, ranked);
+    for (int64_t k = 0; k < r.top_k; k++) {
+        routed.index[k] = take_best(ranked, r.experts);
+        routed.weights[k] = scores[routed.index[k]];
+    }
+}
+
+// Fills the choice by SparseMixer.
+void mix(const floe_router &r, const float *logits, float *left, const floe_routed &routed) {
+    std::transform(logits, logits + r.experts, left, rank);
+    for (int64_t k = 0; k < r.top_k; k++) {
+        const int64_t best = take_best(left, r.experts);
+        const float most = logits[best];
+        float total = std::exp(most - most); // NaN where the logit is none
+        for (int64_t e = 0; e < r.experts; e++) {
+            const float size = std::abs(logits[e]) > most ? std::abs(logits[e]) : most;
+            if (left[e] > -INFINITY && !((most - logits[e]) / size > 2 * r.jitter)) total += std::exp(logits[e] - most);
+        }
+        routed.index[k] = best;
+        routed.weights[k] = 1 / total;
+    }
+}
+
 } // namespace
 
 bool is_router(const floe_router &r) {
+    if (r.kind < FLOE_SOFTMAX || r.kind > FLOE_SPARSEMIXER) return false;
+    if (r.kind == FLOE_SPARSEMIXER && (r.correction || r.groups > 1 || !(r.jitter >= 0))) return false;
     if (r.experts < 1 || r.top_k < 1 || r.groups < 1 || r.experts % r.groups) return false;
     if (r.top_groups < 1 || r.top_groups > r.groups || r.top_k > r.top_groups * (r.experts / r.groups)) return false;
     return r.groups == 1 || r.correction == nullptr || r.experts / r.groups > 1; // a pair in each
 }
 
 void route(const floe_router &r, float *scores, float *ranked, const floe_routed &routed) {
+    for (int64_t e = 0; r.bias && e < r.experts; e++) scores[e] += r.bias[e];
+    if (r.kind == FLOE_SPARSEMIXER) mix(r, scores, ranked, routed);
     make_scores(r, scores);
     if (routed.scores) std::copy_n(scores, r.experts, routed.scores);
-    for (int64_t e = 0; e < r.experts; e++) {
-        const float own = r.correction ? scores[e] + r.correction[e] : scores[e];
-        ranked[e] = std::isnan(own) ? INFINITY : own > -FLT_MAX ? own : -FLT_MAX;
-    }
-    if (r.top_groups < r.groups) keep_groups(r, ranked);
-    float sum = 0;
-    for (int64_t k = 0; k < r.top_k; k++) {
-        routed.index[k] = take_best(ranked, r.experts);
-        routed.weights[k] = scores[routed.index[k]];
-        sum += routed.weights[k];
-    }
+    if (r.kind != FLOE_SPARSEMIXER) choose(r, scores, ranked, routed);
+    const float sum = std::accumulate(routed.weights, routed.weights + r.top_k, 0.0f);
     for (int64_t k = 0; r.shares && k < r.top_k; k++) routed.weights[k] /= sum;
     for (int64_t k = 0; r.scale != 1 && k < r.top_k; k++) routed.weights[k] *= r.scale;
+    for (int64_t k = 0; r.factors && k < r.top_k; k++) routed.weights[k] *= r.factors[routed.index[k]];
 }
 
 } // namespace floe
