@@ -32,15 +32,14 @@ class Share:
 
     @classmethod
     def of_each(cls, work: Work, counts: Tensor, few: int) -> list[Share]:
-        """Those of the experts with more than `few` calls. counts: (E,) calls of each."""
-        mine = work.part(work.calls.experts.argsort(stable=True))  # once for all: a mask of each expert waits for a GPU
+        """Those of the experts with more than `few` calls. work: sorted by expert. counts: (E,) calls of each."""
         found: list[Share] = []
         end = 0
         for expert, count in enumerate(counts.tolist()):
             own, end = slice(end, end + count), end + count
             if count > few:
-                calls, products = mine.calls, mine.products
-                limits = mine.thresholds[own], None if products is None else products[own]
+                calls, products = work.calls, work.products
+                limits = work.thresholds[own], None if products is None else products[own]
                 found.append(cls(expert, calls.tokens[own], calls.weights[own, None], limits))
         return found
 
