@@ -77,7 +77,7 @@ class Answers:
             return False
         assert isinstance(new.store, GrowingStore)
         layout, tokens = new.store.layout, len(command.prompt) + min(command.max_new_tokens, _LIKELY)
-        if layout.nbytes(layout.layers, tokens) > _RAM * ram()[1]:
+        if new.nbytes() + layout.nbytes(layout.layers, tokens) > _RAM * ram()[1]:
             return False
         self._beside.append(new)
         return True

@@ -131,6 +131,7 @@ class Answer:
         kv, prompt, control, telemetry = self.kv, self._prompt, self._control, self._telemetry
         if self._began is None:
             kept, self._began = kv.keep(prompt, control.preset, alike=self.alike), telemetry.clock()
+            kv.turns = [at + 1 for at, token in enumerate(prompt) if token in self._stop_ids]
             if kept:
                 telemetry.reused(kept)
                 if kept == len(prompt):

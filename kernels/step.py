@@ -41,6 +41,8 @@ class Router:
             best expert, or, with a correction, the best pair. scale: of the weights.
         down_bias: (E, H) float32 of the experts' last matrices, which depends on the choice alone and joins the
             residual stream with what is beside the experts.
+        factors: (E,) of the chosen weights. norm: of the residual stream, where the router is given that instead of
+            what experts are given.
     """
 
     weight: Tensor
@@ -57,6 +59,8 @@ class Router:
     scale: float = 1.0
     down_bias: Tensor | None = None
     jitter: float = 0.0
+    factors: Tensor | None = None
+    norm: Norm | None = None
 
     def bias_of(self, index: Tensor, weights: Tensor) -> Tensor | None:
         """What `down_bias` adds for a choice, index and weights (B, K): (B, H)."""
@@ -64,6 +68,10 @@ class Router:
             return None
         shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
         return shares @ bias
+
+    def choice(self, hidden: Tensor, stream: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `__call__`; by what experts are given, or by the stream."""
+        return self(hidden if self.norm is None else self.norm(stream, eps))
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
@@ -79,6 +87,8 @@ class Router:
             weights /= weights.sum(-1, keepdim=True)
         if self.scale != 1:
             weights *= self.scale
+        if self.factors is not None:
+            weights = weights * self.factors[index]
         return index, weights.to(self.dtype)
 
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,18 +125,46 @@ class Swiglu:
 
     Attributes:
         both: gate and up, (2 S, H). down: (H, S). scale: (1, H) of a gate whose sigmoid scales y; None if there is
-            none.
+            none. function: of the gate: silu, or gelu's approximation by tanh.
     """
 
     both: Projection
     down: Projection
     scale: Tensor | None = None
+    function: Literal["silu", "gelu"] = "silu"
+
+    def gate(self, gate: Tensor) -> Tensor:
+        """What up is multiplied by."""
+        return F.silu(gate) if self.function == "silu" else F.gelu(gate, approximate="tanh")
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (B, H) -> (B, H)."""
         gate, up = self.both(hidden).chunk(2, -1)
-        y = self.down(F.silu(gate) * up)
+        y = self.down(self.gate(gate) * up)
         return y if self.scale is None else y * torch.sigmoid(F.linear(hidden, self.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Sandwich:
+    """Norms behind a layer's parts, too (Gemma): what is beside the experts does not join the stream, but them.
+
+    Attributes:
+        mixed: of what the mixer adds. before: of what is given to the part beside the experts. beside, experts: of what
+            that part and the experts give. both: of their sum. scale: of the stream behind the layer.
+    """
+
+    mixed: Norm
+    before: Norm
+    beside: Norm
+    experts: Norm
+    both: Norm
+    scale: float
+
+    def close(self, stepped: Stepped, experts: Tensor, eps: float) -> Tensor:
+        """The stream behind a layer, by what its experts give, (B, H) each."""
+        assert stepped.parallel is not None, "no part beside the experts"
+        added = self.both(stepped.parallel + self.experts(experts, eps), eps)
+        return (stepped.stream + added) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +174,7 @@ class DenseLayer:
     Attributes:
         input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given.
             out: back to H. router: None where there are no experts. beside: what every token is given besides experts.
+            sandwich: where each part has a norm behind it; then it has experts and `beside`.
     """
 
     input_layernorm: Norm
@@ -146,6 +185,7 @@ class DenseLayer:
     out: Projection
     router: Router | None
     beside: Swiglu | None = None
+    sandwich: Sandwich | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +207,8 @@ class ModelEnds:
     """The parts before the first layer and after the last.
 
     Attributes:
-        embedding: (V, H). norm: after the layers. eps: of that. head: to V logits. scale: of the embedding.
+        embedding: (V, H). norm: after the layers. eps: of that. head: to V logits. scale: of the embedding. cap: what
+            logits come near and never reach; None for none.
     """
 
     embedding: Tensor
@@ -175,23 +216,31 @@ class ModelEnds:
     eps: float
     head: Projection
     scale: float = 1.0
+    cap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, H), the residual stream behind the last layer -> (T, V)."""
-        return self.head(self.norm(x, self.eps))
+        return capped(self.head(self.norm(x, self.eps)), self.cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits (T, V) between -cap and cap."""
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 class Stepped(NamedTuple):
     """The result of a step.
 
     Attributes:
-        stream: (1, H) the residual after attention and what is beside the experts. hidden: (1, H) the block's input.
-            routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing.
+        stream: (1, H) the residual after the mixer and what is beside the experts. hidden: (1, H) the block's input.
+            routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing. parallel:
+            (1, H) what is beside the experts where `Sandwich` joins it with them.
     """
 
     stream: Tensor
     hidden: Tensor
     routed: tuple[Tensor, ...]
+    parallel: Tensor | None = None
 
 
 def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int) -> Stepped:
@@ -218,11 +267,14 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
             out = delta_rule(given, mixer.gates(hidden), before, mixer, after)
         else:
             out = convolution(given, before, mixer, after)
-    stream = stream + layer.out(out)
+    out, sandwich, parallel = layer.out(out), layer.sandwich, None
+    stream = stream + (out if sandwich is None else sandwich.mixed(out, layer.eps))
     hidden = layer.post_attention_layernorm(stream, layer.eps)
-    if layer.beside is not None:
+    if layer.beside is not None and sandwich is not None:
+        parallel = sandwich.beside(layer.beside(sandwich.before(stream, layer.eps)), layer.eps)
+    elif layer.beside is not None:
         stream = stream + layer.beside(hidden)
-    routed = layer.router(hidden) if layer.router else ()
+    routed = layer.router.choice(hidden, stream, layer.eps) if layer.router else ()
     if layer.router and (bias := layer.router.bias_of(*routed)) is not None:
         stream = stream + bias.to(stream.dtype)
-    return Stepped(stream, hidden, routed)
+    return Stepped(stream, hidden, routed, parallel)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.step import Router, Swiglu
+from ...kernels.step import Router, Sandwich, Swiglu
 from ...kernels.weights import Norm, Projection
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
@@ -86,16 +86,16 @@ class Beside:
         Unsupported: modules of an unknown kind.
     """
 
-    def __init__(self, mlp: Any, scale: Tensor | None = None) -> None:
+    def __init__(self, mlp: Any, scale: Tensor | None = None, *, gelu: bool = False) -> None:
         names = ("gate_proj", "up_proj", "down_proj") if hasattr(mlp, "gate_proj") else ("w1", "w3", "w2")
         gate, up, self._down = (getattr(mlp, name) for name in names)
         self._both, self._scale = joined("gate and up", gate, up), scale
-        self.swiglu = Swiglu(projection(self._both), projection(self._down), scale)
+        self.swiglu = Swiglu(projection(self._both), projection(self._down), scale, "gelu" if gelu else "silu")
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, H)."""
         gate, up = self._both(hidden).chunk(2, -1)
-        y = self._down(F.silu(gate) * up)
+        y = self._down(self.swiglu.gate(gate) * up)
         return y if self._scale is None else y * torch.sigmoid(F.linear(hidden, self._scale))
 
 
@@ -103,11 +103,13 @@ def read_router(family: Family, block: Any) -> Router:
     """A block's router.
 
     Raises:
-        Unsupported: experts with biases that are not a pack's, or weights with a factor of each expert.
+        Unsupported: experts with biases that are not a pack's.
     """
     routing, gate, experts = family.routing, family.router(block), block.experts
     if routing.kind == "scaled":
-        raise Unsupported("its router's weights have a factor of each expert")
+        heard = experts.hears(gate.proj.weight) if isinstance(experts, OffloadedLayer) else None
+        own = gate.proj.weight, gate.config.num_experts_per_tok, True, torch.float32, heard
+        return Router(*own, factors=gate.per_expert_scale, norm=Norm(gate.scale * gate.scalar_root_size))
     if family.biased and not isinstance(experts, MoELayer):
         raise Unsupported("its experts have biases that are not a pack's")
     correction = _corrected(block, routing.correction) if routing.correction else None
@@ -145,8 +147,20 @@ def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | No
     Raises:
         Unsupported: modules of an unknown kind.
     """
+    gelu = family.experts_by == "gelu"
     if not has_experts:
-        return Beside(block)
+        return Beside(block, gelu=gelu)
     if (shared := family.shared) is None:
         return None
-    return Beside(getattr(block, shared.module), None if shared.gate is None else getattr(block, shared.gate).weight)
+    gate = None if shared.gate is None else getattr(block, shared.gate).weight
+    return Beside(getattr(block, shared.module), gate, gelu=gelu)
+
+
+def read_sandwich(family: Family, layer: Any) -> Sandwich | None:
+    """The norms behind a layer's parts, if it has them."""
+    if not hasattr(layer, "post_feedforward_layernorm_1"):
+        return None
+    names = "post_attention", "pre_feedforward", "post_feedforward"
+    mixed, before, both = (read_norm(family, getattr(layer, f"{name}_layernorm")) for name in names)
+    beside, experts = (read_norm(family, getattr(layer, f"post_feedforward_layernorm_{part}")) for part in (1, 2))
+    return Sandwich(mixed, before, beside, experts, both, float(layer.layer_scalar))

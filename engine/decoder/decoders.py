@@ -102,7 +102,7 @@ class LibraryDecoder:
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """See `Decoder`."""
-        if self._short is not None and kv.turn(long=kv.length + len(ids) > self._short):
+        if self._short is not None and kv.turn(len(ids), self._short):
             ids = [*kv.tokens, *ids]
             kv.store = None
         store = kv.store_of(LibraryStore, self._store)

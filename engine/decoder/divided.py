@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.step import Stepped
 from .kv_cache import Held
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
-from .state_store import StatefulStore
+from .state_store import COPIES, StatefulStore
 
 
 class DividedStore(GrowingStore):
@@ -24,10 +24,10 @@ class DividedStore(GrowingStore):
 
     def __init__(self, layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None]) -> None:
         self.parts = [
-            _store(replace(layout, layers=len(part.layers), device=part.device, most=part.most), room)
+            _store(replace(layout, entries=_among(layout, part.layers), device=part.device, most=part.most), room)
             for part, room in zip(parts, rooms, strict=True)
         ]
-        super().__init__(replace(layout, layers=0))
+        super().__init__(replace(layout, entries=()))
         self.layout = layout
 
     @property
@@ -114,15 +114,23 @@ class DividedStore(GrowingStore):
 
 
 def made_store(
-    layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None], states: Sequence[int] = ()
+    layout: Layout,
+    parts: Sequence[KvPart],
+    rooms: Sequence[Room | None],
+    states: Sequence[int] = (),
+    copies: int = COPIES,
 ) -> GrowingStore:
     """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one.
 
-    states: as for `StatefulStore`; empty: all layers attend.
+    states, copies: as for `StatefulStore`; empty: all layers attend.
     """
     if any(states):
-        return StatefulStore(layout, states)
+        return StatefulStore(layout, states, copies)
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
+
+
+def _among(layout: Layout, layers: range) -> tuple[tuple[int, ...], ...]:
+    return layout.entries[layers.start : layers.stop]
 
 
 def _store(layout: Layout, room: Room | None) -> GrowingStore:

@@ -23,7 +23,7 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
-from ...kernels.step import ModelEnds, Stepped
+from ...kernels.step import ModelEnds, Stepped, capped
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..sampling import Sampler
 from . import graphs
@@ -49,6 +49,7 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
+from .state_store import StatefulStore
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
@@ -76,16 +77,18 @@ class FusedDecoder:
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
         self._turns_again = self._rope.is_long(window)
-        self._layers = read_layers(model, self._kv.bits, self._rope.order)
+        self._layers = read_layers(model, self._rope, self._kv.bits)
         self._states = [layer.mixer.state for layer in self._layers]
         self._stateful = any(self._states)
         if self._stateful and (self._kv.parts or all(self._states)):
             raise Unsupported("layers that keep a state are computed on one device, between others that attend")
-        self._heads = next(layer.mixer.attending for layer in self._layers if layer.mixer.attending)
+        attending = [layer.mixer.attending for layer in self._layers]
+        self._heads = [heads for heads in attending if heads is not None]
         self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
-        self._forms[self._kv.bits] = self._heads.cache_dtype
+        self._forms[self._kv.bits] = self._heads[0].cache_dtype
         stream = read_stream(model, family)
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
+        self._cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._head: nn.Module = model.lm_head
         self._step: DenseCall | None = None  # of the running pass
         self.rooms: list[Room | None] = [None] * max(1, len(self._kv.parts))
@@ -102,7 +105,7 @@ class FusedDecoder:
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
-            coded = self._heads.cache_dtype == CODES
+            coded = self._heads[0].cache_dtype == CODES
             self.reason += " with keys and values of 8 bits" if coded else " with latent vectors of 16 bits"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
@@ -115,6 +118,8 @@ class FusedDecoder:
             raise Unsupported("attention through a latent vector has no kernels there")
         if self._stateful:
             raise Unsupported("layers that keep a state have no kernels there")
+        if any(layer.sandwich is not None for layer in self._layers):
+            raise Unsupported("norms behind a layer's parts have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window, long=self._turns_again)
@@ -146,7 +151,7 @@ class FusedDecoder:
         try:
             steps = [NativeStep(layer.dense()) for layer in self._layers]
             self._model.lm_head = self._head = in_planes(self._head)
-            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale)
+            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale, self._cap)
             return steps, NativeEnds(ends)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
@@ -166,8 +171,9 @@ class FusedDecoder:
         return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms, self._states)
 
     def _layout(self, bits: int) -> Layout:
-        heads, count = replace(self._heads, cache_dtype=self._forms[bits]), len(self._layers)
-        return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
+        form = self._forms[bits]
+        entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
+        return Layout(entries, self._window, form, self.device, self._kv.most)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         given = torch.tensor(list(ids), dtype=torch.long, device=self.device)
@@ -270,13 +276,13 @@ class FusedDecoder:
         return self._logits(x[-keep:] if added is None else x[-keep:] + added[-keep:])
 
     def _walk(self, step: DenseCall, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x (T, H) before the last layer's block, and what that adds to it."""
+        """The stream behind all layers (T, H), and what has still to be added to it."""
         self._step = step
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
-            x, hidden, routed = step(index, x, added)
-            self._stream = x
-            added = None if layer.experts is None else layer.experts(hidden, *routed)
+            stepped = self._stepped = step(index, x, added)
+            experts = None if layer.experts is None else layer.experts(stepped.hidden, *stepped.routed)
+            x, added = layer.behind(stepped, experts)
         return x, added
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
@@ -287,7 +293,7 @@ class FusedDecoder:
         """(N, H) after the last layer -> (N, V)."""
         last = last.to(self.device)
         if self.ends is None or len(last) > 1:
-            return self._head(self._norm(last, self._eps))
+            return capped(self._head(self._norm(last, self._eps)), self._cap)
         head = self._head
         return self.ends.logits(
             last, head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
@@ -296,9 +302,11 @@ class FusedDecoder:
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
         store = kv.store_of(GrowingStore, self._store)
-        again = self._turns_again and kv.turn(long=self._rope.is_long(kv.length + tokens))
+        again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else kv.length)
         store.reserve(kv.length + tokens)
+        if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
+            store.turns = kv.turns
         while store.length < kv.length:  # a state cannot be cut anywhere
             some = kv.tokens[store.length :][:PREFILL_CHUNK]
             self._pass(some, store, store.length, long=kv.long)
@@ -356,7 +364,7 @@ class FusedDecoder:
         kv, layout = KVCache(), self._layout(self._kv.bits)
         if self.device.type != "cpu" or self.rooms[0] is not None:
             layout = replace(layout, most=0)  # device memory is planned for one
-        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states))
+        kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states, 0))
         return kv
 
     def _one_by_graphs(self, token: int, kv: KVCache, sampler: Sampler) -> tuple[list[int], list[float]] | None:
@@ -389,7 +397,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states)
+        store = made_store(self._layout(self._kv.bits), self._kv.parts, [None] * len(self.rooms), self._states, 0)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -407,14 +415,15 @@ class FusedDecoder:
         try:
             added: Tensor | None = None
             for index, layer in enumerate(self._layers):
-                x, hidden, routed = self._step(index, x, added)
-                self._stream = x
+                stepped = self._stepped = self._step(index, x, added)
+                x, hidden, routed, _ = stepped
                 for part, value in (("attention", x), ("a norm", hidden), ("the router", routed)):
                     if not is_finite(value):
                         return f"{part} of layer {index}"
-                added = None if layer.experts is None else layer.experts(hidden, *routed)
-                if added is not None and not is_finite(added):
+                experts = None if layer.experts is None else layer.experts(hidden, *routed)
+                if experts is not None and not is_finite(experts):
                     return f"the experts of layer {index}"
+                x, added = layer.behind(stepped, experts)
         finally:
             self._step = None
         store.length = start + len(ids)
@@ -427,4 +436,4 @@ class FusedDecoder:
         Keys and values of these tokens are then guesses; layer + 1 overwrites them when it runs.
         """
         assert self._step is not None, "no pass is running"
-        return self._step(layer + 1, self._stream, output).hidden
+        return self._step(layer + 1, *self._layers[layer].behind(self._stepped, output)).hidden

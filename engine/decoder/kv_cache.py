@@ -173,11 +173,16 @@ class KVCache:
     """One sequence: its token ids, and their keys and values.
 
     Only tokens that every layer has computed count, so that a cancelled or failed pass leaves the rest valid.
+
+    Attributes:
+        turns: where turns of the prompt end that is being read.
     """
 
     def __init__(self) -> None:
         self.store: KVStore | None = None
+        self.turns: list[int] = []
         self._computed = Computed()
+        self._prompt = 0  # tokens of the last one
 
     @property
     def length(self) -> int:
@@ -203,8 +208,11 @@ class KVCache:
         """See `Computed`."""
         return self._computed.long
 
-    def turn(self, *, long: bool) -> bool:
-        """Have keys turned by this set of rope's frequencies; whether what is there has to be computed again."""
+    def turn(self, tokens: int, short: int) -> bool:
+        """Have keys turned as so many more tokens need it, or the prompt that is being read: by rope's frequencies for
+        texts beyond `short` tokens, or those for others. Returns whether what is there has to be computed again.
+        """
+        long = max(self.length + tokens, self._prompt) > short
         if self._computed.long != long:
             self._computed = Computed(self._computed.tokens, long=long)
         return len(self._computed.presets) < self.length
@@ -240,7 +248,7 @@ class KVCache:
         Never all of the prompt, unless `logits` are behind it: its last token is computed for them. What a coarser
         preset computed is dropped, so that an answer has the quality of its own preset.
         """
-        kept = self.common(prompt, preset, alike=alike)
+        kept, self._prompt = self.common(prompt, preset, alike=alike), len(prompt)
         self.cut(kept)
         if self.store is not None:
             self.store.trim(len(prompt))

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,25 +74,41 @@ class Layout:
     """What a store holds.
 
     Attributes:
-        layers: of the model. entry: the shape of a token's entry in each of them (`Heads.entry`). window: tokens of the
-            longest chat. most: bytes that entries may take on the device; None: all that they need.
+        entries: of each layer, the shape of a token's entry (`Heads.entry`). window: tokens of the longest chat. most:
+            bytes that entries may take on the device; None: all that they need.
     """
 
-    layers: int
-    entry: tuple[int, ...]
+    entries: tuple[tuple[int, ...], ...]
     window: int
     dtype: torch.dtype
     device: torch.device
     most: int | None = None
 
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return len(self.entries)
+
     def nbytes(self, layers: int, capacity: int) -> int:
-        """Of the entries of so many layers and tokens."""
-        return layers * capacity * math.prod(self.entry) * self.dtype.itemsize
+        """Of the entries of the first layers and so many tokens."""
+        return capacity * self.dtype.itemsize * sum(map(math.prod, self.entries[:layers]))
 
     def near(self, capacity: int) -> int:
         """How many layers the device has room for, with so many tokens."""
-        one = self.nbytes(1, capacity)
-        return self.layers if self.most is None or not one else min(self.layers, self.most // one)
+        if self.most is None:
+            return self.layers
+        return max(count for count in range(self.layers + 1) if self.nbytes(count, capacity) <= self.most)
+
+    def alike(self, layers: range) -> list[range]:
+        """Some layers in groups whose entries have one shape, of `GROUP` at most."""
+        found: list[range] = []
+        for layer in layers:
+            last = found[-1] if found else range(0)
+            if 0 < len(last) < GROUP and self.entries[layer] == self.entries[last.start]:
+                found[-1] = range(last.start, layer + 1)
+            else:
+                found.append(range(layer, layer + 1))
+        return found
 
 
 class GrowingStore:
@@ -109,8 +125,8 @@ class GrowingStore:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.capacity = self.length = 0
-        self._near: list[Tensor] = self._groups(layout.layers, 0)  # of each group, (layers, capacity, *entry)
-        self._far: Tensor | None = None  # of the other layers, likewise
+        self._near: list[Tensor] = self._groups(range(layout.layers), 0)  # of each group, (layers, capacity, *entry)
+        self._far: list[Tensor] = []  # of the other layers, likewise
         self._version = next(_VERSIONS)
 
     def nbytes(self) -> int:
@@ -119,7 +135,7 @@ class GrowingStore:
 
     def spilled(self) -> int:
         """Bytes that are set aside in RAM, since the device has no room for them."""
-        return 0 if self._far is None else self._far.nbytes
+        return sum(group.nbytes for group in self._far)
 
     def keeps(self, length: int) -> int:
         """All of them."""
@@ -195,7 +211,8 @@ class GrowingStore:
     def _fits(self, entries: Sequence[Tensor], length: int) -> bool:
         layout = self.layout
         return len(entries) == layout.layers and all(
-            one.shape[1:] == layout.entry and one.dtype == layout.dtype and len(one) >= length for one in entries
+            one.shape[1:] == entry and one.dtype == layout.dtype and len(one) >= length
+            for one, entry in zip(entries, layout.entries, strict=True)
         )
 
     def _fill(self, entries: Sequence[Tensor], length: int) -> None:
@@ -204,7 +221,7 @@ class GrowingStore:
             mine[:length] = layer[:length]
 
     def _all(self) -> list[Tensor]:
-        return [*self._on_device(), *([] if self._far is None else [self._far])]
+        return [*self._on_device(), *self._far]
 
     def _on_device(self) -> list[Tensor]:
         return self._near
@@ -236,14 +253,13 @@ class GrowingStore:
     def _move(self, near: int, capacity: int) -> None:
         """From now on so many layers are on the device. All go through RAM, so that nothing is there twice."""
         saved = self._entries_copied()
-        self._far = None
+        self._far = []
         while near and not self._allotted(near, capacity):
             near -= 1
             self.layout = replace(self.layout, most=self.layout.nbytes(near, capacity))
         if not near:
             self._allot(0, capacity)
-        far = self.layout.layers - near
-        self._far = self._empty(far, capacity, in_ram=True) if far else None
+        self._far = self._groups(range(near, self.layout.layers), capacity, in_ram=True)
         self.capacity = capacity
         self._fill(saved, self.length)
 
@@ -258,16 +274,14 @@ class GrowingStore:
     def _allot(self, near: int, capacity: int) -> None:
         """Memory of the device for so many layers, instead of the present one."""
         self._near = []
-        self._near = self._groups(near, capacity)
+        self._near = self._groups(range(near), capacity)
 
-    def _groups(self, layers: int, capacity: int) -> list[Tensor]:
-        return [self._empty(min(GROUP, layers - first), capacity) for first in range(0, layers, GROUP)]
-
-    def _empty(self, layers: int, capacity: int, *, in_ram: bool = False) -> Tensor:
+    def _groups(self, layers: range, capacity: int, *, in_ram: bool = False) -> list[Tensor]:
         device = torch.device("cpu") if in_ram else self.layout.device
-        pinned = in_ram and self.layout.device.type == "cuda"
-        shape = layers, capacity, *self.layout.entry
-        return torch.empty(shape, dtype=self.layout.dtype, device=device, pin_memory=pinned)
+        how: Any = {"dtype": self.layout.dtype, "device": device}
+        how["pin_memory"] = in_ram and self.layout.device.type == "cuda"
+        alike = self.layout.alike(layers)
+        return [torch.empty(len(group), capacity, *self.layout.entries[group.start], **how) for group in alike]
 
 
 class BorrowingStore(GrowingStore):
@@ -295,13 +309,18 @@ class BorrowingStore(GrowingStore):
         return length  # the rows give way before anything is written
 
     def _on_device(self) -> list[Tensor]:
-        return [self._part(self._room.lent(), self.layout.near(self.capacity), self.capacity)]
+        return self._part(self._room.lent(), self.layout.near(self.capacity), self.capacity)
 
-    def _part(self, memory: Tensor, layers: int, capacity: int) -> Tensor:
-        """(layers, capacity, *entry), which end where `memory` does."""
+    def _part(self, memory: Tensor, layers: int, capacity: int) -> list[Tensor]:
+        """Of each group, (layers, capacity, *entry), which end where `memory` does."""
         layout = self.layout
-        mine = memory[memory.numel() - layout.nbytes(layers, capacity) :]
-        return mine.view(layout.dtype).view(layers, capacity, *layout.entry)
+        groups, whole = layout.alike(range(layers)), layout.nbytes(layers, capacity)
+        ends = [layout.nbytes(group.stop, capacity) for group in groups]
+        mine = memory[memory.numel() - whole :].tensor_split(ends[:-1])
+        return [
+            part.view(layout.dtype).view(len(group), capacity, *layout.entries[group.start])
+            for part, group in zip(mine, groups, strict=False)
+        ]
 
     def _allot(self, near: int, capacity: int) -> None:
         self._room.lend(self.layout.nbytes(near, capacity))
@@ -311,13 +330,15 @@ class BorrowingStore(GrowingStore):
         if capacity > before:
             self._room.lend(self.layout.nbytes(layers, capacity))
         memory = self._room.lent()
-        old, new = self._part(memory, layers, before), self._part(memory, layers, capacity)
+        both = (self._part(memory, layers, tokens) for tokens in (before, capacity))
+        old, new = ([layer for group in part for layer in group.unbind(0)] for part in both)
         # Moving down, the lowest goes first, moving up, the highest, in pieces as long as the distance.
         for layer in range(layers) if capacity > before else reversed(range(layers)):
-            way = (layers - layer) * abs(capacity - before)
+            far, near = (self.layout.nbytes(first, 1) for first in (layer, layer + 1))
+            way = (self.layout.nbytes(layers, 1) - far) * abs(capacity - before) // (near - far)
             starts = range(0, min(self.length, capacity), way)
             for start in starts if capacity > before else reversed(starts):
                 end = min(start + way, self.length)
-                new[layer, start:end] = old[layer, start:end]
+                new[layer][start:end] = old[layer][start:end]
         if capacity < before:
             self._room.lend(self.layout.nbytes(layers, capacity))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +16,12 @@ from ...kernels.entries import CODES
 from ...kernels.mixers.convolution import Convolution
 from ...kernels.mixers.delta import Delta
 from ...kernels.mixers.grouped import Heads
-from ...kernels.step import DenseLayer, Router, Stepped
+from ...kernels.step import DenseLayer, Router, Sandwich, Stepped
 from ...kernels.weights import Norm
 from ...models.families import FAMILIES, Family
 from ...models.families.family import ThroughLatent
 from ...models.modules.light_modules import STATIC_ROPE
-from .blocks import Beside, Unsupported, projection, read_beside, read_norm, read_router
+from .blocks import Beside, Unsupported, projection, read_beside, read_norm, read_router, read_sandwich
 from .kv_stores import BLOCK
 from .mixers.convolution import read_convolution
 from .mixers.delta import read_delta
@@ -49,6 +51,9 @@ def read_stream(model: Any, family: Family) -> Stream:
     """A model's."""
     config = model.config
     scaled, added, divided = (family.factor(config, name) for name in (family.scaled, family.added, family.divided))
+    embedding = model.model.embed_tokens  # some modules multiply by themselves, by a number of the weights' type
+    own = torch.tensor(getattr(embedding, "scalar_embed_scale", 1.0)).to(embedding.weight.dtype)
+    scaled *= float(own)
     last = read_norm(family, model.model.norm)
     if divided != 1:
         last = replace(last, weight=last.weight / divided, bias=None if last.bias is None else last.bias / divided)
@@ -68,7 +73,7 @@ class DecoderLayer:
     Attributes:
         input_layernorm, post_attention_layernorm: the norms. first, out: the projections before and behind the mixer,
             as modules. router, experts: hidden (T, H), and its experts and weights (T, K) -> (T, H); None where the
-            layer has none. beside: what every token is given besides experts, if anything.
+            layer has none. beside: what every token is given besides experts, if anything. sandwich: see `DenseLayer`.
     """
 
     input_layernorm: Norm
@@ -80,22 +85,33 @@ class DecoderLayer:
     router: Router | None
     experts: nn.Module | None
     beside: Beside | None = None
+    sandwich: Sandwich | None = None
 
     def projected(self, hidden: Tensor) -> Tensor:
         """What the layer's mixer is given of a block's input (T, H): its first projection, and a state's gates."""
         first, mixer = self.first(hidden), self.mixer
         return torch.cat([first, mixer.gates(hidden)], -1) if isinstance(mixer, Delta) else first
 
-    def stepped(self, stream: Tensor) -> Stepped:
-        """What a block is given behind the mixer, stream (T, H)."""
+    def stepped(self, stream: Tensor, mixed: Tensor) -> Stepped:
+        """What a block is given behind the mixer and its projection, (T, H) each."""
+        sandwich, parallel = self.sandwich, None
+        stream = stream + (mixed if sandwich is None else sandwich.mixed(mixed, self.eps))
         hidden = self.post_attention_layernorm(stream, self.eps)
-        if self.beside is not None:
+        if self.beside is not None and sandwich is not None:
+            parallel = sandwich.beside(self.beside(sandwich.before(stream, self.eps)), self.eps)
+        elif self.beside is not None:
             stream = stream + self.beside(hidden)
         if (router := self.router) is None:
             return Stepped(stream, hidden, ())
-        routed = router(hidden)
+        routed = router.choice(hidden, stream, self.eps)
         bias = router.bias_of(*routed)
-        return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed)
+        return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed, parallel)
+
+    def behind(self, stepped: Stepped, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the layer, and what has still to be added to it, by what its experts give, (T, H) each."""
+        if self.sandwich is None or experts is None:
+            return stepped.stream, experts
+        return self.sandwich.close(stepped, experts, self.eps), None
 
     def dense(self) -> DenseLayer:
         """As one operation takes it.
@@ -107,7 +123,7 @@ class DecoderLayer:
         beside = None if self.beside is None else self.beside.swiglu
         norms = self.input_layernorm, self.post_attention_layernorm, self.eps
         mixer = self.mixer.record() if isinstance(self.mixer, LatentParts) else self.mixer
-        return DenseLayer(*norms, mixer, first, out, self.router, beside)
+        return DenseLayer(*norms, mixer, first, out, self.router, beside, self.sandwich)
 
 
 def check_family(config: Any) -> Family:
@@ -124,13 +140,12 @@ def check_family(config: Any) -> Family:
     return family
 
 
-def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> list[DecoderLayer]:
+def read_layers(model: Any, rope: Ropes, kv_bits: int = 16) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Args:
         kv_bits: of stored keys and values: 16 (more where the computation's are not rounded yet) or 8, which latent
             vectors do not have.
-        order: of the dimensions of heads, see `Rope`.
 
     Raises:
         Unsupported: a family or a layer that the fused pass does not compute.
@@ -139,11 +154,16 @@ def read_layers(model: Any, kv_bits: int = 16, order: Tensor | None = None) -> l
     kept, eps = kept_dtype(model, kv_bits), read_stream(model, family).eps
     read: list[DecoderLayer] = []
     for index, layer in enumerate(model.model.layers):
-        there = (
-            None if order is None else order.to(getattr(layer, family.norm).weight.device)
-        )  # cards may have some each
-        read.append(_read(layer, index, family, model.config, eps, kept, there))
+        rope_at, order = rope.of(index)
+        there = None if order is None else order.to(_device(layer))
+        first, mixer = _read_mixer(_mixer_of(layer), index, family, model.config, kept, there, rope_at)
+        read.append(_read(layer, index, family, model.config, eps, first, mixer))
     return read
+
+
+def _device(layer: Any) -> torch.device:
+    """Where a layer is: cards may have some each."""
+    return next(layer.parameters()).device
 
 
 def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
@@ -175,10 +195,9 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _read(
-    layer: Any, index: int, family: Family, config: Any, eps: float, kept: torch.dtype, order: Tensor | None
+    layer: Any, index: int, family: Family, config: Any, eps: float, first: nn.Module, mixer: Mixer
 ) -> DecoderLayer:
-    first, mixer = _read_mixer(_mixer_of(layer), index, family, config, kept, order)
-    block, has_experts = getattr(layer, family.block), index not in family.dense_layers(config)
+    block, has_experts = family.block_of(layer), index not in family.dense_layers(config)
     return DecoderLayer(
         read_norm(family, getattr(layer, family.first_norm)),
         first,
@@ -189,11 +208,12 @@ def _read(
         read_router(family, block) if has_experts else None,
         block.experts if has_experts else None,
         read_beside(family, block, has_experts=has_experts),
+        read_sandwich(family, layer),
     )
 
 
 def _read_mixer(
-    module: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
+    module: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None, rope_at: int
 ) -> tuple[nn.Module, Mixer]:
     """A layer's first projection, and its mixer."""
     if hasattr(module, "A_log"):
@@ -202,7 +222,7 @@ def _read_mixer(
         return read_convolution(module)
     if isinstance(family.attention, ThroughLatent):
         return read_latent(module, config, kept, order)
-    return read_grouped(module, index, family, config, kept, order)
+    return read_grouped(module, index, family, config, kept, order, rope_at)
 
 
 class Rope:
@@ -211,25 +231,28 @@ class Rope:
     The first half of the sines is negated, so that a rotation is x * cos + roll(x, D / 2) * sin.
 
     Args:
-        interleaved: whether neighbouring dimensions turn together, and not those half a head apart.
-        once: whether the module gives each angle once, and not for both dimensions that it turns.
+        kind: of layers, where the module has several. interleaved: whether neighbouring dimensions turn together, and
+            not those half a head apart. once: whether the module gives each angle once, and not for both dimensions
+            that it turns.
 
     Attributes:
         order: (D,) of a head's dimensions, so that each is half a head from the one that it turns with; those that do
-            not turn are behind them in each half. None where they are so already.
-
+            not turn are behind them in each half. None where they are so already. dim: D.
         short: the length of a text beyond which longrope turns all of it by other frequencies.
 
     Raises:
         Unsupported: another type that changes with the length of the text.
     """
 
-    def __init__(self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False, once: bool = False) -> None:
-        if module.rope_type not in (*STATIC_ROPE, "longrope"):
-            raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
-        self._module, self._like, self._dim = module, like, dim
+    def __init__(
+        self, module: Any, dim: int, like: Tensor, *, interleaved: bool = False, once: bool = False, kind: str = ""
+    ) -> None:
+        type_ = module.rope_type[kind] if kind else module.rope_type
+        if type_ not in (*STATIC_ROPE, "longrope"):
+            raise Unsupported(f"rope of the type {type_} changes with the length of the text")
+        self._module, self._like, self.dim, self._kind = module, like, dim, kind
         self.short = sys.maxsize
-        if module.rope_type == "longrope":
+        if type_ == "longrope":
             self.short = int(module.config.rope_parameters["original_max_position_embeddings"])
         self._tables = dict.fromkeys((False, True), like.new_empty(0, 2, dim))
         turned = self._angles(1)[0].shape[-1]
@@ -242,10 +265,6 @@ class Rope:
         order = torch.cat(parts)
         self.order = None if order.equal(torch.arange(dim, device=like.device)) else order
 
-    def is_long(self, length: int) -> bool:
-        """Whether a text of so many tokens is beyond `short`."""
-        return length > self.short
-
     def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
         """Cosines and sines of positions start..end-1, (positions, 2, D). long: of a text beyond `short`."""
         if end > len(table := self._tables[long]):
@@ -255,25 +274,58 @@ class Rope:
 
     def _computed(self, positions: int) -> Tensor:
         cos, sin = self._angles(positions)
-        still, half = (0, self._dim // 2 - self._half), self._half
+        still, half = (0, self.dim // 2 - self._half), self._half
         cos, sin = cos[:, :half], sin[:, :half]
         parts = F.pad(cos, still, value=1.0), F.pad(cos, still, value=1.0), F.pad(-sin, still), F.pad(sin, still)
         return torch.cat(parts, -1).unflatten(-1, (2, -1)).to(self._like.dtype)
 
     def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
         """The module's cosines and sines, (positions, angles), which some families have as complex numbers."""
-        found = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+        kinds = [self._kind] if self._kind else []
+        found = self._module(self._like, torch.arange(positions, device=self._like.device)[None], *kinds)
         cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
         return cos[0], sin[0]
 
 
-def read_rope(model: Any, family: Family) -> Rope:
+class Ropes:
+    """The tables of all layers: of each kind of layers that turn alike, one behind the other.
+
+    Attributes:
+        short: see `Rope`.
+    """
+
+    def __init__(self, ropes: Mapping[str, Rope], kinds: Sequence[str]) -> None:
+        self._ropes, self._kinds = ropes, kinds  # kinds: of each layer
+        ends = list(itertools.accumulate(2 * rope.dim for rope in ropes.values()))
+        self._at = dict(zip(ropes, [0, *ends], strict=False))
+        self.short = min(rope.short for rope in ropes.values())
+
+    def of(self, layer: int) -> tuple[int, Tensor | None]:
+        """Where a layer's numbers begin among those of a position, and `Rope.order`."""
+        kind = self._kinds[layer]
+        return self._at[kind], self._ropes[kind].order
+
+    def is_long(self, length: int) -> bool:
+        """Whether a text of so many tokens is beyond `short`."""
+        return length > self.short
+
+    def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
+        """Cosines and sines of positions start..end-1, (positions, 2, D), or (positions, numbers) of several kinds."""
+        found = [rope.tables(start, end, long=long) for rope in self._ropes.values()]
+        return found[0] if len(found) == 1 else torch.cat([table.flatten(1) for table in found], 1)
+
+
+def read_rope(model: Any, family: Family) -> Ropes:
     """A model's."""
-    attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
-    kind = family.attention
-    module, like = model.model.rotary_emb, model.model.embed_tokens.weight
-    if isinstance(kind, ThroughLatent):
-        how = {"interleaved": kind.interleaved(model.config), "once": kind.angles_once}
-        return Rope(module, model.config.qk_rope_head_dim, like, **how)
-    assert kind is not None
-    return Rope(module, attention.head_dim, like, interleaved=kind.interleaved, once=kind.angles_once)
+    layers, how = model.model.layers, family.attention
+    module, like, kinds = model.model.rotary_emb, model.model.embed_tokens.weight, [""] * len(layers)
+    if isinstance(how, ThroughLatent):
+        turned = {"interleaved": how.interleaved(model.config), "once": how.angles_once}
+        return Ropes({"": Rope(module, model.config.qk_rope_head_dim, like, **turned)}, kinds)
+    assert how is not None
+    dims = [layer.self_attn.head_dim if hasattr(layer, "self_attn") else 0 for layer in layers]
+    if isinstance(module.rope_type, dict):
+        kinds = list(model.config.layer_types)
+    found = {kind: dim for kind, dim in zip(kinds, dims, strict=True) if dim}
+    turned: Any = {"interleaved": how.interleaved, "once": how.angles_once}
+    return Ropes({kind: Rope(module, dim, like, **turned, kind=kind) for kind, dim in found.items()}, kinds)

@@ -19,25 +19,30 @@ from .kv_stores import GrowingStore, Layout
 EVERY = CHUNK
 """Tokens between two copies of the newest part of a text: a prompt's pass has the states there."""
 
-_MEMORY, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
-_TURN = 1000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
+COPIES, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
+_TURN = 4000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
 
 
 class StatefulStore(GrowingStore):
     """See the module.
 
     Args:
-        layout: as if all layers attended. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+        layout: of the layers that attend. sizes: of each layer, how many numbers its state has; 0 for one that attends.
+            copies: bytes that these may take.
+
+    Attributes:
+        turns: where turns of a prompt that is being read end: likely places to go back to.
     """
 
-    def __init__(self, layout: Layout, sizes: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, sizes: Sequence[int], copies: int = COPIES) -> None:
         self._length, self._reading, self._copies = 0, False, list[StateCopy]()
+        self.turns: Sequence[int] = ()
         self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
         self._states = {layer: torch.zeros(2, size, device=layout.device) for layer, size in enumerate(sizes) if size}
         self._number = {layer: number for number, layer in enumerate(self._states)}
-        super().__init__(replace(layout, layers=len(sizes) - len(self._states)))
+        super().__init__(layout)
         self._each = sum(state[0].nbytes for state in self._states.values())
-        self._most = max(_FEWEST, _MEMORY // max(1, self._each))
+        self._most = max(_FEWEST, copies // max(1, self._each))
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -70,11 +75,12 @@ class StatefulStore(GrowingStore):
         self._broken()
         if tokens == 1:
             return
-        if self._length and not self._reading:
+        start, end = self._length, self._length + tokens
+        before = {turn - (turn - start) % EVERY for turn in self.turns if start <= turn < end}
+        if start and (start in before or not self._reading):
             self._copy(turn=True)
-        ends = range(self._length + EVERY, self._length + tokens, EVERY)
-        last = StateCopy(self._length + tokens, [])
-        self._copies = thinned([*self._copies, *(StateCopy(end, []) for end in ends), last], self._most)[:-1]
+        some = [StateCopy(place, [], turn=place in before) for place in range(start + EVERY, end, EVERY)]
+        self._copies = thinned([*self._copies, *some, StateCopy(end, [])], self._most)[:-1]
         self._along = [copy for copy in self._copies if copy.length > self._length]
         del self._copies[len(self._copies) - len(self._along) :]
         for copy in self._along:
@@ -129,7 +135,7 @@ class StatefulStore(GrowingStore):
         self._go_to(0)
         self.reserve(length)
         self._fill(held.entries, length)
-        self._copies = list(held.copies)
+        self._copies = thinned([copy for copy in held.copies if copy.length <= length], self._most)
         self._go_to(length)
 
     def layers(self) -> list[Tensor]:

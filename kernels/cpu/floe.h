@@ -165,20 +165,22 @@ typedef struct {
 // looks; then neither correction nor groups. bias: (experts), of the logits. correction: (experts), added to scores for
 // the choice alone. Experts are chosen from top_groups of the groups that they are divided into: those with the best
 // expert, or, with a correction, the best pair. shares: whether the weights of the chosen experts are made to sum to 1,
-// before scale. down_bias: (experts, H) of the experts' last matrices, which joins the residual stream.
+// before scale. down_bias: (experts, H) of the experts' last matrices, which joins the residual stream. factors:
+// (experts), of the chosen ones' weights. norm: (H) of the residual stream, where the logits are of that.
 enum { FLOE_SOFTMAX, FLOE_SIGMOID, FLOE_SPARSEMIXER };
 
 typedef struct {
     int64_t experts, top_k, groups, top_groups;
     int32_t kind, shares;
     float scale, jitter;
-    FLOE_OPTIONAL const float *weight, *bias, *correction, *down_bias;
+    FLOE_OPTIONAL const float *weight, *bias, *correction, *down_bias, *factors, *norm;
 } floe_router;
 
 // y = down · (silu(gate · x) * (up · x)): a shared expert, or a layer without experts. both: gate, then up, so many
-// neurons of each. scale: (H) of a gate whose sigmoid scales y.
+// neurons of each. scale: (H) of a gate whose sigmoid scales y. gelu: whether the gate's function is gelu by tanh.
 typedef struct {
     int64_t neurons;
+    int32_t gelu;
     floe_matrix both, down;
     FLOE_OPTIONAL const float *scale;
 } floe_swiglu;
@@ -215,23 +217,32 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
+// Norms behind a layer's parts, too; what is beside the experts then joins them, and not the stream. (H) each: mixed: of
+// what the mixer adds, before: of what is given to `beside`, beside, experts: of what these give, both: of their sum.
+// scale: of the stream behind the layer.
+typedef struct {
+    const float *mixed, *before, *beside, *experts, *both;
+    float scale;
+} floe_sandwich;
+
 // The dense part of one layer. before, after: norms. first: to what the mixer is given, out: back.
-// beside: what every token is given besides experts.
+// beside: what every token is given besides experts; with a sandwich, it and the router must be there.
 //
 // The mixer is attention where neither `delta` nor `convolution` is there; D is the width of a head. first: queries of
 // all heads, keys and values of all key heads. window: how many tokens a query sees, itself included, 0 all. q_norm,
 // k_norm: (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none.
 // stored: the form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
 // sinks: (heads) scores of a token without a value that every query sees. gated: behind the queries, `first` gives a
-// gate of each number of a head's output. latent: heads meet what is stored like one key head, D = rank + turned,
+// gate of each number of a head's output. keys_alone: it gives no values: they are the keys, as projected. v_normed:
+// values are divided by their root mean square. rope_at: where a layer's cosines and sines begin. latent: heads meet what is stored like one key head, D = rank + turned,
 // whose first numbers are its value; first: queries, or the vector that they are made of, the stored vector and the key
 // behind it; neither codes nor norms of heads. delta: first: queries, keys and values of the convolution, then the
 // output's gates; scale: of queries.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
-    int64_t hidden, heads, kv_heads, dim, window;
-    int32_t each_head, stored, gated;
+    int64_t hidden, heads, kv_heads, dim, window, rope_at;
+    int32_t each_head, stored, gated, keys_alone, v_normed;
     float eps, scale, clip;
     floe_norm before, after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;
@@ -241,10 +252,11 @@ typedef struct {
     FLOE_OPTIONAL const floe_latent *latent;
     FLOE_OPTIONAL const floe_delta *delta;
     FLOE_OPTIONAL const floe_convolution *convolution;
+    FLOE_OPTIONAL const floe_sandwich *sandwich;
 } floe_dense_layer;
 
-// Where a token is. rope: (2, D) cosines and sines of its position, of what rope turns of a head if that is not all;
-// the first half of the sines negated. kv: of each layer, (capacity) entries of its text; its own is written. Of a
+// Where a token is. rope: cosines and sines (2, D) of its position, of what rope turns of a head if that is not all, the
+// first half of the sines negated; those of other layers behind them. kv: of each layer, (capacity) entries of its text; its own is written. Of a
 // layer with a state, two states (taps - 1 tokens before the convolution, then those of heads, if any), float32: the
 // one before a token is at its position modulo 2, and the other is written, so that a token may be computed again.
 typedef struct {
@@ -254,11 +266,12 @@ typedef struct {
 } floe_place;
 
 // What a layer's experts are given, for each token. stream (H): the residual after attention and what is beside the
-// experts. hidden (H). index, weights: the top_k experts; unused without a router. scores: (experts) of all.
+// experts. hidden (H). index, weights: the top_k experts; unused without a router. scores: (experts) of all. parallel:
+// (H), what is beside the experts where a sandwich joins it with them.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;
-    FLOE_OPTIONAL float *weights, *scores;
+    FLOE_OPTIONAL float *weights, *scores, *parallel;
 } floe_routed;
 
 // The gated delta rule of a prompt, of each of `heads` heads (D wide): qkv (tokens, channels + heads · D) as projected,
@@ -326,11 +339,11 @@ FLOE_API int floe_token_step(const floe_layers *layers, int64_t tokens, float *x
                              const floe_pace *pace, const floe_trace *trace);
 
 // What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, the norm, and
-// head, which gives the logits. In two planes (planes.py), head is the first and `rest` the second;
+// head, which gives the logits, cap · tanh(logit / cap) where cap is not 0. In two planes (planes.py), head is the first and `rest` the second;
 // spread (groups): the mean square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
-    float eps, scale;
+    float eps, scale, cap;
     const float *embedding;
     floe_norm norm;
     floe_matrix head;

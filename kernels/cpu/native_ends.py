@@ -54,6 +54,7 @@ class NativeEnds:
             vocabulary=self.vocabulary,
             eps=ends.eps,
             scale=ends.scale,
+            cap=ends.cap or 0.0,
             embedding=required("embedding", ends.embedding, shape),
             norm=norm_record("norm", ends.norm, self.hidden),
             head=projection_record("head", head, *shape),

@@ -19,7 +19,8 @@ from ..mixers.convolution import Convolution
 from ..mixers.delta import Delta
 from ..mixers.grouped import Heads
 from ..mixers.latent import Latent
-from ..step import DenseLayer, Mixer, Router, Stepped, Swiglu
+from ..step import DenseLayer, Mixer, Router, Sandwich, Stepped, Swiglu
+from ..weights import Norm
 from .binding import addresses_of, array_of, check, codes, library, records
 from .weights import FLOAT32, digits, norm_record, optional, projection_record, required
 
@@ -28,7 +29,8 @@ _KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": cod
 
 
 class Place(NamedTuple):
-    """Where a token is: rope (2, D) of its position, or (N, 2, D) from that on; and of its text, of each layer, kv
+    """Where a token is: rope (2, D) of its position, those of several D one behind the other, or (N, ...) from that on;
+    and of its text, of each layer, kv
     (capacity, *entry).
     """
 
@@ -41,9 +43,9 @@ class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        layer: its record, for an operation on several. routes: whether it has experts. turned: see `step.Mixer`.
-            stored: shape and type of a token's keys and values; None where the layer keeps a state. scores: the
-            router's, by token.
+        layer: its record, for an operation on several. routes: whether it has experts. rope: how many of a position's
+            cosines and sines come before the end of its own. stored: shape and type of a token's keys and values; None
+            where the layer keeps a state. scores: the router's, by token.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -64,15 +66,16 @@ class NativeStep:
             out=projection_record("out", layer.out, hidden, out),
             router=router_record(router, hidden),
             beside=None if layer.beside is None else swiglu_record(layer.beside, hidden),
+            sandwich=None if layer.sandwich is None else sandwich_record(layer.sandwich, hidden),
             **_mixer_fields(mixer, hidden),
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
-        self.turned = mixer.turned
-        self._state = 2, mixer.state
         attending = mixer.attending
+        self.rope = 0 if attending is None else attending.rope_at + 2 * mixer.turned
+        self._state = 2, mixer.state
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
-        self.routes = router is not None
+        self.routes, self._closes = router is not None, layer.sandwich is not None
         self.scores = None if router is None else router.scores
         if self.scores is not None:
             require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
@@ -107,10 +110,12 @@ class NativeStep:
             require("added", added, FLOAT32, shape)
         if self.scores is not None and len(self.scores) < tokens:
             raise ValueError(f"{tokens} tokens, but room for the scores of {len(self.scores)}")
-        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self.scores)
+        parallel = torch.empty(shape) if self._closes else None
+        outputs = {"stream": stream, "hidden": hidden, "index": chosen, "weights": weights, "parallel": parallel}
+        filled = records.routed(**outputs, scores=self.scores)
         given = (self.layer, number, tokens, x, added, where, digits(x_bits), torch.get_num_threads(), filled)
         check(self._step(*given))
-        return Stepped(stream, hidden, routed)
+        return Stepped(stream, hidden, routed, parallel)
 
     def keeps(self, part: Tensor, capacity: int) -> Tensor:
         """A text's keys and values, or states, in this layer.
@@ -138,15 +143,14 @@ def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> 
 
 
 def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
-    turned = next((step.turned for step in steps if step.turned), place.rope.shape[-1])
     own = list(zip(steps, place.kv, strict=False))
     attended = [part for step, part in own if step.stored is not None]
     capacity = attended[0].shape[0] if attended and attended[0].ndim else place.position + 1 if own else 0
     index("position", place.position, capacity)
     stores = addresses_of([step.keeps(part, capacity) for step, part in own])
-    return records.place(
-        rope=required("rope", place.rope, (*more, 2, turned)), kv=stores, capacity=capacity, position=place.position
-    )
+    numbers, rope = max((step.rope for step in steps), default=0), place.rope.flatten(len(more))
+    rope = required("rope", rope, (*more, numbers or rope.shape[-1]))
+    return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position)
 
 
 def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
@@ -169,7 +173,8 @@ def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
 
 
 _PARTS = dict.fromkeys(("q_norm", "k_norm", "sinks", "latent", "delta", "convolution"))
-_NUMBERS = dict.fromkeys(("heads", "kv_heads", "dim", "window", "each_head", "stored", "gated", "scale", "clip"), 0)
+_SIZES = ("heads", "kv_heads", "dim", "window", "rope_at", "scale", "clip")
+_NUMBERS = dict.fromkeys((*_SIZES, "each_head", "stored", "gated", "keys_alone", "v_normed"), 0)
 _NO_HEADS: dict[str, Any] = {**_PARTS, **_NUMBERS}
 
 
@@ -185,6 +190,9 @@ def _heads_fields(heads: Heads) -> dict[str, Any]:
         "each_head": each_head,
         "stored": _STORED[heads.cache_dtype],
         "gated": heads.gated,
+        "keys_alone": heads.keys_alone,
+        "v_normed": heads.v_normed,
+        "rope_at": heads.rope_at,
         "scale": heads.scale,
         "clip": inf if heads.clip is None else heads.clip,
         "q_norm": optional("q_norm", heads.q_norm, (normed[0],)),
@@ -298,7 +306,7 @@ def router_record(router: Router | None, hidden: int) -> Any:
     if router is None:
         return records.router(
             **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "kind", "shares", "scale", "jitter"), 0),
-            **dict.fromkeys(("weight", "bias", "correction", "down_bias"), None),
+            **dict.fromkeys(("weight", "bias", "correction", "down_bias", "factors", "norm"), None),
         )
     experts = router.weight.shape[0] if router.weight.ndim else 0
     if not 1 <= router.top_k <= experts:
@@ -316,6 +324,8 @@ def router_record(router: Router | None, hidden: int) -> Any:
         bias=optional("router.bias", router.bias, (experts,)),
         correction=optional("router.correction", router.correction, (experts,)),
         down_bias=optional("router.down_bias", router.down_bias, (experts, hidden)),
+        factors=optional("router.factors", router.factors, (experts,)),
+        norm=None if router.norm is None else _rms("router.norm", router.norm, hidden),
     )
 
 
@@ -332,4 +342,24 @@ def swiglu_record(swiglu: Swiglu, hidden: int) -> Any:
         both=projection_record("gate and up", swiglu.both, 2 * neurons, hidden),
         down=projection_record("down", swiglu.down, hidden, neurons),
         scale=optional("scale", swiglu.scale, (1, hidden)),
+        gelu=swiglu.function == "gelu",
     )
+
+
+def sandwich_record(sandwich: Sandwich, hidden: int) -> Any:
+    """`floe_sandwich`.
+
+    Raises:
+        ValueError: norms of another shape or type, or not by the root mean square alone.
+    """
+    names = ("mixed", "before", "beside", "experts", "both")
+    return records.sandwich(
+        scale=sandwich.scale, **{name: _rms(name, getattr(sandwich, name), hidden) for name in names}
+    )
+
+
+def _rms(name: str, norm: Norm, hidden: int) -> Any:
+    """The weights of a norm that neither subtracts nor adds anything."""
+    if norm.kind != "rms" or norm.bias is not None:
+        raise ValueError(f"{name} must divide by the root mean square, and no more")
+    return required(name, norm.weight, (hidden,))

@@ -85,13 +85,11 @@ class NativeToken:
         self._held = dense, made  # the arrays have only their bytes and addresses
         self._dense, self._experts = addresses_of([step.layer for step in dense]), addresses_of(made)
         self._top_k = max(step.layer.router.top_k for step in dense)
-        self._rope = max(2 * step.turned for step in dense)
+        self._rope = max(step.rope for step in dense)
         self._layers: Any = None  # of the first so many
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden = one.hidden
-        if len({step.stored for step in dense} - {None}) > 1:
-            raise ValueError("layers store keys and values in different shapes or types")
 
     def __call__(self, x: Tensor, places: Sequence[Place], bits: tuple[int, int], stop: Stop) -> Through | None:
         """Run T tokens, each of another text; None if `stop`, checked in each layer, was set.

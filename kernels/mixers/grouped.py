@@ -26,6 +26,8 @@ class Heads:
         sinks: (heads,) scores of a token that has no value, which every query sees besides; None where there is none.
         inside: how many of a key's first numbers are its value; None where values are stored behind keys.
         gated: whether the first projection has a gate of each number of a head's output, behind the queries.
+        keys_alone: whether it has no values: they are the keys as projected. v_normed: whether values are divided by
+            their root mean square. rope_at: where its cosines and sines are among those of a position.
     """
 
     num_heads: int
@@ -40,6 +42,9 @@ class Heads:
     sinks: Tensor | None = None
     inside: int | None = None
     gated: bool = False
+    keys_alone: bool = False
+    v_normed: bool = False
+    rope_at: int = 0
 
     @property
     def attending(self) -> Heads:
@@ -60,7 +65,8 @@ class Heads:
     def sizes(self) -> tuple[int, int]:
         """Rows of the layer's first projection, and columns of the one back."""
         queries = self.num_heads * self.head_dim
-        return (2 if self.gated else 1) * queries + 2 * self.num_kv_heads * self.head_dim, queries
+        kept = (1 if self.keys_alone else 2) * self.num_kv_heads * self.head_dim
+        return (2 if self.gated else 1) * queries + kept, queries
 
     @property
     def rows(self) -> int:
@@ -93,7 +99,11 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
     """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D); see `step.dense_step`."""
     qkv = qkv.view(-1, heads.head_dim)
     gating = heads.num_heads if heads.gated else 0
-    queries, gates, keys, own = qkv.split([heads.num_heads, gating, heads.num_kv_heads, heads.num_kv_heads])
+    of_values = 0 if heads.keys_alone else heads.num_kv_heads
+    queries, gates, keys, own = qkv.split([heads.num_heads, gating, heads.num_kv_heads, of_values])
+    own = keys if heads.keys_alone else own
+    if heads.v_normed:
+        own = F.rms_norm(own, own.shape[-1:], eps=eps)
     if heads.q_norm is not None and heads.k_norm is not None:
         queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
     if heads.clip is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import config_limits
 from ..catalog_entry import CatalogEntry, Sizes, Wide
-from .family import Family, Routing, SharedExpert
+from .family import Family, GroupedQuery, Routing, SharedExpert
 from .storage import Stacked
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
@@ -47,6 +47,10 @@ def _kinds(config: Any) -> list[str]:
     if len(kinds) != count or not {*kinds} <= {_FULL, _SLIDING}:
         raise ValueError(f"its layer_types are not {count} of {_FULL} and {_SLIDING}")
     return [*kinds[:-1], _FULL]
+
+
+def _window(config: Any, layer: int) -> int | None:
+    return int(config.sliding_window) if config.layer_types[layer] == _SLIDING else None
 
 
 def _parts(config: Any) -> tuple[Any, Wide | None]:
@@ -123,8 +127,7 @@ GEMMA4 = Family(
     biases=_more,
     normed_heads=True,
     parts=_parts,
-    attention=None,
-    why="the heads of its layers are not all of one size",
+    attention=GroupedQuery(normalized=lambda _config: True, per_head=True, window=_window),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 256,

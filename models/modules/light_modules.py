@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from ..families import FAMILIES
 from ..families.family import GroupedQuery
 
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # whose tables do not change with the length of the text
+STATIC_ROPE = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    "proportional",
+)  # whose tables do not change with the length of the text
 
 
 def knows(config: Any) -> bool:

@@ -139,6 +139,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "q_lora_rank": 20},
     "deepseek-biased": {"n_routed_experts": 5, "attention_bias": True},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 7,
+        "head_dim": 10,
+        "global_head_dim": 14,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 2.0,
+    },
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "num_dense_layers": 1,
@@ -175,12 +187,14 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     for leaf, buffer in model.named_buffers():
         if leaf.endswith(("correction_bias", "expert_bias")):
             nn.init.normal_(buffer, std=0.1)
+        elif leaf.endswith("layer_scalar"):
+            nn.init.uniform_(buffer, 0.5, 1.0)
     for leaf, parameter in model.named_parameters():
         if leaf.endswith("correction_bias"):
             nn.init.normal_(parameter, std=0.1)
         elif parameter.ndim == 1:
             nn.init.normal_(parameter, mean=0.0 if leaf.endswith("bias") else 1.0, std=0.3)
-        elif leaf.endswith(("gate.weight", "router.weight", "router.layer.weight")):
+        elif leaf.endswith(("gate.weight", "router.weight", "router.layer.weight", "router.proj.weight")):
             nn.init.normal_(parameter, std=0.3)
     return model.to(dtype).eval()
 

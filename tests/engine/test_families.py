@@ -161,8 +161,14 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
     ids, kv = case.prompt(sum(pieces)), KVCache()
     got = read(case.exact, ids, kv, pieces)
     case.agree(got, torch.stack([case.expected(ids[: end + 1])[-1] for end in ends(pieces)]))
+    parked = kv.parked(1 << 30)
     kept = kv.keep(ids[:50], case.exact.control.preset)
     case.agree(read(case.exact, ids, kv, [50 - kept]), case.expected(ids[:50])[-1:])
+    if parked is not None:  # nor does a copy of the longer one serve it
+        kept = parked.common(ids[:51], case.exact.control.preset)
+        with torch.inference_mode():
+            assert kv.resume(parked, kept)
+        case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
 
 
 def test_an_answer_grows_past_that_length(case: Case) -> None:

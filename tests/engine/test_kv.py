@@ -123,13 +123,23 @@ def test_what_is_computed_again_is_not_alike() -> None:
     kv.cut(5)
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 3
     kv.read(3, LOGITS)
-    assert not kv.turn(long=False) and kv.logits is not None
-    assert kv.turn(long=True) and kv.turn(long=True), "a pass that broke off begins again"
+    assert not kv.turn(1, 6) and kv.logits is not None
+    assert kv.turn(1, 5) and kv.turn(1, 5), "a pass that broke off begins again"
     assert kv.logits is None and not kv.common([1, 2, 3, 4, 5, 6, 7], SAME), "nothing serves before that"
     kv.computed([6], SAME)
-    assert not kv.turn(long=True) and kv.common([1, 2, 3, 4, 5, 6, 7], SAME) == 6
+    assert not kv.turn(1, 5) and kv.common([1, 2, 3, 4, 5, 6, 7], SAME) == 6
     assert kv.common([1, 2, 3, 4, 5, 6, 7], SAME, alike=True) == 0
-    assert kv.turn(long=False) and kv.length == 6
+    assert kv.turn(1, 7) and kv.length == 6
+
+
+def test_a_long_prompt_is_turned_as_one_from_its_first_part_on() -> None:
+    kv = KVCache()
+    kv.keep([1, 2, 3, 4], SAME)
+    assert not kv.turn(2, 3) and kv.long
+    kv.computed([1, 2], SAME)
+    assert not kv.turn(2, 3), "and nothing is read twice"
+    kv.keep([1, 2, 9], SAME)
+    assert kv.turn(1, 3) and not kv.long
 
 
 def test_keys_of_one_kind_are_not_taken_for_another() -> None:
@@ -140,7 +150,7 @@ def test_keys_of_one_kind_are_not_taken_for_another() -> None:
 
 
 def grown(window: int, *, layers: int = 2, heads: int = 3, dim: int = 5) -> GrowingStore:
-    return GrowingStore(Layout(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu")))
+    return GrowingStore(Layout(((2 * heads, dim),) * layers, window, torch.float32, torch.device("cpu")))
 
 
 def put(store: GrowingStore, part: Tensor) -> None:
@@ -213,7 +223,7 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
     layers, heads, dim, window = 1 + 2 * seed, 2, 3, 7 * BLOCK + 19
     token = layers * 2 * heads * dim * 4
     room = Lender(window * token + 64)
-    store = BorrowingStore(Layout(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu")), room)
+    store = BorrowingStore(Layout(((2 * heads, dim),) * layers, window, torch.float32, torch.device("cpu")), room)
     held = torch.empty(layers, 0, 2 * heads, dim)
 
     def drawn(most: int) -> int:
@@ -235,7 +245,7 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
 
 
 def spilling(most: int, *, layers: int = 11, window: int = 9 * BLOCK) -> Layout:
-    return Layout(layers, (3 * 7,), window, CODES, torch.device("cpu"), most)
+    return Layout(((3 * 7,),) * layers, window, CODES, torch.device("cpu"), most)
 
 
 @pytest.mark.parametrize("borrowing", [False, True], ids=["its own", "borrowed"])
@@ -287,7 +297,7 @@ def test_a_device_with_less_than_it_promised_keeps_fewer_layers(monkeypatch: pyt
 def test_a_new_conversation_gives_borrowed_memory_back() -> None:
     room = Lender(1 << 20)
     kv = KVCache()
-    store = BorrowingStore(Layout(1, (2, 2), 20 * BLOCK, torch.float32, torch.device("cpu")), room)
+    store = BorrowingStore(Layout(((2, 2),) * 1, 20 * BLOCK, torch.float32, torch.device("cpu")), room)
     kv.store_of(GrowingStore, lambda: store)
     put(store, torch.zeros(1, 10 * BLOCK, 2, 2))
     kv.computed([5] * 10 * BLOCK, SAME)
@@ -337,7 +347,7 @@ def test_a_chat_that_outgrows_its_device_says_so_once(tiny_pack: Path) -> None:
 
 
 LAYERS, ENTRY, WINDOW = 9, (2, 3), 4096
-LAYOUT = Layout(LAYERS, ENTRY, WINDOW, torch.float32, torch.device("cpu"))
+LAYOUT = Layout((ENTRY,) * LAYERS, WINDOW, torch.float32, torch.device("cpu"))
 TOKEN = LAYERS * 6 * 4  # bytes
 
 

@@ -177,7 +177,7 @@ def lender(pack: Path, rows: int, keys: int) -> Offload:
 def test_keys_and_values_fit_whatever_number_of_bytes_there_is(pack: Path, keys: int) -> None:
     """What is free on a card, less a share, is any number: behind an odd one nothing could be viewed as 16-bit."""
     shared = lender(pack, 2000, keys)
-    store = BorrowingStore(Layout(3, (2, 16), 4096, torch.float16, torch.device("cpu")), shared)
+    store = BorrowingStore(Layout(((2, 16),) * 3, 4096, torch.float16, torch.device("cpu")), shared)
     store.reserve(20)
     assert all(layer.data_ptr() % 16 == 0 for layer in store.layers()) and shared.lent().numel() <= keys
     assert 2000 * shared.memory.row_bytes + keys - 256 < shared.memory.nbytes <= 2000 * shared.memory.row_bytes + keys

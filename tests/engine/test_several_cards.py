@@ -343,7 +343,7 @@ class _Noted:
 
 def test_the_stream_is_on_the_card_whose_layer_is_next() -> None:
     parts = (KvPart(range(2), torch.device("cpu"), None), KvPart(range(2, 4), torch.device("meta"), None))
-    store = DividedStore(Layout(4, (2, 4), 512, torch.float32, torch.device("cpu")), parts, [None, None])
+    store = DividedStore(Layout(((2, 4),) * 4, 512, torch.float32, torch.device("cpu")), parts, [None, None])
     store.reserve(3)
     assert [layer.device.type for layer in store.layers()] == ["cpu", "cpu", "meta", "meta"]
     seen = list[tuple[int, str]]()

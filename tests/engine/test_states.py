@@ -62,9 +62,8 @@ def test_a_short_convolution_hands_over_the_states_on_its_way() -> None:
 
 
 def store(most: int | None = None) -> StatefulStore:
-    made = StatefulStore(Layout(3, (1, 2), 10_000, torch.float32, torch.device("cpu")), [5, 0, 7])
-    made._most = most or made._most  # pyright: ignore[reportPrivateUsage]
-    return made
+    layout = Layout(((1, 2),), 10_000, torch.float32, torch.device("cpu"))
+    return StatefulStore(layout, [5, 0, 7], *([] if most is None else [most * 48]))
 
 
 def read(own: StatefulStore, tokens: int) -> None:
@@ -133,6 +132,16 @@ def test_copies_are_where_turns_begin_and_end_however_long_ago() -> None:
             read(own, 1)
     for began, asked in turns[-3:]:
         assert own.keeps(began) == began and asked - own.keeps(asked - 1) <= EVERY, (began, asked)
+
+
+def test_copies_of_a_long_prompt_are_where_its_turns_end() -> None:
+    own = store(most=17)
+    own.turns = [1500, 2304, 2500, 5000, 5999]
+    for _ in range(24):
+        read(own, 256)
+    for _ in range(1000):
+        read(own, 1)
+    assert [turn - own.keeps(turn) for turn in own.turns] == [28, 0, 4, 8, 47]
 
 
 def test_several_tokens_end_where_a_copy_is_due() -> None:
@@ -245,6 +254,22 @@ def test_a_shelf_keeps_fewer_copies_before_it_drops_a_conversation() -> None:
         assert kv.keep([*text, 5], SAME) == 640 and (own.state(0) == 640).all()
 
 
+def test_a_few_tokens_more_are_brought_back_where_states_are() -> None:
+    """What a copy lacks would come on top of what is lacking since the state before."""
+    kv, shelf, text = KVCache(), KVShelf(1 << 20), list(range(700))
+    kv.store = own = store()
+    for prompt, parts, kept in (
+        (text, (90, 610), 0),
+        ([*text[:70], *text[300:]], (406,), 64),
+        ([*text[:100], 5], (11,), 90),
+    ):
+        shelf.turn_to(kv, prompt, SAME)
+        assert kv.keep(prompt, SAME) == kept
+        for part in parts:
+            read(own, part)
+        kv.computed(prompt[kept:], SAME)
+
+
 def test_what_is_alike_begins_where_a_state_is() -> None:
     """Parts of a prompt end every 100 tokens, of which not all have a copy any more."""
     kv, text = KVCache(), list(range(1000))
@@ -256,10 +281,10 @@ def test_what_is_alike_begins_where_a_state_is() -> None:
     assert kept % 100 == 0 < kept < own.keeps(949) % 100 + 900 and own.keeps(kept) == kept
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_5_moe_text", "lfm2_moe"])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    source = families.make("qwen3_5_moe_text", folder / "source", num_experts_per_tok=6)  # all, as a router's ties flip
+    source = families.make(request.param, folder / "source", num_experts_per_tok=6)  # all, as a router's ties flip
     make_pack(source, folder / "pack", EXACT)
     return folder / "pack"
 
@@ -301,6 +326,33 @@ class Chat:
         if (same := common(said, wanted)) < len(said):  # nothing but a tie is drawn otherwise
             (logits,) = self._alone.decoder.forward([*prompt, *said[:same]], KVCache())
             assert abs(float(logits[said[same]] - logits[wanted[same]])) < 1e-4
+
+
+def test_a_turn_far_back_in_a_prompt_is_branched_off(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice, stop = random.Random(1), 2
+    turns = [[*(dice.randrange(3, 250) for _ in range(length)), stop] for length in (90, 150, 30, 120, 80)]
+    monkeypatch.setattr(StatefulStore.__init__, "__defaults__", (0,))  # four copies
+    with Engine() as engine:
+        engine.send(Load(str(pack), "Exact", "cpu", parked=0))
+        engine.until(Loaded)
+        for request, kept in enumerate((5, 2, 1)):
+            prompt = [token for turn in turns[:kept] for token in turn]
+            engine.send(asking(request, [*prompt, 7, 8], stop=[stop]))
+            end = engine.end_of(request)
+            assert isinstance(end, Finished) and 0 <= (len(prompt) - end.stats.reused_tokens) * bool(request) < EVERY
+
+
+def test_answers_at_once_begin_where_the_prompt_ends(pack: Path) -> None:
+    prompt = [3 + 7 * at % 200 for at in range(150)]
+    with Engine() as engine:
+        engine.send(Load(str(pack), "Exact", "cpu", parked=1 << 30))
+        engine.until(Loaded)
+        engine.send(asking(1, prompt, tokens=300))
+        engine.until(NewTokens)
+        engine.send(*(asking(request, prompt, tokens=300) for request in (2, 3)))
+        ends = [engine.until(Finished) for _ in range(3)]
+    assert {end.stats.reused_tokens for end in ends if end.request > 1} == {150}
+    assert engine.tokens_of(1) == engine.tokens_of(2) == engine.tokens_of(3)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

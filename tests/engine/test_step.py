@@ -260,7 +260,7 @@ def test_tokens_outside_the_vocabulary_are_refused_and_the_next_ones_are_not(tok
 
 
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
-LOSS, NEAR = 3e-2, 5e-3
+LOSS, NEAR = 4e-2, 5e-3
 EIGHT_BIT_PIECES = {"token by token": [1] * 24, "chunks": [9, 1, 1, 60, 1, 5, 1]}
 
 

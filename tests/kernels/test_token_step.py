@@ -52,7 +52,7 @@ def expected(
     added: Tensor | None = None
     chosen, counts = list[list[int]](), list[list[int]]()
     for step, layer, store in zip(dense, experts, kv, strict=True):
-        x, hidden, (index, weights) = step(x, added, rope, store, position)
+        x, hidden, (index, weights), _ = step(x, added, rope, store, position)
         work = reference.select(index, weights, layer.limits, layer.rule)
         work = work.part(work.thresholds != torch.inf)
         added, found = native.moe_step(hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products)

@@ -78,8 +78,8 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     """
     assert isinstance(layer.mixer, Heads), "no kernels of other mixers"
     given = layer.first.forward(layer.input_layernorm(stream, layer.eps))
-    stream = stream + layer.out.forward(kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps))
-    return layer.stepped(stream)
+    seen = kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps)
+    return layer.stepped(stream, layer.out.forward(seen))
 
 
 def need_kernels(device: torch.device) -> None:

@@ -97,7 +97,7 @@ def chunked_rule(
     for first in range(0, len(qkv), EVERY):
         if (copy := along.get(first)) is not None:
             seen = qkv[first - len(delta.conv) + 1 : first, : delta.conv.shape[1]]
-            copy.copy_(torch.cat([seen.flatten(), state.flatten()]))
+            copy[: seen.numel()], copy[seen.numel() :] = seen.flatten(), state.flatten()
         part = slice(first, first + EVERY)
         q, k, v, b = queries[:, part], keys[:, part], values[:, part], beta.T[:, part, None]
         faded = decay.T[:, part].cumsum(1)[..., None]

@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +75,9 @@ class GroupedAttention:
         self._places = store.places(end)
         attending = [(index, mixer) for index, mixer in enumerate(mixers) if isinstance(mixer, Heads)]
         self._of = {index: (number, heads) for number, (index, heads) in enumerate(attending)}
-        heads = attending[0][1]
         # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
-        cos, sin = rope[:, :1], rope[:, 1:]
-        turned, still = heads.num_heads + heads.num_kv_heads, (self.tokens, heads.num_kv_heads, heads.head_dim)
-        self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
-        self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
+        kinds = {_turning(heads): heads for _, heads in attending}
+        self._turns = {kind: _tables(heads, rope.flatten(1)) for kind, heads in kinds.items()}
         self._views: dict[int | None, _View] = {}
         for window in {each.window for _, each in attending}:
             first = 0 if window is None else max(0, start + 1 - window)
@@ -103,9 +100,12 @@ class GroupedAttention:
         if heads.gated:
             gates = projected[:, wide : 2 * wide]
             projected = torch.cat([projected[:, :wide], projected[:, 2 * wide :]], 1)
+        if heads.keys_alone:
+            projected = torch.cat([projected, projected[:, wide:]], 1)
         qkv = projected.view(self.tokens, -1, heads.head_dim)
         self._prepare(qkv, heads)
-        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
+        cos, sin = self._turns[_turning(heads)]
+        qkv = torch.addcmul(qkv * cos, qkv.roll(heads.head_dim // 2, 2), sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
         place = self._places[number]
         entries = stored(both, place.dtype)
@@ -126,6 +126,9 @@ class GroupedAttention:
             for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
                 normed = F.rms_norm(part.reshape(self.tokens, -1, len(weight)), weight.shape, weight, self._eps)
                 part.copy_(normed.view(part.shape))
+        if heads.v_normed:
+            values = qkv[:, heads.num_heads + heads.num_kv_heads :]
+            values.copy_(F.rms_norm(values, values.shape[2:], eps=self._eps))
         if heads.clip is not None:
             qkv.clamp_(-heads.clip, heads.clip)
 
@@ -154,6 +157,20 @@ class GroupedAttention:
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
         )
         return out.permute(2, 0, 1, 3).reshape(self.tokens, -1)
+
+
+def _turning(heads: Heads) -> tuple[int, ...]:
+    """By what rope's tables for all heads differ between layers."""
+    return heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rope_at
+
+
+def _tables(heads: Heads, rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, heads, D) for the heads of queries, keys and values, of rope (T, numbers)."""
+    own = rope[:, heads.rope_at : heads.rope_at + 2 * heads.head_dim].unflatten(1, (2, -1))
+    cos, sin = own[:, :1], own[:, 1:]
+    turned, still = heads.num_heads + heads.num_kv_heads, (len(rope), heads.num_kv_heads, heads.head_dim)
+    cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
+    return cos, torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
 
 
 def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
@@ -198,45 +215,46 @@ def causal_mask(first: int, start: int, end: int, window: int | None, device: to
 
 
 def read_grouped(
-    attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
+    attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None, rope_at: int
 ) -> tuple[nn.Module, Heads]:
     """The first projection of layer `index`, and its mixer.
 
     Args:
-        kept: dtype of what is stored. order: of the dimensions of heads, see `layers.Rope`.
+        kept: dtype of what is stored. order: of the dimensions of heads, see `layers.Rope`. rope_at: see `Heads`.
 
     Raises:
         Unsupported: projections that cannot be joined, or norms that rope's order does not reach.
     """
-    heads = _read_heads(attention, index, family, config, kept, order)
+    heads = replace(_read_heads(attention, index, family, config, order), cache_dtype=kept, rope_at=rope_at)
     return _projections(attention, heads, order), heads
 
 
-def _read_heads(
-    attention: Any, index: int, family: Family, config: Any, kept: torch.dtype, order: Tensor | None
-) -> Heads:
+def _read_heads(attention: Any, index: int, family: Family, config: Any, order: Tensor | None) -> Heads:
     kind = family.attention
     assert isinstance(kind, GroupedQuery)
     norms = [getattr(attention, name) for name in kind.norms] if kind.normalized(config) else []
+    count, groups = config.num_attention_heads, getattr(attention, "num_key_value_groups", None)
     return Heads(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=count,
+        num_kv_heads=count // groups if groups else config.num_key_value_heads,
         head_dim=attention.head_dim,
         scale=attention.scaling,
         window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
         q_norm=_turned(norm_weight(family, norms[0]), order) if norms else None,
         k_norm=_turned(norm_weight(family, norms[1]), order) if norms else None,
-        cache_dtype=kept,
         sinks=attention.sinks if kind.sinks else None,
         gated=kind.gated,
+        keys_alone=attention.v_proj is None,
+        v_normed=hasattr(attention, "v_norm"),
     )
 
 
 def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
     """Those of queries, keys and values as one, the dimensions of heads in that order."""
     rows = None if order is None and not heads.gated else _all_heads(heads, order)
-    return in_order(attention, ("q_proj", "k_proj", "v_proj"), rows, "query, key and value")
+    names = ("q_proj", "k_proj") if heads.keys_alone else ("q_proj", "k_proj", "v_proj")
+    return in_order(attention, names, rows, "query, key and value")
 
 
 def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
@@ -261,4 +279,4 @@ def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
     first = sum(map(len, queries)) + torch.arange(heads.num_kv_heads, device=order.device)[:, None] * width
     keys = (first + order).flatten()
     values = torch.arange(len(keys), device=order.device) + sum(map(len, queries)) + len(keys)
-    return torch.cat([*queries, keys, values])
+    return torch.cat([*queries, keys, *([] if heads.keys_alone else [values])])

@@ -62,14 +62,16 @@ int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const f
     const int64_t numbers = tokens * layers->dense[0]->hidden, chosen = tokens * layers->top_k;
     for (int64_t i = 0; i < layers->count; i++)
         if (!fits(*layers->dense[i], layers->experts[i], *layers)) return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(2 * aligned(4 * numbers));
+    uint8_t *memory = buffer.take(3 * aligned(4 * numbers));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *inner = carve<float>(memory, numbers), *added = carve<float>(memory, numbers);
-    floe_routed routed = {x, inner, trace->index, trace->weights, nullptr};
+    floe_routed routed = {x, inner, trace->index, trace->weights, nullptr, carve<float>(memory, numbers)};
+    const float *joining = nullptr; // what the layer before adds
     int64_t *counts = trace->counts;
     for (int64_t i = 0; i < layers->count; i++) {
-        int code = floe_dense_step(layers->dense[i], i, tokens, x, i ? added : nullptr, places, pace->dense_digits,
-                                   pace->threads, &routed);
+        const floe_dense_layer &dense = *layers->dense[i];
+        int code =
+            floe_dense_step(&dense, i, tokens, x, joining, places, pace->dense_digits, pace->threads, &routed);
         if (code != FLOE_OK) return code;
         if (is_raised(*pace->stop)) return FLOE_STOPPED;
         std::fill_n(counts, 4 * chosen, -1);
@@ -81,10 +83,12 @@ int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const f
             code = run_experts(*layers->experts[i], tokens, layers->top_k, routed, *pace, added, counts);
             if (code != FLOE_OK) return code;
         }
+        joining = dense.sandwich == nullptr ? added : nullptr;
+        if (joining == nullptr) close_layer(dense, tokens, routed.parallel, added, x);
         routed.index += chosen;
         routed.weights += chosen;
         counts += 4 * chosen;
     }
-    for (int64_t i = 0; i < numbers; i++) x[i] += added[i];
+    for (int64_t i = 0; joining != nullptr && i < numbers; i++) x[i] += joining[i];
     return FLOE_OK;
 }

@@ -22,6 +22,8 @@ void prepare_heads(const floe_dense_layer &l, float *qkv) {
         normalize(qkv, l.q_norm, queries, l.eps, qkv);
         normalize(qkv + queries, l.k_norm, keys, l.eps, qkv + queries);
     }
+    for (float *v = qkv + queries + keys; l.v_normed && v < qkv + queries + 2 * keys; v += l.dim)
+        normalize(v, nullptr, l.dim, l.eps, v);
     for (int64_t i = 0; l.clip < INFINITY && i < queries + 2 * keys; i++) // NaN is left as it is
         qkv[i] = qkv[i] < -l.clip ? -l.clip : qkv[i] > l.clip ? l.clip : qkv[i];
 }
@@ -79,6 +81,7 @@ struct Seen {
     int64_t bytes(const floe_dense_layer &l, int threads) const {
         return aligned(4 * threads * l.heads * kSpan) + aligned(4 * spans * l.heads * heads.value()) +
                aligned(8 * spans * l.heads) + (l.gated ? aligned(4 * l.heads * l.dim) : 0) +
+               (l.keys_alone ? aligned(4 * (l.heads + 2 * l.kv_heads) * l.dim) : 0) +
                (l.latent == nullptr ? 0 : Latent::bytes(l, threads));
     }
 };
@@ -89,9 +92,10 @@ bool is_attention(const floe_dense_layer &l) {
     if (l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.heads % l.kv_heads || l.window < 0) return false;
     if (l.stored < FLOE_KEPT_FLOAT || l.stored > FLOE_KEPT_CODES) return false;
     if ((l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
-    if (l.latent != nullptr) return !l.gated && is_latent(l, *l.latent);
-    return l.dim % 2 == 0 && is_shape(l.first, ((l.gated ? 2 : 1) * l.heads + 2 * l.kv_heads) * l.dim, l.hidden) &&
-           is_shape(l.out, l.hidden, l.heads * l.dim);
+    if (l.rope_at < 0 || (l.keys_alone && l.gated)) return false;
+    if (l.latent != nullptr) return !l.gated && !l.keys_alone && !l.v_normed && is_latent(l, *l.latent);
+    const int64_t heads = (l.gated ? 2 : 1) * l.heads + (l.keys_alone ? 1 : 2) * l.kv_heads;
+    return l.dim % 2 == 0 && is_shape(l.first, heads * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
 }
 
 int64_t attention_bytes(const floe_dense_layer &l, int64_t position, int threads) {
@@ -101,7 +105,14 @@ int64_t attention_bytes(const floe_dense_layer &l, int64_t position, int threads
 int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int digits, int threads, uint8_t *memory,
            float *qkv, float *attended) {
     const Seen seen(l, place.position);
-    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim;
+    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
+    const float *const rope = place.rope + l.rope_at;
+    if (l.keys_alone) {
+        float *const whole = carve<float>(memory, queries + 2 * keys);
+        std::copy_n(qkv, queries + keys, whole);
+        std::copy_n(qkv + queries, keys, whole + queries + keys);
+        qkv = whole;
+    }
     Attention a = {seen.heads, qkv, kv + seen.first * width, seen.tokens, nullptr, nullptr, nullptr, l.sinks};
     a.scores = carve<float>(memory, threads * l.heads * kSpan);
     a.sums = carve<float>(memory, seen.spans * l.heads * a.h.value());
@@ -109,14 +120,14 @@ int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int 
     float *const gates = carve<float>(memory, l.gated ? queries : 0);
     if (l.gated) { // keys and values behind the queries, as elsewhere
         std::copy_n(qkv + queries, queries, gates);
-        std::copy_n(qkv + 2 * queries, 2 * l.kv_heads * l.dim, qkv + queries);
+        std::copy_n(qkv + 2 * queries, 2 * keys, qkv + queries);
     }
     float *own = qkv + queries; // what is stored of the token
     std::optional<Latent> through;
-    if (l.latent != nullptr) through.emplace(l, place.rope, digits, threads, qkv, memory);
+    if (l.latent != nullptr) through.emplace(l, rope, digits, threads, qkv, memory);
     if (!through) {
         prepare_heads(l, qkv);
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, place.rope, l.dim);
+        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, rope, l.dim);
         for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
     } else {
         const int code = through->prepare();

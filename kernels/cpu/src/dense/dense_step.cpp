@@ -16,6 +16,7 @@ namespace floe {
 namespace {
 
 constexpr int64_t kItemRows = 64;
+constexpr float kGelu = 1.5957691216057308f; // 2 sqrt(2 / pi): gelu by tanh is x · sigmoid of that times a cubic
 
 bool fits(const floe_swiglu &s, int64_t hidden) {
     return s.neurons > 0 && is_shape(s.both, 2 * s.neurons, hidden) && is_shape(s.down, hidden, s.neurons);
@@ -30,6 +31,7 @@ bool fits(const floe_dense_layer &l) {
     if (l.hidden < 1) return false;
     if (l.router.weight != nullptr && !is_router(l.router)) return false;
     if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
+    if (l.sandwich != nullptr && (l.beside == nullptr || l.router.weight == nullptr)) return false;
     return l.delta != nullptr ? is_delta(l) : l.convolution != nullptr ? is_convolution(l) : is_attention(l);
 }
 
@@ -68,7 +70,10 @@ int add_beside(const floe_swiglu &s, const float *x, int64_t tokens, int digits,
     if (code != FLOE_OK) return code;
     for (int64_t t = 0; t < tokens; t++) { // each token's go where those of earlier ones were
         const float *const gate = both + 2 * t * neurons, *const up = gate + neurons;
-        for (int64_t n = 0; n < neurons; n++) both[t * neurons + n] = gate[n] * (up[n] / (1 + std::exp(-gate[n])));
+        for (int64_t n = 0; n < neurons; n++) {
+            const float slope = s.gelu ? kGelu * (gate[n] + 0.044715f * gate[n] * gate[n] * gate[n]) : gate[n];
+            both[t * neurons + n] = gate[n] * (up[n] / (1 + std::exp(-slope)));
+        }
     }
     code = multiply(s.down, both, tokens, digits, threads, out);
     if (code != FLOE_OK) return code;
@@ -83,11 +88,11 @@ int add_beside(const floe_swiglu &s, const float *x, int64_t tokens, int digits,
     return FLOE_OK;
 }
 
-// The experts of each token of hidden (tokens, H), and on the streams what is added whatever they are.
-void route_all(const floe_router &r, int64_t hidden, int64_t tokens, int threads, uint8_t *memory,
+// The experts of each token by x (tokens, H), and on the streams what is added whatever they are.
+void route_all(const floe_router &r, const float *x, int64_t hidden, int64_t tokens, int threads, uint8_t *memory,
                const floe_routed &routed) {
     float *scores = carve<float>(memory, tokens * r.experts), *const ranked = carve<float>(memory, r.experts);
-    multiply_floats(r.weight, routed.hidden, tokens, r.experts, hidden, threads, scores);
+    multiply_floats(r.weight, x, tokens, r.experts, hidden, threads, scores);
     floe_routed one = routed;
     for (int64_t t = 0; t < tokens; t++, scores += r.experts) {
         route(r, scores, ranked, one);
@@ -132,7 +137,7 @@ void normalize(const float *x, const float *weight, int64_t n, float eps, float 
     float squares;
     dense_ops().multiply(x, x, 1, n, &squares);
     const float factor = 1.0f / std::sqrt(squares / (float)n + eps);
-    for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * (weight == nullptr ? 1 : weight[i]);
 }
 
 void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, float *y) {
@@ -149,6 +154,16 @@ void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, floa
 
 using namespace floe;
 
+void floe::close_layer(const floe_dense_layer &l, int64_t tokens, const float *parallel, float *experts, float *stream) {
+    const floe_sandwich &s = *l.sandwich;
+    for (int64_t t = 0; t < tokens; t++, parallel += l.hidden, experts += l.hidden, stream += l.hidden) {
+        normalize(experts, s.experts, l.hidden, l.eps, experts);
+        for (int64_t i = 0; i < l.hidden; i++) experts[i] += parallel[i];
+        normalize(experts, s.both, l.hidden, l.eps, experts);
+        for (int64_t i = 0; i < l.hidden; i++) stream[i] = s.scale * (stream[i] + experts[i]);
+    }
+}
+
 int floe_dense_check(const floe_dense_layer *layer) { return fits(*layer) ? FLOE_OK : FLOE_BAD_SHAPE; }
 
 int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t tokens, const float *x, const float *added,
@@ -157,7 +172,8 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     const floe_dense_layer &l = *layer;
     const floe_router &r = l.router;
     float *const stream = routed->stream, *const hidden = routed->hidden;
-    if (!fits(l) || (r.weight != nullptr && (routed->index == nullptr || routed->weights == nullptr)))
+    if (!fits(l) || (r.weight != nullptr && (routed->index == nullptr || routed->weights == nullptr)) ||
+        (l.sandwich != nullptr && routed->parallel == nullptr))
         return FLOE_BAD_SHAPE;
     if (tokens < 1 || tokens > FLOE_MOST_TOGETHER || number < 0) return FLOE_BAD_SHAPE;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
@@ -167,14 +183,19 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
         const int64_t bytes = mixer_bytes(l, places[t].position, threads);
         most = bytes > most ? bytes : most;
     }
-    const int64_t logits = r.weight == nullptr ? 0 : aligned(4 * tokens * r.experts) + aligned(4 * r.experts);
+    const int64_t numbers = tokens * l.hidden, asked = r.norm == nullptr ? 0 : aligned(4 * numbers);
+    const int64_t logits = r.weight == nullptr ? 0 : asked + aligned(4 * tokens * r.experts) + aligned(4 * r.experts);
     uint8_t *memory = buffer.take(aligned(4 * tokens * l.first.rows) + aligned(4 * tokens * l.out.row.n) +
                                   (most > logits ? most : logits));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *const given = carve<float>(memory, tokens * l.first.rows);
     float *const attended = carve<float>(memory, tokens * l.out.row.n);
 
-    const int64_t width = l.hidden, numbers = tokens * width;
+    const int64_t width = l.hidden;
+    const floe_sandwich *const s = l.sandwich;
+    const auto normalize_all = [&](const float *from, const float *weight, float *to) {
+        for (int64_t i = 0; i < numbers; i += width) normalize(from + i, weight, width, l.eps, to + i);
+    };
     for (int64_t i = 0; i < numbers; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
     for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.before, width, l.eps, hidden + i);
     int code = multiply(l.first, hidden, tokens, digits, threads, given);
@@ -188,8 +209,22 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     }
     if (code == FLOE_OK) code = multiply(l.out, attended, tokens, digits, threads, hidden);
     if (code != FLOE_OK) return code;
+    if (s != nullptr) normalize_all(hidden, s->mixed, hidden);
     for (int64_t i = 0; i < numbers; i++) stream[i] += hidden[i];
+    if (s != nullptr) { // hidden has room for what `beside` is given
+        float *const parallel = routed->parallel;
+        normalize_all(stream, s->before, hidden);
+        std::fill_n(parallel, numbers, 0.0f);
+        code = add_beside(*l.beside, hidden, tokens, digits, threads, parallel);
+        if (code != FLOE_OK) return code;
+        normalize_all(parallel, s->beside, parallel);
+    }
     for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.after, width, l.eps, hidden + i);
-    if (r.weight != nullptr) route_all(r, width, tokens, threads, memory, *routed);
-    return l.beside == nullptr ? (int)FLOE_OK : add_beside(*l.beside, hidden, tokens, digits, threads, stream);
+    if (r.weight != nullptr) {
+        float *const own = carve<float>(memory, r.norm == nullptr ? 0 : numbers);
+        if (r.norm != nullptr) normalize_all(stream, r.norm, own);
+        route_all(r, r.norm == nullptr ? hidden : own, width, tokens, threads, memory, *routed);
+    }
+    if (l.beside == nullptr || s != nullptr) return FLOE_OK;
+    return add_beside(*l.beside, hidden, tokens, digits, threads, stream);
 }

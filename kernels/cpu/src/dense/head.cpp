@@ -13,6 +13,7 @@ namespace {
 
 // Standard deviations that a first plane may be wrong by. Products of thousands of weights are spread normally.
 constexpr float kSure = 8;
+constexpr int64_t kCapped = 4096; // logits that a thread caps at once
 
 // The largest of each block of logits: most blocks hold none that matters.
 class Peaks {
@@ -104,6 +105,27 @@ float deviation(const floe_vector &v, const float *spread, const float *x) {
     return (float)std::sqrt(total);
 }
 
+// How large a logit is that is so far below the best one once both are capped.
+float below(float cap, float best, float reach) {
+    if (cap == 0 || reach == 0) return best - reach;
+    const float least = std::tanh(best / cap) - reach / cap;
+    return least > -1 ? cap * std::atanh(least) : -INFINITY;
+}
+
+void cap_all(float cap, int64_t count, int threads, float *logits) {
+    struct Capped {
+        float cap;
+        int64_t count;
+        float *logits;
+    } all = {cap, count, logits};
+    const auto work = [](void *opaque, int64_t item, int) {
+        const Capped &a = *(const Capped *)opaque;
+        const int64_t end = std::min(a.count, (item + 1) * kCapped);
+        for (int64_t i = item * kCapped; i < end; i++) a.logits[i] = a.cap * std::tanh(a.logits[i] / a.cap);
+    };
+    parallel_for(threads, (count + kCapped - 1) / kCapped, work, &all);
+}
+
 // Adds the second plane where the sum may be no further than `reach` below the largest.
 int add_rest(const floe_ends &e, const float *x, float reach, int digits, int threads, float *logits) {
     thread_local Buffer buffer;
@@ -119,7 +141,7 @@ int add_rest(const floe_ends &e, const float *x, float reach, int digits, int th
     const int32_t best = (int32_t)peaks.best();
     Rest rest = {plane, token, &best, 1, memory, scratch_bytes, logits};
     add_rows(&rest, 0, 0);
-    const float least = logits[best] - reach - kSure * deviation(plane.row, e.spread, x);
+    const float least = below(e.cap, logits[best], reach) - kSure * deviation(plane.row, e.spread, x);
     rest.rows = rows;
     rest.count = 0;
     peaks.each(least, [&](int64_t i) {
@@ -183,7 +205,7 @@ using namespace floe;
 int floe_head(const floe_ends *ends, const float *x, float reach, int digits, int threads, float *logits) {
     thread_local Buffer buffer;
     const floe_ends &e = *ends;
-    if (e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX || !is_shape(e.head, e.vocabulary, e.hidden) ||
+    if (e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX || !(e.cap >= 0) || !is_shape(e.head, e.vocabulary, e.hidden) ||
         (e.rest != nullptr && (!is_shape(*e.rest, e.vocabulary, e.hidden) || e.rest->row.bits > 8)))
         return FLOE_BAD_SHAPE;
     uint8_t *memory = buffer.take(aligned(4 * e.hidden));
@@ -191,10 +213,13 @@ int floe_head(const floe_ends *ends, const float *x, float reach, int digits, in
     float *normed = carve<float>(memory, e.hidden);
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
     normalize(x, e.norm, e.hidden, e.eps, normed);
-    const int code = multiply(e.head, normed, 1, digits, threads, logits);
-    if (code != FLOE_OK || e.rest == nullptr) return code;
-    if (e.spread == nullptr || !(reach < INFINITY)) return add_whole(e, normed, digits, threads, logits);
-    return add_rest(e, normed, reach, digits, threads, logits);
+    int code = multiply(e.head, normed, 1, digits, threads, logits);
+    if (code != FLOE_OK) return code;
+    if (e.rest != nullptr && (e.spread == nullptr || !(reach < INFINITY)))
+        code = add_whole(e, normed, digits, threads, logits);
+    else if (e.rest != nullptr) code = add_rest(e, normed, reach, digits, threads, logits);
+    if (code == FLOE_OK && e.cap != 0) cap_all(e.cap, e.vocabulary, threads, logits);
+    return code;
 }
 
 int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t count, const uint8_t *seen,

@@ -99,6 +99,7 @@ void route(const floe_router &r, float *scores, float *ranked, const floe_routed
     const float sum = std::accumulate(routed.weights, routed.weights + r.top_k, 0.0f);
     for (int64_t k = 0; r.shares && k < r.top_k; k++) routed.weights[k] /= sum;
     for (int64_t k = 0; r.scale != 1 && k < r.top_k; k++) routed.weights[k] *= r.scale;
+    for (int64_t k = 0; r.factors && k < r.top_k; k++) routed.weights[k] *= r.factors[routed.index[k]];
 }
 
 } // namespace floe
