@@ -31,23 +31,25 @@ class Recurrent:
     """Layers of gated delta rules (arXiv 2412.06464), which keep a state of one size and no keys and values.
 
     Attributes:
-        layers: how many. keys, values: numbers of a token's keys, and of its values. heads: of values. taps: of the
-            convolution before them.
+        layers: how many. keys, values: numbers of a token's keys, and of its values. heads: of values. key_dim: numbers
+            of a head's key. taps: of the convolution before them.
     """
 
     layers: int
     keys: int
     values: int
     heads: int
+    key_dim: int
     taps: int
+
+    @property
+    def state(self) -> int:
+        """Numbers of one layer's state."""
+        return (self.taps - 1) * (2 * self.keys + self.values) + self.key_dim * self.values
 
     def projections(self, hidden: int) -> list[Matrix]:
         """One layer's."""
         return [(2 * self.keys + 2 * self.values, hidden), (hidden, self.values)]
-
-    def state(self, _hidden: int) -> int:
-        """Numbers that one layer keeps of a text, where heads of keys are as wide as those of values."""
-        return (self.taps - 1) * (2 * self.keys + self.values) + self.values**2 // self.heads
 
     def small(self, hidden: int) -> int:
         """One layer's other weights, which every pack stores as they are."""
@@ -70,10 +72,6 @@ class Convolutions:
     def projections(self, hidden: int) -> list[Matrix]:
         """One layer's."""
         return [(3 * hidden, hidden), (hidden, hidden)]
-
-    def state(self, hidden: int) -> int:
-        """Numbers that one layer keeps of a text."""
-        return (self.taps - 1) * hidden
 
     def small(self, hidden: int) -> int:
         """One layer's other weights, which every pack stores as they are."""
@@ -164,11 +162,6 @@ class Sizes:
         if self.latent is not None:
             return self.attending * (self.latent.keys + self.latent.rope)
         return sum(layers * 2 * heads * size for layers, heads, size in self.caching)
-
-    @property
-    def states(self) -> int:
-        """Bytes that all layers keep of a text, whatever its length."""
-        return 4 * self.recurrent.layers * self.recurrent.state(self.hidden) if self.recurrent else 0
 
     def projections(self) -> list[Matrix]:
         """One layer's attention."""

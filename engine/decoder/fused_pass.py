@@ -116,8 +116,6 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if isinstance(self._layers[0].mixer, LatentParts):
             raise Unsupported("attention through a latent vector has no kernels there")
-        if any(layer.sandwich is not None for layer in self._layers):
-            raise Unsupported("norms behind a layer's parts have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         rope = self._rope.tables(0, self._window, long=self._turns_again)
@@ -126,7 +124,7 @@ class FusedDecoder:
                 raise Unsupported(f"graphs of several cards have no rope for texts beyond {self._rope.short} tokens")
             rope = self._captured_rope = rope.clone()
             self._captured_long = True
-        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale)
+        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale, self._cap)
         if self._kv.parts:
             self._graphs = CardParts(self._layers, ends, self._kv.parts)
             return "one graph per layer and token, on each card"

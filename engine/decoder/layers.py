@@ -108,8 +108,11 @@ class DecoderLayer:
         return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed, parallel)
 
     def behind(self, stepped: Stepped, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the layer, and what has still to be added to it, by what its experts give, (T, H) each."""
-        if self.sandwich is None or experts is None:
+        """The stream behind the layer, and what has still to be added to it, by what its experts give, (T, H) each.
+
+        Without a `parallel`, a sandwich is left to the next step.
+        """
+        if self.sandwich is None or stepped.parallel is None or experts is None:
             return stepped.stream, experts
         return self.sandwich.close(stepped, experts, self.eps), None
 

@@ -17,10 +17,11 @@ from ...models.quantities import memory as size
 from .. import context
 from ..context import CONTEXT
 from ..decoder.kv_stores import GROUP
+from ..decoder.state_store import copies_of, room_for_copies
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
-from .footprint import Footprint, kv_bytes, kv_element, sizes_of
+from .footprint import Footprint, kv_bytes, kv_element, sizes_of, state_bytes
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
@@ -79,8 +80,7 @@ class Needs:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
         kv: keys and values of one token, of kv_bits. context: tokens whose keys and values are reserved.
-        captured: what a token's graphs take, with rope's table for the whole window. states: what layers keep of a
-            text that do not attend: those before and behind a token, and those of a prompt's pass.
+        captured: what a token's graphs take, with rope's table for the whole window.
     """
 
     dense: int
@@ -124,7 +124,7 @@ class Needs:
             context=min(reserved, window),
             kv_bits=kv_bits,
             captured=_captured(sizes, window),
-            states=3 * sizes.states,
+            states=2 * state_bytes(sizes),
         )
 
     @classmethod
@@ -145,7 +145,7 @@ class Needs:
             context=context,
             kv_bits=kv_bits,
             captured=_captured(sizes, sizes.window),
-            states=3 * sizes.states,
+            states=2 * state_bytes(sizes),
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -183,8 +183,7 @@ class Needs:
         """
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
-        if self.states:
-            uses["states"] = self.states
+        uses |= {"states": self.states} if self.states else {}
         if mix.gpu == self.layers:
             tokens = max(0, budget - self._weights(mix)) // self._kv_as_it_grows()
             most, reserved = tokens * self.kv, min(window, tokens)
@@ -254,7 +253,7 @@ def room(ram: int, takes: Footprint, context: int | None = None, kv_bits: int = 
     """Bytes of RAM for what is read of a pack while answering, negative if other parts lack room; `context` where the
     CPU computes all of the model, None beside a device.
     """
-    return ram - _stays(ram) - sum(_used(takes, context, kv_bits).values())
+    return ram - _stays(ram) - sum(_used(ram, takes, context, kv_bits).values())
 
 
 def _stays(ram: int) -> int:
@@ -266,8 +265,10 @@ def _captured(sizes: Sizes, window: int) -> int:
     return sizes.layers * LAUNCHES * NODE_BYTES + 4 * window * sizes.head_dim
 
 
-def _used(takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
-    uses = {"program": PROGRAM}
+def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
+    uses, states = {"program": PROGRAM}, state_bytes(takes.sizes)
+    if states:
+        uses["states"] = copies_of(states, room_for_copies(ram)) * states + (0 if context is None else 2 * states)
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
@@ -281,7 +282,7 @@ def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context:
     """
     ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
     beside = context if mix is None else None
-    uses, read = _used(takes, beside, kv_bits), takes.ups + takes.rows
+    uses, read = _used(ram, takes, beside, kv_bits), takes.ups + takes.rows
     if mix is not None:
         read = mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
     left = room(ram, takes, beside, kv_bits)

@@ -21,7 +21,7 @@ from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
-from .footprint import Footprint, by_library, kv_bytes, kv_element
+from .footprint import Footprint, by_library, kv_bytes, kv_element, state_bytes
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
@@ -249,7 +249,7 @@ def decode(
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         # A state is read and written, and now and then copied to RAM, for which the device waits.
-        attending += held.part * takes.sizes.states * (2 / speeds.gpu + 1 / EVERY / COPIED)
+        attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
         # Layers with experts have counted it.
         more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)

@@ -45,6 +45,8 @@ class NativeEnds:
         if ends.embedding.ndim != 2 or not ends.embedding.numel():
             raise ValueError(f"embedding must be float32 of shape (V, H), not {described(ends.embedding)}")
         self.vocabulary, self.hidden = ends.embedding.shape
+        if ends.cap is not None and not 0 < ends.cap < math.inf:
+            raise ValueError(f"logits come near a number above 0, not {ends.cap}")
         weight, shape = ends.head.weight, (self.vocabulary, self.hidden)
         planes = weight if isinstance(weight, Planes) else None
         head = ends.head if planes is None else Projection(planes.high, ends.head.bias)

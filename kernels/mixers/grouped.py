@@ -89,11 +89,12 @@ class KeptTokens:
 
     Attributes:
         addresses: (L,) int64, of each layer's entries (C, *entry), or of its states (2, numbers) float32. position:
-            (1,) int64, of the new token.
+            (1,) int64, of the new token. aligned: bytes that divide every address, at most 16.
     """
 
     addresses: Tensor
     position: Tensor
+    aligned: int = 16
 
     def there(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A layer's memory, on the CPU."""
@@ -141,7 +142,8 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     """`attend` with position and address read from memory, on the CPU; see `kernels.attend_one`."""
     position = int(kept.position)
     kv = kept.there(layer, (position + 1, *heads.entry), heads.cache_dtype)
-    return attend(qkv, rope[position], kv, position, heads, eps)
+    turn = rope[position].flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
+    return attend(qkv, turn, kv, position, heads, eps)
 
 
 def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -30,7 +30,9 @@ class Shape(NamedTuple):
     Attributes:
         heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
-            layer's address. coded: whether entries are codes, see `kernels/entries.py`. gates: of the output, heads
+            layer's address. coded: whether entries are codes, see `kernels/entries.py`. value_heads: heads of values
+            that are projected; 0 where keys are alone. v_normed: as in `Heads`. rope_at, angles: where the layer's
+            cosines and sines are among the numbers of a position, and how many those are. gates: of the output, heads
             behind the queries.
     """
 
@@ -44,6 +46,10 @@ class Shape(NamedTuple):
     normed: int
     aligned: int
     coded: bool
+    value_heads: int
+    v_normed: bool
+    rope_at: int
+    angles: int
     gates: int
 
 
@@ -145,12 +151,15 @@ def attend_kernel(
     within = d[None, :] < A.dim
     head = key_head * group + g
     live = (g < group)[:, None] & within
-    row = rope + at.to(tl.int64) * (2 * A.dim)
+    row = rope + at.to(tl.int64) * A.angles + A.rope_at
     q = turned(qkv, q_norm, head, d, live, row, A.heads, A, ALL) * A.scale
     one = tl.zeros((1,), tl.int32) + key_head
     behind: tl.constexpr = A.heads + A.gates
     k = turned(qkv + behind * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
-    v = tl.load(qkv + (behind + A.kv_heads + key_head) * A.dim + d[None, :], mask=within, other=0.0).to(tl.float32)
+    own = qkv + (behind + A.value_heads + key_head) * A.dim
+    v = tl.load(own + d[None, :], mask=within, other=0.0).to(tl.float32)
+    if A.v_normed:
+        v = v / tl.sqrt(tl.sum(v * v, 1) / A.dim + A.eps)[:, None]
     mine = within & (tl.zeros((1, COLUMNS), tl.int32) + split == 0)
     k = store_entry(entries, at, key_head, d, k, mine, A, STORED)
     v = store_entry(entries, at, A.kv_heads + key_head, d, clipped(v, A), mine, A, STORED)

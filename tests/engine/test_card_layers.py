@@ -41,6 +41,7 @@ from .step_models import (
     WINDOW,
     Guessing,
     Noting,
+    blocks_of,
     feed,
     ids_of,
     make_model,
@@ -79,13 +80,13 @@ def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.Mon
     assert relative_rms(feed(decoder, kv, ids, [1]), expected[7:8]) <= 2 * LIMIT
 
 
-@pytest.mark.parametrize("name", ["mixtral-sliding", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral-sliding", "olmoe", "qwen3_moe", "gemma4_text"])
 def test_the_next_layers_input_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCard(monkeypatch)
     model, guesses = make_model(name), list[Tensor]()
     blocks = [Guessing(0, guesses), Guessing(1, guesses), Noting()]
-    for layer, experts in zip(model.model.layers, blocks, strict=True):
-        layer.mlp.experts = experts
+    for block, experts in zip(blocks_of(model), blocks, strict=False):
+        block.experts = experts
     decoder = graphed(model)
     for block in blocks[:2]:
         assert isinstance(block, Guessing)

@@ -12,9 +12,12 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.quality_presets import Preset
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
-from ..helpers import relative_rms
+from .. import families
+from ..helpers import make_pack, relative_rms
 from .driver import open_model, silent
 from .fake_card import FakeCard
 from .offloading import EVERYTHING, PLAIN, SKIPPING, needs_of
@@ -37,7 +40,7 @@ def pack(shape: Callable[[str], Path]) -> Path:
 
 def opened(pack: Path, mix: Mix, *, predictor: str = "none", division: tuple[int, ...] = (1, 2)) -> LoadedModel:
     needs = needs_of(pack)
-    vram = needs.whole() if mix.gpu == LAYERS else needs.least(mix) + 40 * needs.row
+    vram = needs.whole() if mix.gpu == sum(division) else needs.least(mix) + 40 * needs.row
     parts = Parts(mix=mix, division=division, predictor=predictor)
     return load(pack, None, TWO, silent, vram=vram, parts=parts)[0]
 
@@ -52,25 +55,37 @@ def fed(loaded: LoadedModel, kv: KVCache | None = None) -> tuple[Tensor, list[li
     return logits, [layer.calls for layer in loaded.telemetry.layers]
 
 
-@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-@pytest.mark.parametrize("division", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("preset", [SKIPPING, PLAIN, EVERYTHING], ids=lambda preset: preset.name)
-def test_logits_are_those_of_one_processor(
-    pack: Path, mix: Mix, division: tuple[int, ...], preset: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def as_one(pack: Path, mix: Mix, division: tuple[int, ...], preset: Preset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of one processor."""
     plain = open_model(pack)
-    plain.control.preset = preset  # pyright: ignore[reportAttributeAccessIssue]
+    plain.control.preset = preset
     expected, calls = fed(plain)
     card = FakeCard(monkeypatch)
     loaded = opened(pack, mix, division=division)
     assert "on each card" in loaded.decoder.reason and isinstance(loaded.decoder, FusedDecoder)
     assert isinstance(loaded.decoder._graphs, CardParts)  # pyright: ignore[reportPrivateUsage]
     assert (", with the experts in the pool" in loaded.decoder.reason) == (mix.pool > 0)
-    loaded.control.preset = preset  # pyright: ignore[reportAttributeAccessIssue]
+    loaded.control.preset = preset
     found, as_called = fed(loaded)
     loaded.close()
-    assert card.replays >= len(IDS) * (LAYERS + 1)
+    assert card.replays >= len(IDS) * (sum(division) + 1)
     assert relative_rms(found, expected) <= 1e-4 and as_called == calls
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize("division", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("preset", [SKIPPING, PLAIN, EVERYTHING], ids=lambda preset: preset.name)
+def test_logits_are_those_of_one_processor(
+    pack: Path, mix: Mix, division: tuple[int, ...], preset: Preset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_one(pack, mix, division, preset, monkeypatch)
+
+
+@pytest.mark.parametrize("mix", [Mix(gpu=4), Mix(gpu=1, pool=2, cpu=1)], ids=["whole layers", "all kinds"])
+def test_heads_of_two_kinds_are_divided(mix: Mix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms behind each part, which the next card closes."""
+    make_pack(families.make("gemma4", tmp_path / "source"), tmp_path / "pack", PackSpec(up=3))
+    as_one(tmp_path / "pack", mix, (1, 3), PLAIN, monkeypatch)
 
 
 @pytest.fixture(scope="module")

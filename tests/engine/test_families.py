@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder
+from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
@@ -33,6 +33,7 @@ from torch import Tensor
 from .. import families
 from ..helpers import make_pack, reference_model, relative_rms
 from .driver import answer, layer_by_layer, open_model
+from .fake_card import FakeCard
 from .offloading import EVERYTHING, offloaded
 
 LIMIT, KL_LIMIT = 1e-5, 1e-9
@@ -232,6 +233,30 @@ def test_offloaded(case: Case, kind: str, share: float) -> None:
     expected = case.expected(ids)[ends(pieces)]
     with offloaded(case.exact, EVERYTHING, share, kind=kind):
         case.agree(read(case.exact, ids, KVCache(), pieces), expected)
+
+
+def _watch(_module: object, _given: object, _output: object) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize("by", ["a pool", "one graph", "a pool that is watched"])
+def test_by_graphs_on_a_card(case: Case, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, pieces = case.exact, [DECODE_TOKENS + 3, *[1] * 9]
+    if isinstance(exact.decoder, LibraryDecoder) or case.states or hasattr(case.theirs.config, "kv_lora_rank"):
+        return  # their layers have no kernels there
+    ids, card = case.prompt(sum(pieces)), FakeCard(monkeypatch)
+    expected = case.expected(ids)[ends(pieces)]
+    if by == "one graph":
+        monkeypatch.setattr(exact, "decoder", choose(exact.model, exact.window))
+        case.agree(read(exact, ids, KVCache(), pieces), expected)
+        assert card.replays == 9
+        return
+    with offloaded(exact, EVERYTHING, 0.3, predict=False):
+        if by == "a pool that is watched":
+            block = FAMILIES[case.theirs.config.model_type].blocks(exact.model)[-1]
+            block.experts.register_forward_hook(_watch)  # it goes with the pool
+        case.agree(read(exact, ids, KVCache(), pieces), expected)
+    assert card.replays > 9 * len(exact.telemetry.layers)
 
 
 def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:

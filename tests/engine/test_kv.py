@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -153,9 +154,9 @@ def grown(window: int, *, layers: int = 2, heads: int = 3, dim: int = 5) -> Grow
     return GrowingStore(Layout(((2 * heads, dim),) * layers, window, torch.float32, torch.device("cpu")))
 
 
-def put(store: GrowingStore, part: Tensor) -> None:
-    """Append (layers, T, 2 * heads, D)."""
-    end = store.length + part.shape[1]
+def put(store: GrowingStore, part: Sequence[Tensor] | Tensor) -> None:
+    """Append (T, *entry) of each layer."""
+    end = store.length + len(part[0])
     store.reserve(end)
     for place, both in zip(store.places(end), part, strict=True):
         place.copy_(both)
@@ -220,11 +221,12 @@ class Lender:
 @pytest.mark.parametrize("seed", range(6))
 def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    layers, heads, dim, window = 1 + 2 * seed, 2, 3, 7 * BLOCK + 19
-    token = layers * 2 * heads * dim * 4
+    layers, window = 1 + 2 * seed, 7 * BLOCK + 19
+    entries = tuple((2, 7) if seed > 3 and layer % 3 == 1 else (4, 3) for layer in range(layers))  # of two kinds
+    token = sum(4 * rows * dim for rows, dim in entries)
     room = Lender(window * token + 64)
-    store = BorrowingStore(Layout(((2 * heads, dim),) * layers, window, torch.float32, torch.device("cpu")), room)
-    held = torch.empty(layers, 0, 2 * heads, dim)
+    store = BorrowingStore(Layout(entries, window, torch.float32, torch.device("cpu")), room)
+    held = [torch.empty(0, *entry) for entry in entries]
 
     def drawn(most: int) -> int:
         return int(torch.randint(0, most + 1, (1,), generator=random))
@@ -233,10 +235,11 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
         kept = drawn(store.length) if turn % 3 == 0 else store.length
         store.crop(kept)
         store.trim(kept + 1)
-        part = torch.randn(layers, drawn(min(700, window - kept)), 2 * heads, dim, generator=random)
-        held = torch.cat([held[:, :kept], part], 1)
+        more = drawn(min(700, window - kept))
+        part = [torch.randn(more, *entry, generator=random) for entry in entries]
+        held = [torch.cat([mine[:kept], new]) for mine, new in zip(held, part, strict=True)]
         put(store, part)
-        assert store.length == held.shape[1] <= store.capacity < max(kept + 1, held.shape[1]) + BLOCK
+        assert store.length == len(held[0]) <= store.capacity < max(kept + 1, len(held[0])) + BLOCK
         assert store.nbytes() == room.size == store.capacity * token
         for layer, memory in enumerate(store.layers()):
             assert torch.equal(memory[: store.length], held[layer])
@@ -244,32 +247,38 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
         store.reserve(window + 1)
 
 
-def spilling(most: int, *, layers: int = 11, window: int = 9 * BLOCK) -> Layout:
-    return Layout(((3 * 7,),) * layers, window, CODES, torch.device("cpu"), most)
+def spilling(most: int, *, wide: int = 21, window: int = 9 * BLOCK) -> Layout:
+    """11 layers, every third one with entries of another width."""
+    entries = tuple((wide if layer % 3 == 2 else 21,) for layer in range(11))
+    return Layout(entries, window, CODES, torch.device("cpu"), most)
 
 
 @pytest.mark.parametrize("borrowing", [False, True], ids=["its own", "borrowed"])
-@pytest.mark.parametrize("blocks", [0, 1, 5, 17, 40, 99])
-def test_what_a_device_has_no_room_for_is_in_ram(blocks: int, borrowing: bool) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "wide"), [(0, 21), (1, 21), (5, 21), (5, 54), (17, 21), (40, 21), (40, 9), (99, 21)]
+)
+def test_what_a_device_has_no_room_for_is_in_ram(blocks: int, wide: int, borrowing: bool) -> None:
     """Room for so many blocks of a layer: longer chats move layer after layer out, shorter ones take them back."""
-    layout = spilling(blocks * BLOCK * 21)
+    layout = spilling(blocks * BLOCK * 21, wide=wide)
     store = BorrowingStore(layout, Lender(layout.most or 0)) if borrowing else GrowingStore(layout)
-    held, random = torch.empty(11, 0, 21, dtype=CODES), torch.Generator().manual_seed(blocks)
+    sizes = [size for (size,) in layout.entries]
+    held = [torch.empty(0, size, dtype=CODES) for size in sizes]
+    random = torch.Generator().manual_seed(blocks)
     versions: set[object] = set()
     for turn, length in enumerate((1, 300, 301, 900, 2000, 2304, 40, 700, 2200)):
         store.crop(min(length, store.length))
         store.trim(length)
-        new = torch.randint(-127, 128, (11, length - store.length, 21), generator=random, dtype=CODES)
-        held = torch.cat([held[:, : store.length], new], 1)
+        new = [torch.randint(-127, 128, (length - store.length, n), generator=random, dtype=CODES) for n in sizes]
+        held = [torch.cat([mine[: store.length], some]) for mine, some in zip(held, new, strict=True)]
         store.reserve(length)
         for place, part in zip(store.places(length), new, strict=True):
             place.copy_(part)
         store.length = length
-        assert torch.equal(torch.cat(store.seen(0, length)), held)
-        assert all(torch.equal(layer[:length], held[i]) for i, layer in enumerate(store.layers()))
-        near = min(11, blocks * BLOCK // store.capacity)
-        assert store.nbytes() == near * store.capacity * 21 <= max(1, layout.most or 0)
-        assert store.spilled() == (11 - near) * store.capacity * 21
+        for seen in (store.layers(), [layer for group in store.seen(0, length) for layer in group]):
+            assert all(torch.equal(layer[:length], mine) for layer, mine in zip(seen, held, strict=True))
+        near = sum(end * store.capacity <= blocks * BLOCK * 21 for end in itertools.accumulate(sizes))
+        assert store.nbytes() == sum(sizes[:near]) * store.capacity <= max(1, layout.most or 0)
+        assert store.spilled() == sum(sizes[near:]) * store.capacity
         versions.add(store.version())
         assert turn > 5 or store.capacity <= -(-length // BLOCK) * BLOCK * 3 // 2 + BLOCK
     assert len(versions) > 3

@@ -16,7 +16,10 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """normed: what queries and keys are normalized over. dtype: of the computation. stored: of keys and values."""
+    """normed: what queries and keys are normalized over. dtype: of the computation. stored: of keys and values.
+
+    alone, v_normed, rope_at: as in `Heads`; rope of a position then has some numbers more.
+    """
 
     queries: int = 4
     keys: int = 2
@@ -28,6 +31,9 @@ class Case:
     stored: torch.dtype = torch.float32
     sinks: bool = False
     gated: bool = False
+    alone: bool = False
+    v_normed: bool = False
+    rope_at: int = 0
 
     def heads(self) -> Heads:
         torch.manual_seed(self.dim)
@@ -35,7 +41,8 @@ class Case:
         q_norm, k_norm = ((1 + 0.3 * torch.randn(n * self.dim)).to(self.dtype) for n in over) if over else (None, None)
         given = self.queries, self.keys, self.dim, self.dim**-0.5, self.window, self.clip
         sinks = (torch.randn(self.queries) * 2).to(self.dtype) if self.sinks else None
-        return Heads(*given, q_norm, k_norm, self.stored, sinks, gated=self.gated)
+        heads = Heads(*given, q_norm, k_norm, self.stored, sinks, gated=self.gated)
+        return replace(heads, keys_alone=self.alone, v_normed=self.v_normed, rope_at=self.rope_at)
 
 
 CASES = {
@@ -56,6 +63,14 @@ CASES = {
     "sinks": Case(sinks=True),
     "sinks-window": Case(8, 2, 16, window=100, sinks=True, stored=torch.float16),
     "gpt-oss": Case(8, 1, 64, window=128, dtype=torch.bfloat16, stored=torch.bfloat16, sinks=True),
+    "alone": Case(clip=0.8, alone=True),
+    "gemma-window": Case(8, 4, 32, normed="head", window=100, stored=torch.float16, v_normed=True),
+    "gemma": Case(6, 2, 66, normed="head", alone=True, v_normed=True, rope_at=20),
+    "gemma-all": Case(6, 2, 10, normed="all", alone=True, v_normed=True, rope_at=1),
+    "gemma-wide": Case(
+        *(8, 1, 512, "head", None, None, torch.bfloat16, torch.bfloat16), alone=True, v_normed=True, rope_at=512
+    ),
+    "codes-gemma": Case(6, 3, 14, normed="head", stored=CODES, alone=True, v_normed=True, rope_at=8),
     "codes-sinks": Case(6, 3, 14, stored=CODES, sinks=True),
     "codes": Case(6, 3, 14, stored=CODES),
     "codes-least": Case(1, 1, 2, stored=CODES),
@@ -102,10 +117,12 @@ def a_token(case: Case, position: int) -> Token:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    rope = torch.full((position + 3, 2, case.dim), NAN)
     angles = random(case.dim // 2).mul(3).repeat(2)
-    rope[position] = torch.stack([angles.cos(), angles.sin()])
-    rope[position, 1, : case.dim // 2].neg_()
+    turn = torch.cat([angles.cos(), angles.sin()])
+    turn[case.dim : case.dim * 3 // 2].neg_()
+    rope = torch.full((position + 3, case.rope_at + 2 * case.dim + (3 if case.rope_at else 0)), NAN)
+    rope[position, case.rope_at :][: 2 * case.dim] = turn
+    rope = rope if case.rope_at else rope.view(-1, 2, case.dim)
     entries = torch.full((3, position + 5, 2 * case.keys, case.dim), NAN)
     first = 0 if case.window is None else max(0, position + 1 - case.window)
     entries[1, first:position] = random(position - first, 2 * case.keys, case.dim)
@@ -121,7 +138,8 @@ def truth(case: Case, token: Token) -> tuple[Tensor, Tensor]:
     norms: dict[str, Any] = {
         name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm", "sinks")
     }
-    given = token.qkv.double(), token.rope[token.position].double(), entries, token.position
+    turn = token.rope[token.position].flatten()[case.rope_at :][: 2 * case.dim].view(2, -1)
+    given = token.qkv.double(), turn.double(), entries, token.position
     return attend(*given, replace(heads, **norms), EPS), read(case, entries[token.position])
 
 

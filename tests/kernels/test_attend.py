@@ -110,6 +110,11 @@ def test_what_does_not_fit_is_refused() -> None:
         (token.qkv, token.rope, kept, 1, replace(heads, k_norm=None)),
         (token.qkv, token.rope, kept, 1, replace(heads, q_norm=heads.k_norm)),
         (token.qkv, token.rope, kept, 1, replace(heads, num_kv_heads=4)),
+        (token.qkv, token.rope, kept, 1, replace(heads, keys_alone=True)),
+        (token.qkv, token.rope, kept, 1, replace(heads, rope_at=1)),
+        (token.qkv, token.rope.flatten(1), kept, 1, replace(heads, rope_at=-1)),
+        (token.qkv, token.rope.flatten(1)[:, :-1], kept, 1, heads),
+        (token.qkv, token.rope[..., None], kept, 1, heads),
     ):
         with pytest.raises(ValueError):
             kernels.attend_one(*wrong, EPS)

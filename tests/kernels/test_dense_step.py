@@ -14,14 +14,14 @@ from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
-from floe_chat.kernels.step import DenseLayer, Router, Stepped, Swiglu, dense_step
+from floe_chat.kernels.step import DenseLayer, Router, Sandwich, Stepped, Swiglu, dense_step
 from floe_chat.kernels.weights import LinearWeights, Norm, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms
 
 # A number near the middle of two float16 values, or codes, may become the other one.
-LIMITS = {torch.float32: 1e-5, torch.float16: 1e-4, CODES: 2e-3}
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-4, CODES: 2e-3}
 CAPACITY = 300
 NAN, INF = float("nan"), float("inf")
 
@@ -31,7 +31,9 @@ class Sizes:
     """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
     keys and values. routing: fields of the router. biased: its biases, "b" of logits and "c" for the choice. beside:
     neurons beside the experts, gated or not. sinks: of each head. down: whether the experts' last matrices have biases.
-    gates: whether heads' outputs have gates. centred: whether norms subtract the mean and have biases.
+    gates: whether heads' outputs have gates. centred: whether norms subtract the mean and have biases. sandwich: norms
+    behind the parts, and gelu beside. own: what the router has of its own, "f" for factors, "n" for a norm. alone,
+    v_normed, rope_at: as in `Heads`.
     """
 
     hidden: int = 48
@@ -55,6 +57,11 @@ class Sizes:
     down: bool = False
     gates: bool = False
     centred: bool = False
+    sandwich: bool = False
+    own: str = ""
+    alone: bool = False
+    v_normed: bool = False
+    rope_at: int = 0
 
 
 def routed(**fields: Any) -> frozenset[tuple[str, Any]]:
@@ -92,6 +99,38 @@ SIZES = {
     "gates": Sizes(gates=True),
     "gates-4-bit": Sizes(128, 4, 2, 32, bits=4, gates=True, normed="head", kept=torch.float16, window=150),
     "gates-codes": Sizes(35, 6, 3, 14, 7, 7, gates=True, sinks=True, kept=CODES),
+    "sandwich": Sizes(experts=9, beside=29, sandwich=True),
+    "sandwich-odd": Sizes(35, 6, 3, 14, 7, 7, beside=31, sandwich=True, bias=True),
+    "factors": Sizes(experts=9, top_k=3, own="f"),
+    "router-norm": Sizes(experts=9, top_k=3, own="n", centred=True),
+    "factors-of-sigmoids": Sizes(
+        experts=12, top_k=4, routing=routed(kind="sigmoid", scale=1.8), biased="c", shares=False, own="fn"
+    ),
+    "alone": Sizes(alone=True),
+    "alone-of-one": Sizes(50, 5, 1, 66, 3, 1, bias=True, alone=True, clip=0.7),
+    "normed-values": Sizes(35, 6, 3, 14, 7, 7, v_normed=True),
+    "turned-apart": Sizes(rope_at=5),
+    "gemma": Sizes(
+        *(128, 8, 2, 64, 16, 4),
+        beside=70,
+        sandwich=True,
+        own="fn",
+        alone=True,
+        v_normed=True,
+        rope_at=32,
+        normed="head",
+    ),
+    "gemma-4-bit": Sizes(
+        *(128, 4, 2, 32, 16, 4, 4, False, "head"),
+        window=150,
+        kept=torch.float16,
+        beside=64,
+        sandwich=True,
+        v_normed=True,
+    ),
+    "gemma-codes": Sizes(
+        *(50, 5, 1, 14, 7, 2), normed="all", alone=True, v_normed=True, rope_at=1, kept=CODES, sandwich=True, beside=33
+    ),
     "window": Sizes(window=9),
     "window-of-one": Sizes(window=1),
     "window-of-spans": Sizes(64, 8, 2, 16, window=150),
@@ -143,15 +182,17 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
     sinks = torch.randn(s.queries) * 3 if s.sinks else None
     heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept, sinks, gated=s.gates)
+    heads = replace(heads, keys_alone=s.alone, v_normed=s.v_normed, rope_at=s.rope_at)
     return DenseLayer(
         input_layernorm=make_norm(s),
         post_attention_layernorm=make_norm(s),
         eps=1e-5,
         mixer=heads,
-        first=make_projection((2 if s.gates else 1) * width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
+        first=make_projection(heads.sizes[0], s.hidden, s.bits, s.bias),
         out=make_projection(s.hidden, width, s.bits, s.bias),
         router=make_router(s) if s.experts else None,
         beside=make_beside(s) if s.beside else None,
+        sandwich=make_sandwich(s) if s.sandwich else None,
     )
 
 
@@ -160,19 +201,25 @@ def make_norm(s: Sizes) -> Norm:
     return Norm(weight, torch.randn(s.hidden), "layer") if s.centred else Norm(weight)
 
 
+def make_sandwich(s: Sizes) -> Sandwich:
+    mixed, before, beside, experts, both = (Norm(1 + 0.3 * torch.randn(s.hidden)) for _ in range(5))
+    return Sandwich(mixed, before, beside, experts, both, 0.7)
+
+
 def make_router(s: Sizes) -> Router:
     scores, weight = torch.full((2, s.experts), NAN), torch.randn(s.experts, s.hidden)
     down = torch.randn(s.experts, s.hidden) if s.down else None
     bias, correction = (torch.randn(s.experts) * 0.3 if kind in s.biased else None for kind in "bc")
-    return Router(
-        weight, s.top_k, s.shares, scores=scores, bias=bias, correction=correction, down_bias=down, **dict(s.routing)
-    )
+    factors = 0.5 + torch.rand(s.experts) if "f" in s.own else None
+    norm = Norm(1 + 0.3 * torch.randn(s.hidden)) if "n" in s.own else None
+    parts = {"bias": bias, "correction": correction, "down_bias": down, "factors": factors, "norm": norm}
+    return Router(weight, s.top_k, s.shares, scores=scores, **parts, **dict(s.routing))
 
 
 def make_beside(s: Sizes) -> Swiglu:
     both = make_projection(2 * s.beside, s.hidden, s.bits, bias=False)
     down = make_projection(s.hidden, s.beside, s.bits, bias=False)
-    return Swiglu(both, down, torch.randn(1, s.hidden) if s.gated else None)
+    return Swiglu(both, down, torch.randn(1, s.hidden) if s.gated else None, "gelu" if s.sandwich else "silu")
 
 
 def heads_of(layer: DenseLayer) -> Heads:
@@ -197,23 +244,29 @@ def widened(layer: DenseLayer) -> DenseLayer:
     mixer = replace(mixer, **{name: wide(getattr(mixer, name)) for name in names.get(type(mixer), ())})
     router = layer.router
     if router is not None:
-        parts = {name: wide(getattr(router, name)) for name in ("weight", "scores", "bias", "correction", "down_bias")}
+        own = "weight", "scores", "bias", "correction", "down_bias", "factors", "norm"
+        parts = {name: wide(getattr(router, name)) for name in own}
         router = replace(router, precise=False, **parts)  # which would compute logits in float32
     beside = layer.beside
-    beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale))
+    beside = beside and Swiglu(wide(beside.both), wide(beside.down), wide(beside.scale), beside.function)
     parts = {
         name: wide(getattr(layer, name)) for name in ("input_layernorm", "post_attention_layernorm", "first", "out")
     }
-    return replace(layer, mixer=mixer, router=router, beside=beside, **parts)
+    sandwich = layer.sandwich
+    if sandwich is not None:
+        norms = {name: wide(getattr(sandwich, name)) for name in ("mixed", "before", "beside", "experts", "both")}
+        sandwich = replace(sandwich, **norms)
+    return replace(layer, mixer=mixer, router=router, beside=beside, sandwich=sandwich, **parts)
 
 
 def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, added, rope, and a store that is NaN wherever nobody may look."""
+    """x, added, rope, and a store, that are NaN wherever nobody may look."""
     torch.manual_seed(position)
     x, added = torch.randn(1, sizes.hidden), torch.randn(1, sizes.hidden)
     angles = torch.rand(sizes.dim // 2).mul(6).repeat(2)
     rope = torch.stack([angles.cos(), angles.sin()])
     rope[1, : sizes.dim // 2].neg_()
+    rope = torch.cat([torch.full((sizes.rope_at,), NAN), rope.flatten()]) if sizes.rope_at else rope
     kv = torch.full((CAPACITY, 2 * sizes.keys, sizes.dim), NAN)
     first = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
     kv[first:position] = torch.randn(position - first, *kv.shape[1:])
@@ -239,7 +292,11 @@ def compare(
     ours = step(x, given, rope, kv, position)
     wide, limit = before.clone(), LIMITS[sizes.kept]
     wide = wide.double() if sizes.kept == torch.float32 else wide
-    truth = dense_step(other, x.double(), more.double() if added else None, rope.double(), wide, position)
+    turn = rope.flatten()[sizes.rope_at :].view(2, -1).double()
+    truth = dense_step(other, x.double(), more.double() if added else None, turn, wide, position)
+    if truth.parallel is not None:
+        assert ours.parallel is not None and relative_rms(ours.parallel, truth.parallel) <= limit
+    assert (ours.parallel is None) == (truth.parallel is None)
     assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
     heads = layer.mixer.attending
     assert heads is not None
@@ -336,6 +393,7 @@ def test_x_is_read_as_finely_as_asked(x_bits: int, limit: float) -> None:
 
 
 LAYER = make_layer(SIZES["small"])
+GEMMA = make_layer(SIZES["gemma"])
 FOUR_BITS = make_layer(SIZES["4-bit"])
 
 
@@ -345,6 +403,16 @@ def changed_heads(**changes: Any) -> DenseLayer:
 
 def a_router(*shape: int, top_k: int) -> Router:
     return Router(torch.zeros(shape), top_k, norm_topk_prob=True)
+
+
+def changed_sandwich(**changes: Any) -> DenseLayer:
+    assert GEMMA.sandwich is not None
+    return replace(GEMMA, sandwich=replace(GEMMA.sandwich, **changes))
+
+
+def changed_router(**changes: Any) -> DenseLayer:
+    assert LAYER.router is not None
+    return replace(LAYER, router=replace(LAYER.router, **changes))
 
 
 MIXING = replace(a_router(5, 48, top_k=2), kind="sparsemixer")
@@ -381,6 +449,19 @@ MIXING = replace(a_router(5, 48, top_k=2), kind="sparsemixer")
         pytest.param(replace(LAYER, router=replace(MIXING, correction=torch.ones(5))), id="sparsemixer-corrected"),
         pytest.param(replace(LAYER, router=replace(MIXING, jitter=-0.1)), id="sparsemixer-without-room"),
         pytest.param(changed_heads(cache_dtype=torch.bfloat16), id="store-of-bfloat16"),
+        pytest.param(changed_heads(keys_alone=True), id="more-rows-than-keys-alone"),
+        pytest.param(changed_heads(rope_at=-1), id="rope-before-the-first-number"),
+        pytest.param(
+            replace(changed_heads(keys_alone=True, gated=True), first=Projection(torch.zeros(120, 48))), id="keys-gated"
+        ),
+        pytest.param(changed_router(factors=torch.ones(4)), id="few-factors"),
+        pytest.param(changed_router(factors=torch.ones(5).double()), id="factors-of-64-bit"),
+        pytest.param(changed_router(norm=Norm(torch.ones(47))), id="narrow-norm-of-a-router"),
+        pytest.param(changed_router(norm=Norm(torch.ones(48), torch.ones(48))), id="biased-norm-of-a-router"),
+        pytest.param(replace(GEMMA, beside=None), id="sandwich-with-nothing-beside"),
+        pytest.param(replace(GEMMA, router=None), id="sandwich-without-experts"),
+        pytest.param(changed_sandwich(both=Norm(torch.ones(127))), id="narrow-norm-of-a-sandwich"),
+        pytest.param(changed_sandwich(mixed=Norm(torch.ones(128), None, "layer")), id="sandwich-that-is-centred"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
@@ -406,7 +487,7 @@ def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
         pytest.param({"position": 1 << 64}, id="position-beyond-64-bit"),
         pytest.param({"x": torch.ones(1, 48, device="meta")}, id="x-elsewhere"),
         pytest.param({"rope": torch.ones(2, 12, device="meta")}, id="rope-elsewhere"),
-        pytest.param({"rope": torch.ones(24)}, id="flat-rope"),
+        pytest.param({"rope": torch.ones(25)}, id="flat-rope"),
         pytest.param({"kv": torch.zeros(CAPACITY, 4, 12, device="meta")}, id="store-elsewhere"),
     ],
 )

@@ -26,12 +26,18 @@ def made(hidden: int, group: int, seed: int = 0, rows: int = WORDS) -> LinearWei
     return LinearWeights(VectorLayout(hidden, 8, group), q, scale.half(), zero.half())
 
 
-def ends_of(weight: LinearWeights | Planes, hidden: int, *, biased: bool) -> NativeEnds:
+def ends_of(
+    weight: LinearWeights | Planes, hidden: int, *, biased: bool = False, cap: float | None = None
+) -> NativeEnds:
+    return NativeEnds(model_ends(weight, hidden, biased=biased, cap=cap))
+
+
+def model_ends(weight: LinearWeights | Planes, hidden: int, *, biased: bool, cap: float | None) -> ModelEnds:
     drawn = torch.Generator().manual_seed(9)
     embedding = torch.zeros(WORDS, hidden)
     bias = torch.randn(WORDS, generator=drawn) if biased else None
     norm = 0.2 + torch.rand(hidden, generator=drawn)
-    return NativeEnds(ModelEnds(embedding, Norm(norm), 1e-5, Projection(weight, bias)))
+    return ModelEnds(embedding, Norm(norm), 1e-5, Projection(weight, bias), cap=cap)
 
 
 def in_two(weights: LinearWeights) -> Planes:
@@ -69,12 +75,12 @@ def test_no_planes_of_other_widths_or_of_scales_without_room() -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("n", "group"), [(256, 64), (192, 64), (100, 50)])
-@pytest.mark.parametrize("x_bits", [22, 8])
+@pytest.mark.parametrize(("x_bits", "cap"), [(22, None), (8, None), (22, 6.0), (8, 6.0)])
 def test_logits_within_reach_are_exact_and_others_are_further_below(
-    n: int, group: int, x_bits: int, biased: bool
+    n: int, group: int, x_bits: int, cap: float | None, biased: bool
 ) -> None:
     weights = made(n, group)
-    whole, two = ends_of(weights, n, biased=biased), ends_of(in_two(weights), n, biased=biased)
+    whole, two = (ends_of(each, n, biased=biased, cap=cap) for each in (weights, in_two(weights)))
     drawn = torch.Generator().manual_seed(n + x_bits)
     read = 0
     for _ in range(20):
@@ -92,10 +98,28 @@ def test_logits_within_reach_are_exact_and_others_are_further_below(
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("cap", [0.7, 6.0, 300.0])
+@pytest.mark.parametrize(("n", "group"), [(256, 64), (100, 50)])
+def test_capped_logits_are_the_definition(n: int, group: int, cap: float) -> None:
+    weights = made(n, group)
+    plain = model_ends(weights, n, biased=True, cap=None)
+    weight, bias = plain.head.weight, plain.head.bias
+    assert isinstance(weight, LinearWeights) and bias is not None
+    head = Projection(weight.dense(torch.float64), bias.double())
+    truth = ModelEnds(plain.embedding, Norm(plain.norm.weight.double()), plain.eps, head, cap=cap)
+    for size in (0.1, 1.0, 30.0):
+        x = torch.randn(1, n, generator=torch.Generator().manual_seed(n)) * size
+        for each in (weights, in_two(weights)):
+            found = ends_of(each, n, biased=True, cap=cap).logits(x)
+            assert relative_rms(found, truth.logits(x.double())) < 1e-5 and found.abs().max() <= cap
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("cap", [None, 6.0])
 @pytest.mark.parametrize("filters", [Filters(0.0), Filters(0.7, 0, 1.0, 0.05), Filters(1.3, 40, 1.0, 0.02)], ids=str)
-def test_the_same_tokens_are_drawn(filters: Filters) -> None:
+def test_the_same_tokens_are_drawn(filters: Filters, cap: float | None) -> None:
     """As `floe_decode` draws them (decode.cpp, reach_of)."""
-    two = ends_of(in_two(made(256, 64)), 256, biased=False)
+    two = ends_of(in_two(made(256, 64)), 256, cap=cap)
     reach = filters.temperature * (1e-3 - math.log(filters.min_p)) if filters.temperature else 0.0
     drawn = torch.Generator().manual_seed(5)
     for uniform in torch.rand(100, dtype=torch.float64, generator=drawn).tolist():
@@ -106,7 +130,7 @@ def test_the_same_tokens_are_drawn(filters: Filters) -> None:
 
 @pytest.mark.usefixtures("isa")
 def test_what_is_not_a_number_stays_so() -> None:
-    two = ends_of(in_two(made(128, 64)), 128, biased=False)
+    two = ends_of(in_two(made(128, 64)), 128)
     x = torch.randn(1, 128)
     x[0, 3] = math.nan
     assert two.logits(x, 22, 1.0).isnan().all()
@@ -120,4 +144,7 @@ def test_a_head_that_does_not_fit_is_refused() -> None:
         Planes(planes.high, planes.low, planes.spread.double()),
     ):
         with pytest.raises(ValueError):
-            ends_of(broken, 128, biased=False)
+            ends_of(broken, 128)
+    for cap in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError):
+            ends_of(planes, 128, cap=cap)

@@ -7,11 +7,13 @@ host waits for the logits once: in pinned memory, where it reads them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ....kernels.step import capped
 from ....kernels.weights import Norm
 from ..graphs import Captured, capture, pinned
 from ..layers import embedded
@@ -24,8 +26,8 @@ class Ends:
     """What comes before the layers and after them.
 
     Attributes:
-        embedding: (V, H). rope: (window, 2, D). norm: the last one, with its eps. head: to V logits. scale: of the
-            embedding.
+        embedding: (V, H). rope: (window, 2, D), or (window, numbers) of several kinds of heads. norm: the last one,
+            with its eps. head: to V logits. scale: of the embedding. cap: of logits, see `ModelEnds`.
     """
 
     embedding: Tensor
@@ -34,6 +36,7 @@ class Ends:
     eps: float
     head: nn.Module
     scale: float = 1.0
+    cap: float | None = None
 
     def stream(self, token: Tensor) -> Tensor:
         """A token (1,) -> (1, H) before the first layer."""
@@ -41,7 +44,7 @@ class Ends:
 
     def logits(self, last: Tensor) -> Tensor:
         """(1, H) after the last layer -> (1, V) float32."""
-        return self.head(self.norm(last, self.eps)).float()
+        return capped(self.head(self.norm(last, self.eps)).float(), self.cap)
 
     def pinned_logits(self) -> Tensor:
         """Where the host reads them, (1, V) float32."""
@@ -60,12 +63,12 @@ class CardHead:
         self._captured: Captured | None = None
         self.declined = ""
 
-    def capture(self, stream: Tensor, y: Tensor) -> None:
-        """Work behind the layer that leaves its stream and its experts' output here, (1, H) each."""
-        self._captured, self._last = None, (stream, y)
+    def capture(self, last: Callable[[], Tensor]) -> None:
+        """Work behind the layer whose stream this gives, (1, H)."""
+        self._captured, self._last = None, last
 
         def work() -> tuple[Tensor, ...]:
-            self._logits.copy_(self._ends.logits(stream + y), non_blocking=True)
+            self._logits.copy_(self._ends.logits(last()), non_blocking=True)
             return ()
 
         try:
@@ -79,8 +82,7 @@ class CardHead:
         """The logits (1, V), which the next token overwrites. Waits once, or leaves that to whoever reads them."""
         captured = self._captured
         if captured is None:
-            stream, y = self._last
-            return self._ends.logits(stream + y)
+            return self._ends.logits(self._last())
         captured.replay()
         captured.wait()
         return self._logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -49,7 +50,10 @@ class TokenRecord:
         self._written: Any = self._pinned.numpy()
         self._there = torch.zeros_like(self._pinned, device=device)
         self.token, self.times = self._there[_ID:_POSITION], self._there[_COUNTING:_ADDRESSES]
-        self.kept = KeptTokens(self._there[_ADDRESSES:], self._there[_POSITION:_COUNTING])
+        heads = [each for each in (layer.mixer.attending for layer in layers) if each is not None]
+        # Entries of layers, which may differ, lie one behind the other.
+        aligned = math.gcd(16, *(math.prod(each.entry) * each.cache_dtype.itemsize for each in heads))
+        self.kept = KeptTokens(self._there[_ADDRESSES:], self._there[_POSITION:_COUNTING], aligned)
         self._version = -1, 0  # of the store whose addresses these are
 
     def write(self, token: int, position: int, store: GrowingStore, *, counting: bool) -> None:
@@ -63,8 +67,9 @@ class TokenRecord:
         """Write a token that is not counted, with an entry, and states, for all layers that no conversation has;
         returns these.
         """
-        heads = next(layer.mixer.attending for layer in layers if layer.mixer.attending is not None)
-        entry = torch.empty(1, *heads.entry, dtype=heads.cache_dtype, device=device)
+        heads = [layer.mixer.attending for layer in layers]
+        most = max((each for each in heads if each is not None), key=lambda each: math.prod(each.entry))
+        entry = torch.empty(1, *most.entry, dtype=most.cache_dtype, device=device)
         states = torch.zeros(2, max(layer.mixer.state for layer in layers), device=device)
         self._written[:_ADDRESSES], self._version = 0, (-1, 0)
         self._written[_ADDRESSES:] = [(states if layer.mixer.state else entry).data_ptr() for layer in layers]
@@ -154,18 +159,29 @@ class CardLayers:
         self._count = count
         if not self._alone:
             return
-        self.head.capture(self._graphs[count - 1].outputs[0], self._total.y)
+        self.head.capture(partial(self._behind, count - 1))
 
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
             self._record.read()
             stream = self._ends.stream(self._record.token) if self._inbox is None else self._inbox
         else:
-            stream = self._graphs[index - 1].outputs[0] + self._total.y
+            stream = self._behind(index - 1)
         stepped = before_experts(self._layers[index], index, stream, self._rope, self._record.kept)
         if self._experts is not None and self._pooled[index] is not None:
             self._experts.find(index, stepped.hidden, *stepped.routed)
-        return stepped.stream, stepped.hidden, *stepped.routed
+        parallel = () if stepped.parallel is None else (stepped.parallel,)
+        return stepped.stream, stepped.hidden, *stepped.routed, *parallel
+
+    def _stepped(self, index: int) -> Stepped:
+        """What a layer's graph leaves."""
+        stream, hidden, *rest = self._graphs[index].outputs
+        return Stepped(stream, hidden, tuple(rest[:2]), *rest[2:])
+
+    def _behind(self, index: int) -> Tensor:
+        """The stream behind a layer, (1, H), once its experts' output is in `_total`."""
+        stream, added = self._layers[index].behind(self._stepped(index), self._total.y)
+        return stream if added is None else stream + added
 
     def begin(self, token: int, position: int, store: GrowingStore) -> None:
         """The next steps are of this token, after `prepare`. The device has done the last one: its logits were read."""
@@ -257,7 +273,7 @@ class CardLayers:
             self._by_runs(count)
         else:
             self._one_after_another(range(count))
-        return self._graphs[count - 1].outputs[0] + self._total.y
+        return self._behind(count - 1)
 
     def _by_runs(self, count: int) -> None:
         experts = self._experts
@@ -276,7 +292,7 @@ class CardLayers:
         """Layers whose experts are elsewhere."""
         for index in layers:
             self._graphs[index].replay()
-            _, hidden, *routed = self._graphs[index].outputs
+            _, hidden, routed, _ = self._stepped(index)
             experts = self._layers[index].experts
             if experts is None:
                 self._total.y.zero_()
@@ -286,14 +302,15 @@ class CardLayers:
     def step(self, index: int, _stream: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (1, H) each, behind the step of the layer before, whose stream it reads.
 
-        added: that layer's block's output. The results are overwritten by the next step of this layer.
+        added: that layer's block's output. The results are overwritten by the next step of this layer. They have no
+            `parallel`: the graph of the next layer joins it with what is added.
         """
         if index and added is None:
             self._total.y.zero_()
         elif added is not None:
             self._total.y.copy_(added)
         self._graphs[index].replay()
-        stream, hidden, *routed = self._graphs[index].outputs
+        stream, hidden, routed, _ = self._stepped(index)
         return Stepped(stream, hidden, _apart(routed))
 
     def end(self, count: int, added: Tensor) -> Tensor:
@@ -316,6 +333,6 @@ def _runs(pooled: Sequence[bool]) -> list[tuple[bool, range]]:
     return [(pooled[start], range(start, end)) for start, end in itertools.pairwise([0, *ends])]
 
 
-def _apart(routed: list[Tensor]) -> tuple[Tensor, ...]:
+def _apart(routed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Experts are counted later, when another token may have been here."""
     return (routed[0].clone(), *routed[1:]) if routed else ()

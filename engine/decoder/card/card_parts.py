@@ -44,7 +44,7 @@ class CardParts:
 
     @torch.inference_mode()
     def _capture_head(self) -> None:
-        self.head.capture(self._last, torch.zeros_like(self._last))
+        self.head.capture(lambda: self._last)
 
     def prepare(self) -> None:
         """See `CardLayers`.

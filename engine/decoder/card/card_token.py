@@ -164,7 +164,8 @@ class _Form:
             given = hidden, ruled.layer.signal, ruled.layer.rows, work.calls, work.thresholds, work.products
             # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
             y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
-            x = x + y
+            x, added = layer.behind(stepped, y)
+            x = x if added is None else x + added
             done.append((chosen, counts, work.thresholds))
         self.counts.add(done, record.times)
         return ends.logits(x)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -148,22 +148,28 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype) -> None:
-    """Attention of heads like Mixtral's, OLMoE's, Qwen3's and Qwen3.5's, with entries of their dtype, in float16 and as
-    codes.
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; of
+    Gemma 4's two kinds; and of Qwen3.5's.
     """
-    for heads, kv_heads, dim, norms, window, stored, gated in (
-        (32, 8, 128, (0, 0), None, dtype, False),
-        (32, 8, 128, (0, 0), None, CODES, False),
-        (16, 16, 128, (16, 16), None, dtype, False),
-        (16, 16, 128, (16, 16), None, CODES, False),
-        (32, 4, 128, (1, 1), 4096, torch.float16, False),
-        (16, 2, 256, (1, 1), None, dtype, True),
-        (16, 2, 256, (1, 1), None, CODES, True),
+    plain = Heads(32, 8, 128, 0.1, cache_dtype=dtype)
+    gemma = Heads(16, 8, 256, 1.0, 1024, cache_dtype=dtype, v_normed=True)
+    gated = Heads(16, 2, 256, 0.1, cache_dtype=dtype, gated=True)
+    for heads, normed in (
+        (plain, 0),
+        (replace(plain, cache_dtype=CODES), 0),
+        (replace(plain, num_heads=16, num_kv_heads=16), 16),
+        (replace(plain, num_heads=16, num_kv_heads=16, cache_dtype=CODES), 16),
+        (replace(plain, num_kv_heads=4, window=4096, cache_dtype=torch.float16), 1),
+        (gemma, 1),
+        (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, rope_at=512), 1),
+        (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, cache_dtype=CODES), 1),
+        (gated, 1),
+        (replace(gated, cache_dtype=CODES), 1),
     ):
-        weights = [torch.empty(count * dim, dtype=dtype) if count else None for count in norms]
-        how = Heads(heads, kv_heads, dim, 0.1, window, None, weights[0], weights[1], stored, gated=gated)
-        qkv, rope = torch.empty(1, how.sizes[0], dtype=dtype), torch.empty(9, 2, dim, dtype=dtype)
-        kernels.attend_one(qkv, rope, kept(), 3, how, 1e-5)
+        weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
+        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(9, 3 * 512, dtype=dtype)
+        own = rope if heads.v_normed else rope[:, : 2 * heads.head_dim].reshape(9, 2, -1)
+        kernels.attend_one(qkv, own, kept(), 3, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
 
 
 def call_states(dtype: torch.dtype) -> None:
