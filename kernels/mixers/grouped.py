@@ -133,7 +133,7 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     count = (position + 1) * math.prod(heads.entry)
     memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
     kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
-    turn = rope[position].flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
+    turn = rope.flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
     return attend(qkv, turn, kv, position, heads, eps)
 
 

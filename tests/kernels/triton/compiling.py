@@ -159,9 +159,9 @@ def call_attention(dtype: torch.dtype) -> None:
         (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, cache_dtype=CODES), 1),
     ):
         weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
-        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(9, 3 * 512, dtype=dtype)
+        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(3 * 512, dtype=dtype)
         kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        given = qkv, rope if heads.v_normed else rope[:, :256].reshape(9, 2, 128), kept, 3
+        given = qkv, rope if heads.v_normed else rope[:256].view(2, 128), kept, 3
         kernels.attend_one(*given, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
 
 
