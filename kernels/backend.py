@@ -29,6 +29,8 @@ class Backend:
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
+        experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
+            available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
             of `attend_one`, `round_matrix` and of the operations of `listed.py` are always checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
@@ -52,6 +54,7 @@ class Backend:
     round_matrix: Callable[..., Rounded]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
+    experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
 
@@ -126,6 +129,7 @@ def _cpu() -> Backend:
         sparse_swiglu=native.sparse_swiglu,
         moe_step=native.moe_step,
         expert_swiglu=native.expert_swiglu,
+        experts_swiglu=native.experts_swiglu,
         linear=native.linear,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,

@@ -31,15 +31,21 @@ class Recurrent:
     """Layers of gated delta rules (arXiv 2412.06464), which keep a state of one size and no keys and values.
 
     Attributes:
-        layers: how many. keys, values: numbers of a token's keys, and of its values. heads: of values. taps: of the
-            convolution before them.
+        layers: how many. keys, values: numbers of a token's keys, and of its values. heads: of values. key_dim: numbers
+            of a head's key. taps: of the convolution before them.
     """
 
     layers: int
     keys: int
     values: int
     heads: int
+    key_dim: int
     taps: int
+
+    @property
+    def state(self) -> int:
+        """Numbers of one layer's state."""
+        return (self.taps - 1) * (2 * self.keys + self.values) + self.key_dim * self.values
 
     def projections(self, hidden: int) -> list[Matrix]:
         """One layer's."""

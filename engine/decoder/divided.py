@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.step import Stepped
 from .kv_cache import Held
 from .kv_stores import BorrowingStore, GrowingStore, KvPart, Layout, Room
-from .state_store import COPIES, StatefulStore
+from .state_store import StatefulStore
 
 
 class DividedStore(GrowingStore):
@@ -118,7 +118,7 @@ def made_store(
     parts: Sequence[KvPart],
     rooms: Sequence[Room | None],
     states: Sequence[int] = (),
-    copies: int = COPIES,
+    copies: int | None = None,
 ) -> GrowingStore:
     """A conversation's store, on one card or divided; parts, rooms: as for `DividedStore`, without parts of one.
 

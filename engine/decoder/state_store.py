@@ -13,14 +13,25 @@ import torch
 from torch import Tensor
 
 from ...kernels.mixers.delta import CHUNK
+from ..machine.hardware import ram
 from .kv_cache import Held, StateCopy
 from .kv_stores import GrowingStore, Layout
 
 EVERY = CHUNK
 """Tokens between two copies of the newest part of a text: a prompt's pass has the states there."""
 
-COPIES, _FEWEST = 1 << 30, 4  # bytes of copies, and how many there may be however large they are
+_FEWEST = 4  # copies, however large they are
 _TURN = 4000  # a text is gone back in to an end of a turn as likely as to one of so many other tokens
+
+
+def room_for_copies(ram: int) -> int:
+    """Bytes of copies that a chat may have on a machine with so much RAM."""
+    return min(1 << 30, ram // 32)
+
+
+def copies_of(state: int, room: int) -> int:
+    """How many copies of states of so many bytes there may be."""
+    return max(_FEWEST, room // max(1, state))
 
 
 class StatefulStore(GrowingStore):
@@ -28,13 +39,13 @@ class StatefulStore(GrowingStore):
 
     Args:
         layout: of the layers that attend. sizes: of each layer, how many numbers its state has; 0 for one that attends.
-            copies: bytes that these may take.
+            copies: bytes that these may take; None: what this machine has room for.
 
     Attributes:
         turns: where turns of a prompt that is being read end: likely places to go back to.
     """
 
-    def __init__(self, layout: Layout, sizes: Sequence[int], copies: int = COPIES) -> None:
+    def __init__(self, layout: Layout, sizes: Sequence[int], copies: int | None = None) -> None:
         self._length, self._reading, self._copies = 0, False, list[StateCopy]()
         self.turns: Sequence[int] = ()
         self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
@@ -42,7 +53,7 @@ class StatefulStore(GrowingStore):
         self._number = {layer: number for number, layer in enumerate(self._states)}
         super().__init__(layout)
         self._each = sum(state[0].nbytes for state in self._states.values())
-        self._most = max(_FEWEST, copies // max(1, self._each))
+        self._most = copies_of(self._each, room_for_copies(ram()[0]) if copies is None else copies)
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -166,7 +166,9 @@ class MoELayer(nn.Module):
         rule = ruled.rule
         if rule.drops:
             work = work.part(work.thresholds != torch.inf)
-        work, experts = replace(work, late=None), work.calls.experts
+        # By expert: once for all, as a mask of each expert waits for a GPU; and its rows are still in the caches.
+        work = replace(work, late=None).part(work.calls.experts.argsort(stable=True))
+        experts = work.calls.experts
         few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
         counts = experts.bincount(minlength=len(ruled.limits.signal))
         out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
@@ -176,6 +178,11 @@ class MoELayer(nn.Module):
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         """Add the experts' outputs to out (B, H), for experts with many tokens each."""
         layer, x_bits = ruled.layer, ruled.preset.x_bits
+        if shares and (together := kernels.choose(hidden.device).experts_swiglu) is not None:
+            work = Share.joined(shares)
+            given = (hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products, x_bits)
+            out += together(*given)[0]
+            return
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled

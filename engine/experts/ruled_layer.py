@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ...kernels.step import ExpertLayer
-from ...kernels.types import Limits, Work
+from ...kernels.types import Calls, Limits, Work
 from ...models.pack.packed_model import PackedLayer
 from ...models.packing.calibration import threshold_at
 from ..quality_presets import Preset
@@ -31,17 +32,29 @@ class Share:
 
     @classmethod
     def of_each(cls, work: Work, counts: Tensor, few: int) -> list[Share]:
-        """Those of the experts with more than `few` calls. counts: (E,) calls of each."""
-        mine = work.part(work.calls.experts.argsort(stable=True))  # once for all: a mask of each expert waits for a GPU
+        """Those of the experts with more than `few` calls. work: sorted by expert. counts: (E,) calls of each."""
         found: list[Share] = []
         end = 0
         for expert, count in enumerate(counts.tolist()):
             own, end = slice(end, end + count), end + count
             if count > few:
-                calls, products = mine.calls, mine.products
-                limits = mine.thresholds[own], None if products is None else products[own]
+                calls, products = work.calls, work.products
+                limits = work.thresholds[own], None if products is None else products[own]
                 found.append(cls(expert, calls.tokens[own], calls.weights[own, None], limits))
         return found
+
+    @staticmethod
+    def joined(shares: Sequence[Share]) -> Work:
+        """All of them in one."""
+        experts = torch.tensor([share.expert for share in shares])
+        counts = torch.tensor([len(share.tokens) for share in shares])
+        calls = Calls(
+            torch.cat([share.tokens for share in shares]),
+            experts.repeat_interleave(counts),
+            torch.cat([share.weights[:, 0] for share in shares]),
+        )
+        products = [share.limits[1] for share in shares if share.limits[1] is not None]
+        return Work(calls, torch.cat([share.limits[0] for share in shares]), torch.cat(products) if products else None)
 
 
 class RuledLayer:

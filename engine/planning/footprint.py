@@ -11,7 +11,7 @@ import torch
 from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
-from ...models.catalog_entry import Sizes
+from ...models.catalog_entry import Recurrent, Sizes
 from ...models.families import FAMILIES
 from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor
@@ -106,6 +106,15 @@ def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
     if bits == 8 and sizes.latent is None:
         return sum(layers * math.prod(entry_of(2 * heads, size, CODES)) for layers, heads, size in sizes.caching)
     return sizes.cached * element
+
+
+def state_bytes(sizes: Sizes) -> int:
+    """Bytes of a text's states, in all layers that keep one."""
+    recurrent = sizes.recurrent
+    if recurrent is None:
+        return 0
+    one = recurrent.state if isinstance(recurrent, Recurrent) else (recurrent.taps - 1) * sizes.hidden
+    return 4 * recurrent.layers * one
 
 
 def by_library(model_type: str) -> bool:

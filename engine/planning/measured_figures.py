@@ -29,6 +29,7 @@ class Figures:
         kernels: share of a linear read's rate that our CPU kernels reach on two cores, by kind and bits. core_bytes_s:
             rate of one core, likewise.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
+            packed_expert_s: what each expert adds to that.
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
@@ -46,6 +47,7 @@ class Figures:
     core_bytes_s: ByBits
     core_prompt_bytes_s: float
     packed_weights_s: float
+    packed_expert_s: float
     host_s: float
     host_gpu_s: float
     host_library_s: float
@@ -71,6 +73,7 @@ def figures() -> Figures:
         core_bytes_s=_by_bits(values["core_bytes_s"], 1e9),
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
+        packed_expert_s=values["packed_expert_s"],
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_library_s=values["host_library_ms"] / 1e3,

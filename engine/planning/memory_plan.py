@@ -17,10 +17,11 @@ from ...models.quantities import memory as size
 from .. import context
 from ..context import CONTEXT
 from ..decoder.kv_stores import GROUP
+from ..decoder.state_store import copies_of, room_for_copies
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
-from .footprint import Footprint, kv_bytes, kv_element, sizes_of
+from .footprint import Footprint, kv_bytes, kv_element, sizes_of, state_bytes
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
@@ -95,6 +96,7 @@ class Needs:
     context: int
     kv_bits: int
     captured: int
+    states: int
 
     @classmethod
     def of(
@@ -122,6 +124,7 @@ class Needs:
             context=min(reserved, window),
             kv_bits=kv_bits,
             captured=_captured(sizes, min(reserved, window)),
+            states=2 * state_bytes(sizes),
         )
 
     @classmethod
@@ -142,6 +145,7 @@ class Needs:
             context=context,
             kv_bits=kv_bits,
             captured=_captured(sizes, context),
+            states=2 * state_bytes(sizes),
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -179,6 +183,7 @@ class Needs:
         """
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
+        uses |= {"states": self.states} if self.states else {}
         if mix.gpu == self.layers:
             tokens = max(0, budget - self._weights(mix)) // self._kv_as_it_grows()
             most, reserved = tokens * self.kv, min(window, tokens)
@@ -201,7 +206,7 @@ class Needs:
         return DeviceShares(mix, rows, keys, window, min(window, keys // self.kv), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
-        return self.dense + self.captured + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+        return self.dense + self.captured + self.states + self._ups(mix) + mix.gpu * (self.rows // self.layers)
 
     def _ups(self, mix: Mix) -> int:
         return (mix.gpu + mix.pool) * (self.up // self.layers)
@@ -248,7 +253,7 @@ def room(ram: int, takes: Footprint, context: int | None = None, kv_bits: int = 
     """Bytes of RAM for what is read of a pack while answering, negative if other parts lack room; `context` where the
     CPU computes all of the model, None beside a device.
     """
-    return ram - _stays(ram) - sum(_used(takes, context, kv_bits).values())
+    return ram - _stays(ram) - sum(_used(ram, takes, context, kv_bits).values())
 
 
 def _stays(ram: int) -> int:
@@ -261,8 +266,10 @@ def _captured(sizes: Sizes, context: int) -> int:
     return sizes.layers * LAUNCHES * NODE_BYTES + 4 * context * dims
 
 
-def _used(takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
-    uses = {"program": PROGRAM}
+def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
+    uses, states = {"program": PROGRAM}, state_bytes(takes.sizes)
+    if states:
+        uses["states"] = copies_of(states, room_for_copies(ram)) * states + (0 if context is None else 2 * states)
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
@@ -276,7 +283,7 @@ def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context:
     """
     ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
     beside = context if mix is None else None
-    uses, read = _used(takes, beside, kv_bits), takes.ups + takes.rows
+    uses, read = _used(ram, takes, beside, kv_bits), takes.ups + takes.rows
     if mix is not None:
         read = mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
     left = room(ram, takes, beside, kv_bits)

@@ -91,9 +91,7 @@ def make(
         options,
         reasons.why(machine, entry, chosen, options, context),
         download_s=fetched / net_bytes_s if fetched and net_bytes_s else None,
-        pack_s=None
-        if entry.packed or entry.only_pack
-        else _expert_weights(entry.sizes) / (figures().packed_weights_s * max(1, machine.cores)),
+        pack_s=None if entry.packed or entry.only_pack else _packing_s(entry.sizes) / max(1, machine.cores),
     )
 
 
@@ -186,8 +184,9 @@ def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
     return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group, short=widths.short),)
 
 
-def _expert_weights(sizes: Sizes) -> int:
-    return 3 * sizes.layers * sizes.experts * sizes.intermediate * sizes.hidden
+def _packing_s(sizes: Sizes) -> float:
+    """Seconds of one core."""
+    return sizes.in_experts / figures().packed_weights_s + sizes.layers * sizes.experts * figures().packed_expert_s
 
 
 def _instead(machine: Machine, entry: CatalogEntry, context: int) -> str:

@@ -132,6 +132,10 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows 
 FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
                            const floe_calls *calls, int digits, int threads, float *y, int64_t *counts);
 
+// The same expert by expert, for many tokens: each row is read once for all tokens that share its expert.
+FLOE_API int floe_experts_swiglu(const float *x, int64_t tokens, const floe_signal *signal, const floe_rows *rows,
+                                 const floe_calls *calls, int digits, int threads, float *y, int64_t *counts);
+
 // One expert over many tokens: y[t] = sum_n h_nt down_n over the neurons with |v_nt| >= thresholds[t] and |h_nt| >=
 // down_thresholds[t], or NaN; v and h as above, y is (tokens, H), written whole. Fills counts (2): how many (neuron,
 // token) pairs were active, and how many reached the second threshold too.
@@ -275,9 +279,9 @@ typedef struct {
 } floe_routed;
 
 // The gated delta rule of a prompt, of each of `heads` heads (D wide): qkv (tokens, channels + heads · D) as projected,
-// and gates (tokens, 2 · heads), each with a stride, -> out (tokens, heads · D), before the last projection. before: the
-// state before the prompt, after: the one behind it. along: where the states behind every 64 tokens go, NULL where they
-// are not wanted; as many as there are before the last token.
+// and gates (tokens, 2 · heads), each with a stride, -> out (tokens, heads · D), before the last projection. before:
+// the state before the prompt, after: the one behind it. along: where the states behind every 64 tokens go, NULL where
+// they are not wanted; as many as there are before the last token.
 FLOE_API int floe_delta_rule(const floe_delta *delta, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
                              int64_t tokens, const float *qkv, int64_t qkv_stride, const float *gates,
                              int64_t gates_stride, const float *before, FLOE_OPTIONAL float *const *along, int threads,

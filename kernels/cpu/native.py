@@ -10,6 +10,7 @@ FLOE_CPU_LIBRARY names another build of the library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ __all__ = [
     "NativeUnavailableError",
     "advise_hugepages",
     "expert_swiglu",
+    "experts_swiglu",
     "gather_rows",
     "isa",
     "isa_is_forced",
@@ -164,13 +166,42 @@ def moe_step(
     Raises:
         ValueError: tensors or indices that do not fit.
     """
+    return _by_calls(library().moe_step, x, signal, rows, calls, thresholds, down_thresholds, x_bits)
+
+
+def experts_swiglu(
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+    x_bits: int = 22,
+) -> tuple[Tensor, Tensor]:
+    """`moe_step` expert by expert: faster where many tokens share an expert.
+
+    Raises:
+        ValueError: tensors or indices that do not fit.
+    """
+    return _by_calls(library().experts_swiglu, x, signal, rows, calls, thresholds, down_thresholds, x_bits)
+
+
+def _by_calls(
+    operation: Callable[..., int],
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None,
+    x_bits: int,
+) -> tuple[Tensor, Tensor]:
     arguments.moe_step(x, signal, rows, calls, thresholds, down_thresholds, x_bits)
     x32, given = float32(x), _calls(calls, thresholds, down_thresholds)
     y, counts = torch.empty(x32.shape), torch.empty((given.count, 2), dtype=torch.int64)
     digits, threads = digits_of(x, x_bits), torch.get_num_threads()
-    code = library().moe_step(
-        x32, x32.shape[0], signal_record(signal), rows_record(rows), given, digits, threads, y, counts
-    )
+    weights = signal_record(signal), rows_record(rows)
+    code = operation(x32, x32.shape[0], *weights, given, digits, threads, y, counts)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
         check(code)

@@ -177,7 +177,7 @@ _QWEN3_5 = Sizes(
     head_norms=2 * 256,
     shared=512,
     shared_gate=True,
-    recurrent=Recurrent(layers=30, keys=16 * 128, values=32 * 128, heads=32, taps=4),
+    recurrent=Recurrent(layers=30, keys=16 * 128, values=32 * 128, heads=32, key_dim=128, taps=4),
     gated_heads=True,
 )
 

@@ -80,7 +80,7 @@ def _recurrent(config: Any) -> Recurrent | Convolutions | None:
     step = getattr(config, "full_attention_interval", None) or 4
     layers = kinds.count("linear_attention") if kinds else config.num_hidden_layers - config.num_hidden_layers // step
     keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
-    return Recurrent(layers, keys, values, heads, config.linear_conv_kernel_dim)
+    return Recurrent(layers, keys, values, heads, config.linear_key_head_dim, config.linear_conv_kernel_dim)
 
 
 def _latent(config: Any) -> Latent | None:

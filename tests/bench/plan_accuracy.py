@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -29,6 +29,7 @@ from floe_chat.engine.bench.cards.width import Width
 from floe_chat.engine.machine.conditions import computing
 from floe_chat.engine.machine.load import Others
 from floe_chat.engine.machine.random_weights import MIXTRAL
+from floe_chat.engine.machine.read_floor import READ
 from floe_chat.engine.offload import cards
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning import machine, rates, speed_estimate
@@ -55,11 +56,11 @@ def measured_layers(name: str, rounds: int) -> dict[str, Any]:
     prompt, few = subject.prompt(PROMPT), subject.fewest
     presets = [next(p for p in quality_presets.PRESETS if p.name == preset) for preset in PRESETS]
     found: dict[str, list[tuple[float, float, float]]] = {preset: [] for preset in PRESETS}
-    own: list[dict[str, float]] = []
+    own, works = list[dict[str, float]](), _works(spec)
     with computing(None, MIXTRAL.hidden, MIXTRAL.neurons) as threads:
         others = Others()
         for turn in range(WARM + rounds):
-            own.append(_rates(spec))
+            own.append(_rates(works))
             for preset in presets:
                 subject.control.preset = preset
                 told = layers.answered(preset.name, subject, prompt, prefill=False)
@@ -88,20 +89,24 @@ def measured_layers(name: str, rounds: int) -> dict[str, Any]:
     return result
 
 
-def _rates(spec: synthetic.Spec) -> dict[str, float]:
-    layout = MIXTRAL.row_layout(spec.rows)
+def _works(spec: synthetic.Spec) -> dict[str, rates.Work]:
+    """What the rates are measured by, made once."""
     return {
-        rates.READ: rates.memory_rate(),
-        f"up {spec.up} bit": rates.up_rate(MIXTRAL, spec.up),
-        f"rows {spec.rows} bit": rates.row_rate(layout, MIXTRAL.neurons),
-        f"dense {spec.dense} bit": rates.dense_rate(MIXTRAL, spec.dense),
-        "dense 8 bit": rates.dense_rate(MIXTRAL, 8),
+        f"up {spec.up} bit": rates.up_work(MIXTRAL, spec.up),
+        f"rows {spec.rows} bit": rates.row_work(MIXTRAL.row_layout(spec.rows), MIXTRAL.neurons),
+        **{f"dense {bits} bit": rates.dense_work(MIXTRAL, bits) for bits in {spec.dense, 8}},
     }
+
+
+def _rates(works: Mapping[str, rates.Work]) -> dict[str, float]:
+    (read,) = (part() for part in layers.floor_parts("cpu"))
+    seconds, nbytes = (read[layers.RoundKey(READ, 0, what)] for what in ("seconds", "read"))
+    return {READ: nbytes / seconds, **{name: rates.best_rate(work) for name, work in works.items()}}
 
 
 def _speeds(found: Sequence[dict[str, float]]) -> Speeds:
     middle = {name: median(one[name] for one in found) for name in found[0]}
-    return Speeds(read=middle.pop(rates.READ), cpu=middle)
+    return Speeds(read=middle.pop(READ), cpu=middle)
 
 
 def _estimate(spec: synthetic.Spec, work: TokenWork, speeds: Speeds, count: int) -> speed_estimate.Token:

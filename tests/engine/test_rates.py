@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from floe_chat.engine.machine import disk, random_weights
+from floe_chat.engine.machine import disk, load, random_weights
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.planning import rates
@@ -50,14 +50,35 @@ def test_a_probe_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
         yield "three", silent
 
     monkeypatch.setattr(rates, "_probes", probes)
+    monkeypatch.setattr(load, "BUSY", 1e9)
     told: list[str] = []
     found = rates.measure(tmp_path, told.append)
     assert found.rates == {"one": 5.0} and found.reasons == {"two": "the driver is gone", "three": "MemoryError"}
     assert told == ["one", "two", "three"] and Measured.load(rates.kept_file()) == found
 
 
+@pytest.mark.parametrize(("busy", "last"), [([0.1, 1.4, 0.0], 0.0), ([1.1, 0.3, 0.9, 0.1, 0.8], 0.8)])
+def test_what_was_disturbed_is_measured_again(
+    busy: list[float], last: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first probe of the first case is quiet; in the second case it is disturbed to the end."""
+    found, left = iter((3.0, 7.0, 9.0, 8.0, 5.0)), iter(busy)
+    monkeypatch.setattr(load.Others, "cores", lambda _others: next(left))  # pyright: ignore[reportUnknownLambdaType]
+    each = [(name, lambda name=name: {name: next(found)}) for name in ("one", "two")]
+    monkeypatch.setattr(rates, "_probes", lambda _folder: iter(each))  # pyright: ignore[reportUnknownLambdaType]
+    told: list[str] = []
+    measured = rates.measure(tmp_path, told.append)
+    again = [line.partition(",")[0] for line in told[2:]]
+    if last:
+        assert again == ["one", "two", "one"] and measured.rates == {"one": 9.0, "two": 8.0}
+    else:
+        assert again == ["two"] and measured.rates == {"one": 3.0, "two": 9.0}
+    assert measured.busy == last and measured.disturbed == bool(last)
+
+
 def test_every_probe_of_this_machine_yields_its_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rates, "MIXTRAL", TINY)
+    monkeypatch.setattr(load, "BUSY", 1e9)
     monkeypatch.setattr(rates, "_BATCH_NEURONS", 96)
     monkeypatch.setattr(rates, "read_rate", lambda folder: disk.read_rate(folder, most=1 << 24, seconds=0.05))  # pyright: ignore
     found = rates.measure(tmp_path, lambda _name: None)

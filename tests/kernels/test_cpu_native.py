@@ -52,6 +52,30 @@ def test_results_do_not_depend_on_the_thread_count(bits: int, size: Size, x_bits
 
 
 @every_isa
+@covering(
+    {"isa": native.ISAS, "up": [2, 3, 4, 8, 16], "size": [(3, 300, 1152, 64), (2, 1100, 128, 64), (5, 37, 130, 26)]},
+    {"x_bits": [22, 15, 8], "limits": [(0.0, 0.0), (0.2, 0.05), (1.0, 0.5)], "tokens": [1, 9, 70]},
+)
+def test_expert_by_expert_is_the_step(
+    up: int, size: Size, x_bits: int, limits: tuple[float, float], tokens: int
+) -> None:
+    layer, x = make_layer(size, (up, 4, 4)), make_x(tokens, size[2], torch.float32)
+    calls = make_calls(
+        torch.arange(tokens).repeat_interleave(2).tolist(), torch.randint(size[0], (2 * tokens,)).tolist()
+    )
+    thresholds, products = (torch.full((2 * tokens,), limit) for limit in limits)
+    thresholds[torch.rand(2 * tokens) < 0.2] = torch.inf
+    given = x, layer.stored, layer.rows, calls, thresholds, products, x_bits
+    (y, counts), (truth, expected) = native.experts_swiglu(*given), native.moe_step(*given)
+    # Two ways to add up a product may fall on two sides of a threshold.
+    assert (counts - expected).abs().sum() <= 1e-4 * expected.sum() and not counts[thresholds == torch.inf].any()
+    assert relative_rms(y, truth.double()) <= (1e-2 if x_bits == 8 else 5e-4 if x_bits == 15 else 2e-5)
+    torch.set_num_threads(1)
+    again, same = native.experts_swiglu(*given)
+    assert torch.equal(again, y) and torch.equal(same, counts), "by one thread, to the last bit"
+
+
+@every_isa
 def test_a_threads_first_step_may_have_nothing_to_do() -> None:
     layer, x = make_layer((2, 5, 96, 32), (4, 4, 4)), make_x(2, 96, torch.float32)
     for calls in (make_calls([], []), make_calls([0, 1], [1, 0])):

@@ -26,7 +26,8 @@ constexpr int64_t kChunk = 64;             // codes packed together (layouts.CHU
 constexpr int64_t kMaxChunked = 16 * 1024; // longest vector for the chunked paths (their tables lie on the stack)
 constexpr int kBatch = 8;                  // vectors, and tokens, that one call of an operation takes at most
 
-constexpr int64_t kSide = 32; // vectors side by side
+constexpr int64_t kSide = 32;                // vectors side by side
+constexpr int64_t kNever = (int64_t)1 << 62; // more tokens than there are
 
 // Codes as bytes, scales, and zeros times scales.
 static inline int64_t packed_bytes(const floe_vector &v) { return v.n * kSide + 2 * 4 * (v.n / kChunk) * kSide; }
@@ -79,8 +80,8 @@ struct RowOps {
                 const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead);
 
     // For many tokens, kSide vectors or fewer lie side by side in packed_bytes(v): `pack` puts them there, `dot_packed`
-    // gives out[t][r] = w_r · x_t. packs: whether it can, of tokens prepared with so many digits.
-    bool (*packs)(const floe_vector &v, int digits);
+    // gives out[t][r] = w_r · x_t. packs_from: how many tokens, prepared with so many digits, it pays for.
+    int64_t (*packs_from)(const floe_vector &v, int digits);
     void (*pack)(const floe_vector &v, const Stored *w, int rows, uint8_t *packed);
     void (*dot_packed)(const floe_vector &v, const uint8_t *packed, const Token *const *tokens, int64_t count, int rows,
                        float *const *out);

@@ -154,7 +154,7 @@ void dot_packed(const floe_vector &v, const uint8_t *packed, const Token *const 
     }
 }
 
-bool packs(const floe_vector &v, int digits) { return chunked(v) && digits > 0 && v.bits < 8; }
+int64_t packs_from(const floe_vector &v, int) { return chunked(v) && v.bits < 8 ? 5 : kNever; }
 
 } // namespace
 } // namespace floe

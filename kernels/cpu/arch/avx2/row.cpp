@@ -190,7 +190,7 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return rest ^ words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-const RowOps ops = {"avx2", prepare, dot,          packs,      pack, dot_packed, axpy,
+const RowOps ops = {"avx2", prepare, dot,          packs_from, pack, dot_packed, axpy,
                     finish, expand,  add_products, add_active, copy, read};
 
 } // namespace

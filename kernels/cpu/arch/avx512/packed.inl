@@ -144,7 +144,10 @@ void dot_packed(const floe_vector &v, const uint8_t *packed, const Token *const 
 }
 
 // 64 codes of 8 bits with three digits do not fit a 32-bit sum.
-bool packs(const floe_vector &v, int digits) { return chunked(v) && digits > 0 && (v.bits < 8 || digits < 3); }
+int64_t packs_from(const floe_vector &v, int digits) {
+    if (!chunked(v) || (v.bits == 8 && digits == 3)) return kNever;
+    return digits == 1 ? 10 : 6;
+}
 
 } // namespace
 } // namespace floe

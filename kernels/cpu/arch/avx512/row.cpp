@@ -70,18 +70,26 @@ void prepare(const floe_vector &v, Token &token) {
 }
 
 template <int BITS> void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
-    const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
-    for (int64_t c = from / kChunk; c < to / kChunk; c++, out += kTileBlock) {
-        const float scale = scale_at(v, w, c / per_group), zero = -scale * zero_at(v, w, c / per_group);
-        const uint8_t *p = chunk_at<BITS>(w.codes, c);
-        if (BITS == 8) {
-            for (int j = 0; j < 4; j++)
-                _mm512_storeu_ps(out + 16 * j, _mm512_fmadd_ps(_mm512_cvtepi32_ps(bytes16(p + 16 * j)),
-                                                               _mm512_set1_ps(scale), _mm512_set1_ps(zero)));
-            continue;
+    const int64_t chunks = v.n / kChunk, end = to / kChunk;
+    for (int64_t start = from / kChunk; start < end; start += 16) {
+        alignas(64) float scales[16], zeros[16];
+        __m512 scale, zero;
+        chunk_scales<false>(v, w, start, &scale, &zero);
+        _mm512_store_ps(scales, scale);
+        _mm512_store_ps(zeros, _mm512_sub_ps(_mm512_setzero_ps(), zero));
+        for (int64_t c = start; c < end && c < start + 16; c++, out += kTileBlock) {
+            const uint8_t *p = chunk_at<BITS>(w.codes, c);
+            if (BITS == 8) {
+                for (int j = 0; j < 4; j++)
+                    _mm512_storeu_ps(out + 16 * j, _mm512_fmadd_ps(_mm512_cvtepi32_ps(bytes16(p + 16 * j)),
+                                                                   _mm512_set1_ps(scales[c - start]),
+                                                                   _mm512_set1_ps(zeros[c - start])));
+                continue;
+            }
+            each_quarter<BITS>(p, BITS == 3 ? top_at(w.codes, c, chunks) : nullptr,
+                               table<BITS>(scales[c - start], zeros[c - start]),
+                               [out](int j, __m512 values) { _mm512_storeu_ps(out + 16 * j, values); });
         }
-        each_quarter<BITS>(p, BITS == 3 ? top_at(w.codes, c, chunks) : nullptr, table<BITS>(scale, zero),
-                           [out](int j, __m512 values) { _mm512_storeu_ps(out + 16 * j, values); });
     }
 }
 
@@ -179,7 +187,7 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return rest;
 }
 
-const RowOps ops = {"avx512", prepare, dot,          packs,      pack, dot_packed, axpy,
+const RowOps ops = {"avx512", prepare, dot,          packs_from, pack, dot_packed, axpy,
                     finish,   expand,  add_products, add_active, copy, read};
 
 } // namespace

@@ -36,7 +36,7 @@ void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *to
     }
 }
 
-bool packs(const floe_vector &, int) { return false; }
+int64_t packs_from(const floe_vector &, int) { return kNever; }
 
 void finish(const floe_vector &, float *, const float *) {}
 
@@ -63,7 +63,7 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
 const RowOps table = {"portable",
                       prepare,
                       dot,
-                      packs,
+                      packs_from,
                       nullptr,
                       nullptr,
                       generic_axpy,

@@ -80,6 +80,7 @@ void add_rows(void *opaque, int64_t item, int worker) {
     const floe_matrix &m = r.plane;
     const int32_t *const rows = r.rows + item * kBatch;
     const int count = (int)std::min<int64_t>(r.count - item * kBatch, kBatch);
+    const int64_t bytes = code_bytes(m.row);
     Stored w[kBatch];
     Ahead ahead[kBatch];
     float out[kBatch][kBatch];
@@ -88,7 +89,7 @@ void add_rows(void *opaque, int64_t item, int worker) {
         ahead[i].lines = 0; // what lies behind it is not wanted
         FLOE_PREFETCH(w[i].scale);
         FLOE_PREFETCH(w[i].zero);
-        for (int64_t at = 0; at < code_bytes(m.row); at += 64) FLOE_PREFETCH(w[i].codes + at);
+        for (int64_t at = 0; at < bytes; at += 64) FLOE_PREFETCH(w[i].codes + at);
     }
     row_ops().dot(m.row, w, count, &r.token, 1, nullptr, out, r.scratch + worker * r.scratch_bytes, ahead);
     for (int i = 0; i < count; i++) r.logits[rows[i]] += out[i][0];
