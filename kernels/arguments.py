@@ -14,6 +14,8 @@ from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, in
 from .codes import SHORTEST
 from .layouts import check_roles
 from .listed import Listing, Portion, Total
+from .mixers.convolution import Convolution
+from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Flow, Limits
@@ -40,23 +42,47 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads) -> None:
     """See `kernels.attend_one`."""
-    rows, dim = heads.num_heads + (1 if heads.keys_alone else 2) * heads.num_kv_heads, heads.head_dim
-    device = qkv.device
+    dim, device = heads.head_dim, qkv.device
     if heads.num_heads % heads.num_kv_heads or dim % 2:
         raise ValueError(f"{heads.num_heads} heads of width {dim} over {heads.num_kv_heads} heads of keys")
-    require("qkv", qkv, FLOATS, (1, rows * dim))
+    require("qkv", qkv, FLOATS, (1, heads.sizes[0]))
     require("rope", rope, FLOATS, (rope.numel(),) if rope.ndim == 1 else (2, dim), device)
     if not 0 <= heads.rope_at <= rope.numel() - 2 * dim:
         raise ValueError(f"rope of {rope.numel()} numbers has none of width {dim} from number {heads.rope_at} on")
-    require("addresses", kept.addresses, INDICES, tuple(kept.addresses.shape), device)
-    require("position", kept.position, INDICES, (1,), device)
-    index("layer", layer, kept.addresses.numel())
+    _kept(kept, layer, device)
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError("queries and keys are normalized both or neither")
     norms = ("q_norm", heads.q_norm, heads.num_heads), ("k_norm", heads.k_norm, heads.num_kv_heads)
     for name, weight, count in norms:
         if weight is not None:
             require(name, weight, FLOATS, (dim if weight.numel() == dim else count * dim,), device)
+
+
+def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: Delta) -> None:
+    """See `kernels.delta_one`."""
+    device, heads, width = qkv.device, delta.heads, delta.value_dim
+    channels = 2 * delta.shared * delta.key_dim + heads * width
+    if min(heads, delta.shared, delta.key_dim, width) < 1 or heads % delta.shared:
+        raise ValueError(
+            f"{heads} heads of width {width} over {delta.shared} heads of queries and keys of width {delta.key_dim}"
+        )
+    require("qkv", qkv, FLOATS, (1, channels + heads * width))
+    require("gates", gates, FLOATS, (1, 2 * heads), device)
+    _kept(kept, layer, device)
+    _convolution(delta.conv, channels, device)
+    require("decay", delta.decay, (torch.float32,), (heads,), device)
+    require("bias", delta.bias, (torch.float32,), (heads,), device)
+    require("norm", delta.norm, FLOATS, (width,), device)
+
+
+def convolve_one(given: Tensor, kept: KeptTokens, layer: int, mixer: Convolution) -> None:
+    """See `kernels.convolve_one`."""
+    channels, device = mixer.conv.shape[-1], given.device
+    require("given", given, FLOATS, (1, 3 * channels))
+    _kept(kept, layer, device)
+    _convolution(mixer.conv, channels, device)
+    if mixer.bias is not None:
+        require("bias", mixer.bias, FLOATS, (channels,), device)
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:
@@ -273,6 +299,16 @@ def _x(x: Tensor, hidden: int, x_bits: int) -> None:
     shape = x.shape
     if len(shape) != 2 or shape[1] != hidden or x.dtype not in FLOATS:
         raise ValueError(f"x must be float of shape (B, {hidden}), not {described(x)}")
+
+
+def _kept(kept: KeptTokens, layer: int, device: torch.device) -> None:
+    require("addresses", kept.addresses, INDICES, tuple(kept.addresses.shape), device)
+    require("position", kept.position, INDICES, (1,), device)
+    index("layer", layer, kept.addresses.numel())
+
+
+def _convolution(conv: Tensor, channels: int, device: torch.device) -> None:
+    require("conv", conv, FLOATS, (max(2, len(conv)), channels), device)
 
 
 def _calls(x: Tensor, calls: Calls) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from . import listed, reference
 from .cpu import native, native_rounding
-from .mixers import grouped
+from .mixers import convolution, delta, grouped
+from .mixers.convolution import Convolution
+from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
 from .types import Active, Calls, Limits, Rounded, Work
@@ -32,7 +34,8 @@ class Backend:
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one`, `round_matrix` and of the operations of `listed.py` are always checked there.
+            of `attend_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of `listed.py` are always
+            checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
 
@@ -51,6 +54,8 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
+    delta_one: Callable[[Tensor, Tensor, KeptTokens, int, Delta], Tensor]
+    convolve_one: Callable[[Tensor, KeptTokens, int, Convolution], Tensor]
     round_matrix: Callable[..., Rounded]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
@@ -106,6 +111,8 @@ def _cuda(index: int) -> Backend:
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,
+        delta_one=triton.delta_one,
+        convolve_one=triton.convolve_one,
         round_matrix=reference.round_matrix,
         list_active=triton.list_active,
         add_listed=triton.add_listed,
@@ -134,6 +141,8 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=grouped.attend_one,
+        delta_one=delta.delta_one,
+        convolve_one=convolution.convolve_one,
         round_matrix=native_rounding.round_matrix,
         matrix_type=torch.bfloat16 if native_rounding.by_bfloat16() else torch.float32,
         list_active=partial(listed.list_active, native.signal_gemv),
@@ -156,6 +165,8 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=grouped.attend_one,
+        delta_one=delta.delta_one,
+        convolve_one=convolution.convolve_one,
         round_matrix=reference.round_matrix,
         list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),

@@ -18,6 +18,8 @@ from torch import Tensor
 from . import arguments, checks
 from .backend import Backend, choose
 from .listed import Listing, Portion, Total
+from .mixers.convolution import Convolution
+from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
@@ -39,6 +41,8 @@ __all__ = [
     "add_listed",
     "attend_one",
     "choose",
+    "convolve_one",
+    "delta_one",
     "expert_swiglu",
     "fast_type",
     "gather_rows",
@@ -225,6 +229,41 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     """
     arguments.attend_one(qkv, rope, kept, layer, heads)
     return choose(qkv.device).attend_one(qkv, rope, kept, layer, heads, eps)
+
+
+def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: Delta) -> Tensor:
+    """The gated delta rule for one token in one layer, whose state becomes the one behind the token.
+
+    As for `attend_one`, position and address are values on the device.
+
+    Args:
+        qkv: (1, channels + heads * D), as projected. gates: (1, 2 * heads), likewise. kept: where the states are,
+            at multiples of 16 bytes: the one before a token at its position modulo 2, which stays as it is.
+
+    Returns:
+        (1, heads * D) of qkv's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.delta_one(qkv, gates, kept, layer, delta)
+    return choose(qkv.device).delta_one(qkv, gates, kept, layer, delta)
+
+
+def convolve_one(given: Tensor, kept: KeptTokens, layer: int, mixer: Convolution) -> Tensor:
+    """A short convolution for one token in one layer.
+
+    Args:
+        given: (1, 3 H), as projected. kept: as for `delta_one`.
+
+    Returns:
+        (1, H) of given's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.convolve_one(given, kept, layer, mixer)
+    return choose(given.device).convolve_one(given, kept, layer, mixer)
 
 
 def list_active(

@@ -115,8 +115,6 @@ class FusedDecoder:
     def _on_card(self) -> str:
         if isinstance(self._layers[0].mixer, LatentParts):
             raise Unsupported("attention through a latent vector has no kernels there")
-        if self._stateful:
-            raise Unsupported("layers that keep a state have no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         self._turn = self._rope.tables(0, 1).clone()

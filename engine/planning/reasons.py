@@ -223,8 +223,7 @@ def _why_library(entry: CatalogEntry, chosen: Option) -> str:
         return ""
     if by_library(family.model_type):
         return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
-    what = "layers that keep a state are" if family.states else "attention through a latent vector is"
-    return f"On a GPU, {what} computed one operation after another. That takes longer."
+    return "On a GPU, attention through a latent vector is computed one operation after another. That takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

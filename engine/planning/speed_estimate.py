@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ...models.catalog_entry import Recurrent, Sizes
-from ..offload.cards import DENSE_LAUNCHES
+from ..decoder.state_store import EVERY
+from ..offload.cards import DENSE_LAUNCHES, GATE_LAUNCHES, SHARED_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
-from .footprint import Footprint, by_library, kv_bytes, kv_element
+from .footprint import Footprint, by_library, kv_bytes, kv_element, state_bytes
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
 # the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md).
 SCATTERED = 0.6
+COPIED = 4e9  # bytes a second from a device to memory that is not pinned: an estimate
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared
 
@@ -120,7 +122,6 @@ class Speeds:
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_library: float = field(default_factory=lambda: figures().host_library_s)
-    host_recurrent: float = field(default_factory=lambda: figures().host_recurrent_s)
     recurrent: float = field(default_factory=lambda: figures().recurrent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
@@ -153,7 +154,6 @@ class Speeds:
             "host",
             "host_gpu",
             "host_library",
-            "host_recurrent",
             "recurrent",
             "host_pool",
             "host_behind",
@@ -248,6 +248,8 @@ def decode(
         far = 0 if held.keys is None else max(0, seen - held.keys)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
+        # A state is read and written, and now and then copied to RAM, for which the device waits.
+        attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
         # Layers with experts have counted it.
         more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)
@@ -265,17 +267,18 @@ def host_times(speeds: Speeds, sizes: Sizes) -> HostTimes:
 
 
 def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
-    """Seconds that a layer's dense part adds, in the mean, where it keeps a state, or its operations go one by one."""
+    """Seconds that a layer's dense part adds, in the mean, where it keeps a state on a CPU, or its operations go one by
+    one.
+    """
     deltas = sizes.recurrent.layers / sizes.decoder_layers if isinstance(sizes.recurrent, Recurrent) else 0.0
     if not one_by_one(sizes, gpu=gpu):
-        return speeds.recurrent * deltas
-    own = speeds.host_gpu if gpu else speeds.host
-    return max(0.0, speeds.host_library - own) + speeds.host_recurrent * deltas
+        return 0.0 if gpu else speeds.recurrent * deltas
+    return max(0.0, speeds.host_library - (speeds.host_gpu if gpu else speeds.host))
 
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
     """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return by_library(sizes.model_type) or (gpu and (sizes.latent is not None or sizes.recurrent is not None))
+    return by_library(sizes.model_type) or (gpu and sizes.latent is not None)
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
@@ -354,7 +357,9 @@ def layer_time(
     curve: Curve | None = None,
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
-    dense = takes.attention / speeds.gpu + speeds.launch + DENSE_LAUNCHES * speeds.node
+    launches = DENSE_LAUNCHES + (SHARED_LAUNCHES if takes.sizes.shared else 0)
+    launches += GATE_LAUNCHES if takes.sizes.shared_gate else 0
+    dense = takes.attention / speeds.gpu + speeds.launch + launches * speeds.node
     more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense, more)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .grouped import KeptTokens
+
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
@@ -62,3 +64,9 @@ def convolution(
     for end, copy in (*along.items(), (len(given), after)):
         copy.copy_(inside[end : end + taps - 1].flatten())
     return c * out
+
+
+def convolve_one(given: Tensor, kept: KeptTokens, layer: int, mixer: Convolution) -> Tensor:
+    """`convolution` with position and address read from memory, on the CPU; see `kernels.convolve_one`."""
+    before, after = kept.states(layer, mixer.state)
+    return convolution(given, before, mixer, after)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights import Projection
+from .grouped import KeptTokens
 
 CHUNK = 64
 """Tokens of a prompt that are computed together."""
@@ -77,6 +78,12 @@ def delta_rule(qkv: Tensor, gates: Tensor, before: Tensor, delta: Delta, after: 
         found.append(torch.einsum("hk,hkd->hd", q, state))
     after.copy_(torch.cat([window.flatten(), state.flatten()]))
     return gated(torch.stack(found), qkv, delta)
+
+
+def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: Delta) -> Tensor:
+    """`delta_rule` with position and address read from memory, on the CPU; see `kernels.delta_one`."""
+    before, after = kept.states(layer, delta.state)
+    return delta_rule(qkv, gates, before, delta, after)
 
 
 def convolved(qkv: Tensor, before: Tensor, delta: Delta) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:

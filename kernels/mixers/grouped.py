@@ -85,16 +85,27 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Where keys and values of the tokens so far are, in the device's memory: no launch depends on their number.
+    """Where what is kept of the tokens so far is, in the device's memory: no launch depends on their number.
 
     Attributes:
-        addresses: (L,) int64, of each layer's entries (C, *entry). position: (1,) int64, of the new token.
-        aligned: bytes that divide every address, at most 16.
+        addresses: (L,) int64, of each layer's entries (C, *entry), or of its states (2, numbers) float32. position:
+            (1,) int64, of the new token. aligned: bytes that divide every address, at most 16.
     """
 
     addresses: Tensor
     position: Tensor
     aligned: int = 16
+
+    def there(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A layer's memory, on the CPU."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = (ctypes.c_uint8 * nbytes).from_address(int(self.addresses[layer]))
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def states(self, layer: int, numbers: int) -> tuple[Tensor, Tensor]:
+        """A layer's states (numbers,) before and behind the token, on the CPU."""
+        both, odd = self.there(layer, (2, numbers), torch.float32), int(self.position) % 2
+        return both[odd], both[1 - odd]
 
 
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
@@ -129,10 +140,8 @@ def turned(part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:
     """`attend` with position and address read from memory, on the CPU; see `kernels.attend_one`."""
-    position, address = int(kept.position), int(kept.addresses[layer])
-    count = (position + 1) * math.prod(heads.entry)
-    memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
-    kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
+    position = int(kept.position)
+    kv = kept.there(layer, (position + 1, *heads.entry), heads.cache_dtype)
     turn = rope.flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
     return attend(qkv, turn, kv, position, heads, eps)
 

@@ -36,6 +36,7 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         math.gcd(kept.aligned, math.prod(heads.entry) * heads.cache_dtype.itemsize),
         heads.cache_dtype == CODES,
         *(0 if heads.keys_alone else heads.num_kv_heads, heads.v_normed, heads.rope_at),
+        heads.num_heads if heads.gated else 0,
     )
     splits, columns, group = splits_of(device, heads), triton.next_power_of_2(dim), triton.next_power_of_2(groups)
     partial = torch.empty(heads.num_heads, splits, dim, dtype=torch.float32, device=device)
@@ -52,7 +53,10 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
             ),
         )
         sinks = sums if heads.sinks is None else heads.sinks
-        join_kernel[(heads.num_heads,)](partial, sums, sinks, y, dim, splits, columns, heads.sinks is not None)
+        gates = qkv[:, heads.num_heads * dim :]
+        join_kernel[(heads.num_heads,)](
+            *(partial, sums, sinks, gates, y, dim, splits, columns, heads.sinks is not None, heads.gated)
+        )
     return y
 
 

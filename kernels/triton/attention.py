@@ -31,7 +31,8 @@ class Shape(NamedTuple):
         heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
             layer's address. coded: whether entries are codes, see `kernels/entries.py`. value_heads: heads of values
-            that are projected; 0 where keys are alone. v_normed, rope_at: as in `Heads`.
+            that are projected; 0 where keys are alone. v_normed, rope_at: as in `Heads`. gates: of the output,
+            heads behind the queries.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     value_heads: int
     v_normed: bool
     rope_at: int
+    gates: int
 
 
 @device_code()
@@ -150,8 +152,9 @@ def attend_kernel(
     row = rope + A.rope_at
     q = turned(qkv, q_norm, head, d, live, row, A.heads, A, ALL) * A.scale
     one = tl.zeros((1,), tl.int32) + key_head
-    k = turned(qkv + A.heads * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
-    own = qkv + (A.heads + A.value_heads + key_head) * A.dim
+    behind: tl.constexpr = A.heads + A.gates
+    k = turned(qkv + behind * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
+    own = qkv + (behind + A.value_heads + key_head) * A.dim
     v = tl.load(own + d[None, :], mask=within, other=0.0).to(tl.float32)
     if A.v_normed:
         v = v / tl.sqrt(tl.sum(v * v, 1) / A.dim + A.eps)[:, None]
@@ -190,10 +193,11 @@ def attend_kernel(
 
 @device_code()
 def join_kernel(
-    partial, sums, sinks, y, DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr
+    partial, sums, sinks, gates, y,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """y (heads * D): one head's splits, each by its share of the weights. sinks (heads): with SINKS, the score of one
-    more token, which has no value.
+    more token, which has no value. gates (heads * D): with GATED, y is multiplied by their sigmoids.
     """
     head = tl.program_id(0)
     split = tl.arange(0, SPLITS)
@@ -211,4 +215,6 @@ def join_kernel(
     at = place[:, None] * DIM + d[None, :]
     parts = tl.load(partial + at, mask=(d < DIM)[None, :], other=0.0)
     out = tl.sum(share[:, None] * parts, 0) / total
+    if GATED:
+        out /= 1.0 + tl.exp(-tl.load(gates + head * DIM + d, mask=d < DIM, other=0.0).to(tl.float32))
     tl.store(y + head * DIM + d, out.to(y.dtype.element_ty), mask=d < DIM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +24,28 @@ from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.sampling import Sampler
 from floe_chat.kernels.rule import LATE
+from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
-from ..helpers import relative_rms
-from .driver import GREEDY, a_preset
+from .. import families
+from ..helpers import make_pack, relative_rms
+from .driver import GREEDY, a_preset, open_model
 from .fake_card import Calls, FakeCard, FakeGraph
 from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
-from .step_models import EACH_HEAD, LIMIT, MODELS, PRESET, WINDOW, Guessing, Noting, blocks_of, feed, ids_of, make_model
+from .step_models import (
+    EACH_HEAD,
+    LIMIT,
+    MODELS,
+    PRESET,
+    STATEFUL,
+    WINDOW,
+    Guessing,
+    Noting,
+    blocks_of,
+    feed,
+    ids_of,
+    make_model,
+)
 
 
 def graphed(model: Any) -> FusedDecoder:
@@ -38,7 +54,7 @@ def graphed(model: Any) -> FusedDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", EACH_HEAD)
+@pytest.mark.parametrize("name", [*EACH_HEAD, *STATEFUL])
 def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)
@@ -231,6 +247,19 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
     assert located(loaded) == [one.active for one in loaded.telemetry.layers]
     if not cpu:
         assert not any(one.on_cpu for one in loaded.telemetry.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe"])
+def test_layers_may_keep_states(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pack(families.make(name, tmp_path / "source"), tmp_path / "pack", EXACT)
+    loaded = open_model(tmp_path / "pack", "Exact")
+    preset = a_preset("", 0.3, lossless=True)
+    expected, counts = whole(loaded, preset)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, preset, 0.3, predict=False, cpu=2e9):
+        found, as_counted = fed(loaded)
+        assert card.replays > len(IDS) * len(loaded.model.model.layers)
+    assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
 
 
 def test_the_cpu_takes_its_share(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

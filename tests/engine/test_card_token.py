@@ -17,6 +17,7 @@ from floe_chat.engine import quality_presets
 from floe_chat.engine.decoder import kv_stores
 from floe_chat.engine.decoder.card import card_token
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.state_store import EVERY
 from floe_chat.engine.events import Finished, Notice, Sampling, SetQuality
 from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
 from floe_chat.engine.loader import LoadedModel, load
@@ -29,6 +30,7 @@ from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from torch import Tensor
 
+from .. import families
 from ..helpers import make_checkpoint, make_pack, relative_rms
 from .driver import GREEDY, Engine, answer, asking, layer_by_layer, silent
 from .fake_card import Calls, FakeCard
@@ -80,11 +82,19 @@ def eager(loaded: LoadedModel, compute: Callable[[], Any]) -> tuple[Any, list[di
         return compute(), counted(loaded)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+STATEFUL = ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe"]
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *STATEFUL])
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape, spec = MODELS[request.param]
     folder = tmp_path_factory.mktemp("card")
-    make_pack(make_checkpoint(folder / "source", **shape), folder / "pack", spec)
+    if request.param in STATEFUL:
+        source = families.make(request.param, folder / "source", moe_intermediate_size=30)
+        spec = PackSpec(up=3)
+    else:
+        shape, spec = MODELS[request.param]
+        source = make_checkpoint(folder / "source", **shape)
+    make_pack(source, folder / "pack", spec)
     return folder / "pack"
 
 
@@ -172,6 +182,29 @@ def test_a_conversation_that_grows_needs_no_other_capture(
     edited = [*ids[:11], 3]
     assert kv.keep(edited, loaded.control.preset) == 11
     assert relative_rms(feed(loaded, [3], kv), eager(loaded, lambda: feed(loaded, edited)[-1:])[0]) <= LIMITS[22]
+
+
+@pytest.mark.parametrize("pack", STATEFUL, indirect=True)
+def test_a_text_with_states_is_gone_back_in(pack: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To copies that were made between replays, with another text and a stop in the meantime."""
+    monkeypatch.setattr(kv_stores, "BLOCK", 32)
+    loaded, kv, other = open_on(card, pack), KVCache(), KVCache()
+    preset = use(loaded, PRESETS["nothing"])
+    captures, ids = len(card.captures) + 1, [1 + 7 * i % 200 for i in range(90)]
+    loaded.decoder.forward(ids[:5], kv)
+    kv.computed(ids[:5], preset)
+    found = torch.cat([feed(loaded, ids[5:40], kv), feed(loaded, ids[:3], other), feed(loaded, ids[40:80], kv)])
+    edited = [*ids[:75], *ids[80:]]
+    loaded.control.cancelled.set()
+    with pytest.raises(Cancelled):
+        loaded.decoder.forward(ids[80:81], kv)
+    loaded.control.cancelled.clear()
+    assert kv.keep(edited, preset) == 5 + EVERY
+    found = torch.cat([found, feed(loaded, edited[5 + EVERY :], kv)])
+    assert len(card.captures) == captures and card.replays == len(found)
+    expected, _ = eager(loaded, lambda: [feed(loaded, part) for part in (ids[:80], ids[:3], edited)])
+    expected = torch.cat([expected[0][5:40], expected[1], expected[0][40:], expected[2][5 + EVERY :]])
+    assert relative_rms(found, expected) <= LIMITS[22]
 
 
 @pytest.mark.parametrize("window", [1, 5])

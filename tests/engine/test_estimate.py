@@ -14,6 +14,7 @@ from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.prompt_estimate import prefill
 from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode
 from floe_chat.models.catalog import described, find
+from floe_chat.models.catalog_entry import Recurrent
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
 
@@ -104,6 +105,17 @@ class TestDecode:
     def test_a_whole_model_on_the_gpu_moves_nothing(self) -> None:
         token = decode(TAKES, BALANCED, CARD, Held(gpu=True, pool=1.0))
         assert token.moved == 0 and token.hit == 1 and token.disk == 0
+
+    def test_on_a_gpu_a_state_is_read_and_written_and_sometimes_copied(self) -> None:
+        sizes, seconds = described("qwen3.6-35b-a3b").sizes, list[float]()
+        state = sizes.recurrent
+        assert isinstance(state, Recurrent)
+        for wide in (1, 3):
+            wider = dataclasses.replace(sizes, recurrent=dataclasses.replace(state, key_dim=wide * state.key_dim))
+            takes = Footprint.of(wider, PackSpec())
+            seconds.append(decode(takes, BALANCED, CARD, Held(gpu=True, pool=1.0)).seconds)
+        more = 4 * state.layers * 2 * state.key_dim * state.values / CARD.gpu
+        assert 2 * more < seconds[1] - seconds[0] < 3.5 * more
 
     def test_nothing_better_makes_it_slower(self) -> None:
         for _ in range(100):

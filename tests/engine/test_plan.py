@@ -364,7 +364,7 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
     [
         (3.5, 0, "granite-3.1-3b-a800m-instruct"),
         (28, 0, "glm-4.7-flash"),
-        (28, 12, "gemma-4-26b-a4b-it"),
+        (28, 12, "qwen3.6-35b-a3b"),
     ],
 )
 def test_a_model_that_answers_at_reading_speed_is_recommended(ram: float, vram: float, name: str) -> None:

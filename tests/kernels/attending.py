@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype = torch.float32
     sinks: bool = False
+    gated: bool = False
     alone: bool = False
     v_normed: bool = False
     rope_at: int = 0
@@ -40,7 +41,7 @@ class Case:
         q_norm, k_norm = ((1 + 0.3 * torch.randn(n * self.dim)).to(self.dtype) for n in over) if over else (None, None)
         given = self.queries, self.keys, self.dim, self.dim**-0.5, self.window, self.clip
         sinks = (torch.randn(self.queries) * 2).to(self.dtype) if self.sinks else None
-        heads = Heads(*given, q_norm, k_norm, self.stored, sinks)
+        heads = Heads(*given, q_norm, k_norm, self.stored, sinks, gated=self.gated)
         return replace(heads, keys_alone=self.alone, v_normed=self.v_normed, rope_at=self.rope_at)
 
 
@@ -57,6 +58,8 @@ CASES = {
     "mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=torch.bfloat16),
     "olmoe": Case(3, 3, 128, normed="all", dtype=torch.bfloat16, stored=torch.bfloat16),
     "qwen": Case(8, 1, 64, normed="head", dtype=torch.float16, stored=torch.float16),
+    "gated": Case(6, 3, 14, normed="head", gated=True),
+    "gated-window": Case(8, 1, 16, window=9, gated=True, dtype=torch.bfloat16, stored=CODES),
     "sinks": Case(sinks=True),
     "sinks-window": Case(8, 2, 16, window=100, sinks=True, stored=torch.float16),
     "gpt-oss": Case(8, 1, 64, window=128, dtype=torch.bfloat16, stored=torch.bfloat16, sinks=True),

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.listed import Total
+from ....kernels.mixers.convolution import Convolution
+from ....kernels.mixers.delta import Delta
 from ....kernels.mixers.grouped import Heads, KeptTokens
 from ....kernels.step import Stepped
 from ...events import Notice
@@ -40,7 +42,7 @@ class TokenRecord:
     """What differs between tokens: in pinned memory, and where a captured copy brings it.
 
     Attributes:
-        token, times, kept: on the device: the id (1,), whether it is counted (1,), and where keys and values are.
+        token, times, kept: on the device: the id (1,), whether it is counted (1,), and where what is kept is.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], device: torch.device) -> None:
@@ -61,13 +63,17 @@ class TokenRecord:
             self._version = version
         self._written[:_ADDRESSES] = token, position, counting
 
-    def rehearse(self, layers: Sequence[DecoderLayer], device: torch.device) -> Tensor:
-        """Write a token that is not counted, with an entry for all layers that no conversation has; returns that."""
+    def rehearse(self, layers: Sequence[DecoderLayer], device: torch.device) -> list[Tensor]:
+        """Write a token that is not counted, with an entry, and states, for all layers that no conversation has;
+        returns these.
+        """
         heads = [layer.mixer.attending for layer in layers]
         most = max((each for each in heads if each is not None), key=lambda each: math.prod(each.entry))
         entry = torch.empty(1, *most.entry, dtype=most.cache_dtype, device=device)
-        self._written[:_ADDRESSES], self._written[_ADDRESSES:], self._version = 0, entry.data_ptr(), (-1, 0)
-        return entry
+        states = torch.zeros(2, max(layer.mixer.state for layer in layers), device=device)
+        self._written[:_ADDRESSES], self._version = 0, (-1, 0)
+        self._written[_ADDRESSES:] = [(states if layer.mixer.state else entry).data_ptr() for layer in layers]
+        return [entry, states]
 
     def read(self) -> None:
         """Bring it to the device: a part of what is captured."""
@@ -80,9 +86,15 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     Args:
         stream: (1, H) all that was computed before. rope: see `Ends`. index: the layer's number.
     """
-    assert isinstance(layer.mixer, Heads), "no kernels of other mixers"
-    given = layer.first.forward(layer.input_layernorm(stream, layer.eps))
-    seen = kernels.attend_one(given, rope, kept, index, layer.mixer, layer.eps)
+    hidden, mixer = layer.input_layernorm(stream, layer.eps), layer.mixer
+    given = layer.first.forward(hidden)
+    if isinstance(mixer, Delta):
+        seen = kernels.delta_one(given, mixer.gates(hidden), kept, index, mixer)
+    elif isinstance(mixer, Convolution):
+        seen = kernels.convolve_one(given, kept, index, mixer)
+    else:
+        assert isinstance(mixer, Heads), "no kernels of other mixers"
+        seen = kernels.attend_one(given, rope, kept, index, mixer, layer.eps)
     return layer.stepped(stream, layer.out.forward(seen))
 
 
@@ -133,10 +145,10 @@ class CardLayers:
     def _capture(self) -> None:
         self._graphs.clear()  # their memory goes first
         try:
-            entry = self._record.rehearse(self._layers, self._device)
+            kept = self._record.rehearse(self._layers, self._device)
             for index in range(len(self._layers)):
                 self._graphs.append(capture(partial(self._work, index), self._device))
-            del entry  # the graphs have run on it
+            del kept  # the graphs have run on it
         # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
         except Exception as error:
             raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error

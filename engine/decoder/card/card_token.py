@@ -101,8 +101,8 @@ class CardToken:
 
     @torch.inference_mode()
     def _made(self, ruled: Sequence[RuledLayer | None]) -> _Form:
-        """Capture, on an entry that no conversation has."""
-        entry = self._record.rehearse(self._layers, self._device)
+        """Capture, on memory that no conversation has."""
+        kept = self._record.rehearse(self._layers, self._device)
         form = _Form(self._layers, self._experts, ruled, self._control)
 
         def work() -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ class CardToken:
             return ()
 
         form.captured = capture(work, self._device)
-        del entry  # the graph has run on it
+        del kept  # the graph has run on it
         return form
 
 

@@ -1,8 +1,8 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
-instead of run.
+2/4/4-bfloat16-all, or attend-DTYPE or state-DTYPE. Tensors have full Mixtral size but are never touched, and launches
+are recorded instead of run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
+from floe_chat.kernels.mixers.convolution import Convolution
+from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.triton import attend, dense, launch, operations, sparse
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, SignalWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -46,7 +48,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
 }
-Launch = tuple[Any, list[Any]]
+Launch = tuple[Any, list[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Need:
 
 
 class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launches."""
+    """Stands in for a kernel and keeps the arguments and options of its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def record(*arguments: Any, **_options: Any) -> None:
-            self._launches.append((self._kernel, list(arguments)))
+        def record(*arguments: Any, **options: Any) -> None:
+            self._launches.append((self._kernel, list(arguments), options))
 
         return record
 
@@ -85,7 +87,7 @@ def recorded(case: str) -> list[Launch]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=32))
-        for module in (launch, operations, sparse, dense, attend):
+        for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
@@ -99,6 +101,9 @@ def call_operations(case: str) -> None:
     dtype: torch.dtype = getattr(torch, kind)
     if widths == "attend":
         call_attention(dtype)
+        return
+    if widths == "state":
+        call_states(dtype)
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
@@ -143,11 +148,12 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype) -> None:
-    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; and
-    of Gemma 4's two kinds.
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; of
+    Gemma 4's two kinds; and of Qwen3.5's.
     """
     plain = Heads(32, 8, 128, 0.1, cache_dtype=dtype)
     gemma = Heads(16, 8, 256, 1.0, 1024, cache_dtype=dtype, v_normed=True)
+    gated = Heads(16, 2, 256, 0.1, cache_dtype=dtype, gated=True)
     for heads, normed in (
         (plain, 0),
         (replace(plain, cache_dtype=CODES), 0),
@@ -157,12 +163,27 @@ def call_attention(dtype: torch.dtype) -> None:
         (gemma, 1),
         (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, rope_at=512), 1),
         (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, cache_dtype=CODES), 1),
+        (gated, 1),
+        (replace(gated, cache_dtype=CODES), 1),
     ):
         weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
         qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(3 * 512, dtype=dtype)
-        kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        given = qkv, rope if heads.v_normed else rope[:256].view(2, 128), kept, 3
-        kernels.attend_one(*given, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
+        own = rope if heads.v_normed else rope[: 2 * heads.head_dim].view(2, -1)
+        kernels.attend_one(qkv, own, kept(), 3, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
+
+
+def call_states(dtype: torch.dtype) -> None:
+    """Delta rules like Qwen3-Next's, and a convolution like LFM2's."""
+    conv, sizes = torch.empty(4, 8192, dtype=dtype), torch.empty(32)
+    delta = Delta(32, 16, 128, 128, conv, sizes, sizes, torch.empty(128), 1e-6, Projection(sizes))
+    kernels.delta_one(torch.empty(1, 12288, dtype=dtype), torch.empty(1, 64, dtype=dtype), kept(), 3, delta)
+    short = Convolution(torch.empty(3, 2048, dtype=dtype))
+    kernels.convolve_one(torch.empty(1, 6144, dtype=dtype), kept(), 3, short)
+
+
+def kept() -> KeptTokens:
+    """Addresses that nobody goes to."""
+    return KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 
 
 def untouched(*shape: int) -> Tensor:
@@ -173,7 +194,7 @@ def untouched(*shape: int) -> Tensor:
 def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
     """Every different kernel of a case, for every capability."""
     seen: set[str] = set()
-    for kernel, arguments in recorded(case):
+    for kernel, arguments, options in recorded(case):
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
@@ -185,13 +206,13 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
             else:
                 signature[parameter.name] = "i32"
-        key = repr((kernel.fn.__name__, signature, constants))
+        key = repr((kernel.fn.__name__, signature, constants, options))
         if key in seen:
             continue
         seen.add(key)
         for capability in capabilities:
             source = ASTSource(kernel, signature, constants, attributes)
-            binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
             loads = [
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))

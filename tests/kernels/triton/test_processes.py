@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = Path(__file__).parent
-SHARED_TESTS = "operations", "attend", "select", "listed"  # with the CPU's kernels
+SHARED_TESTS = "operations", "attend", "state_one", "select", "listed"  # with the CPU's kernels
 # Kibibytes of shared memory that one block may have.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
@@ -74,6 +74,8 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention", marks=pytest.mark.thorough),
         pytest.param("attend-float16", "89", id="attention in float16"),
+        pytest.param("state-bfloat16", "86 89", id="states"),
+        pytest.param("state-float16", "75 80 90 100 120", id="states in float16", marks=pytest.mark.thorough),
         pytest.param("attend-float32", "75 90", id="attention in float32", marks=pytest.mark.thorough),
     ],
 )
@@ -84,6 +86,8 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
     if case.startswith("attend"):
         expected = {"attend_kernel", "join_kernel"}
+    if case.startswith("state"):
+        expected = {"delta_kernel", "convolve_kernel"}
     if case.endswith("all"):
         expected |= {"copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):

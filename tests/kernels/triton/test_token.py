@@ -17,11 +17,12 @@ from floe_chat.models.catalog import asset
 from floe_chat.models.packing.pack import EXACT, PackSpec
 from torch import Tensor
 
+from ... import families
 from ...engine.offloading import offloaded
 from ...helpers import make_checkpoint, make_pack, relative_rms
 from .conftest import INTERPRETED
 
-OPERATIONS = ("select", "moe_step", "attend_one", "linear", "list_active", "add_listed")
+OPERATIONS = ("select", "moe_step", "attend_one", "delta_one", "convolve_one", "linear", "list_active", "add_listed")
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
 
 
@@ -40,14 +41,19 @@ def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
     return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["skips", "skips nothing"])
+@pytest.fixture(scope="module", params=["skips", "skips nothing", "qwen3_next", "lfm2_moe"])
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     """A pack, and whether to skip anything. Made before a test's memory is poisoned."""
-    skips: bool = request.param
+    name, skips = request.param, request.param == "skips"
     if not INTERPRETED:  # a machine with a GPU may not have what makes the small models
+        if "skips" not in name:
+            pytest.skip("its pack is a file of the program's")
         return asset("demo", "packed"), skips
     folder = tmp_path_factory.mktemp("token")
-    source = make_checkpoint(folder / "source", hidden=32, intermediate=24, experts=3, layers=1)
+    if "skips" in name:
+        source = make_checkpoint(folder / "source", hidden=32, intermediate=24, experts=3, layers=1)
+    else:
+        source = families.make(name, folder / "source", moe_intermediate_size=10)
     make_pack(source, folder / "pack", PackSpec() if skips else EXACT)
     return folder / "pack", skips
 
@@ -85,6 +91,7 @@ def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monk
     assert active == pytest.approx(as_active, rel=0.1)
 
 
+@pytest.mark.parametrize("pack", ["skips", "skips nothing", "qwen3_next"], indirect=True)
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_a_token_with_rows_in_a_pool_is_the_cpus(
     pack: tuple[Path, bool], share: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
