@@ -46,9 +46,9 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     if heads.num_heads % heads.num_kv_heads or dim % 2:
         raise ValueError(f"{heads.num_heads} heads of width {dim} over {heads.num_kv_heads} heads of keys")
     require("qkv", qkv, FLOATS, (1, heads.sizes[0]))
-    require("rope", rope, FLOATS, (len(rope), *((2, dim) if rope.ndim == 3 else rope.shape[1:2])), device)
-    if not 0 <= heads.rope_at <= rope[:1].numel() - 2 * dim:
-        raise ValueError(f"rope of {rope[:1].numel()} numbers has none of width {dim} from number {heads.rope_at} on")
+    require("rope", rope, FLOATS, (rope.numel(),) if rope.ndim == 1 else (2, dim), device)
+    if not 0 <= heads.rope_at <= rope.numel() - 2 * dim:
+        raise ValueError(f"rope of {rope.numel()} numbers has none of width {dim} from number {heads.rope_at} on")
     _kept(kept, layer, device)
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError("queries and keys are normalized both or neither")
@@ -56,8 +56,6 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     for name, weight, count in norms:
         if weight is not None:
             require(name, weight, FLOATS, (dim if weight.numel() == dim else count * dim,), device)
-    if device.type == "cpu":
-        indices("position", kept.position, len(rope))
 
 
 def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: Delta) -> None:

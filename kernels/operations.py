@@ -216,16 +216,16 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     that was captured in a graph serves every token and any memory.
 
     Args:
-        qkv: (1, (heads + 2 * key heads) * D), as projected, without values where keys are alone. rope: (N, 2, D)
-            cosines and sines of positions 0..N-1, the first half of the sines negated; or (N, numbers), among which
-            those of the layer begin at `heads.rope_at`. kept: where the entries are, of `heads.cache_dtype`;
-            those of `layer` have room for the new token. eps: of the norms.
+        qkv: (1, (heads + 2 * key heads) * D), as projected, without values where keys are alone. rope: (2, D) cosines
+            and sines of the position, the first half of the sines negated; or (numbers,), among which those of the
+            layer begin at `heads.rope_at`. kept: where the entries are, of `heads.cache_dtype`; those of `layer` have
+            room for the new token. eps: of the norms.
 
     Returns:
         (1, heads * D) of qkv's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or (on the CPU) a position without rope.
+        ValueError: shapes that do not fit.
     """
     arguments.attend_one(qkv, rope, kept, layer, heads)
     return choose(qkv.device).attend_one(qkv, rope, kept, layer, heads, eps)

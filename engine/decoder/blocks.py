@@ -158,7 +158,7 @@ def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | No
 
 def read_sandwich(family: Family, layer: Any) -> Sandwich | None:
     """The norms behind a layer's parts, if it has them."""
-    if not hasattr(layer, "post_feedforward_layernorm_1"):
+    if not family.sandwich:
         return None
     names = "post_attention", "pre_feedforward", "post_feedforward"
     mixed, before, both = (read_norm(family, getattr(layer, f"{name}_layernorm")) for name in names)

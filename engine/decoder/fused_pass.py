@@ -100,8 +100,7 @@ class FusedDecoder:
         self._apart = not all(layer.alone for layer in experts)
         self._card: CardToken | None = None
         self._graphs: CardLayers | CardParts | None = None
-        self._captured_rope: Tensor | None = None  # what graphs read, where there are two tables
-        self._captured_long = False
+        self._turn: Tensor | None = None  # rope of the position, (1, ...), which graphs read
         self._declined = ""  # why they were given up
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -118,13 +117,8 @@ class FusedDecoder:
             raise Unsupported("attention through a latent vector has no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
-        rope = self._rope.tables(0, self._window, long=self._turns_again)
-        if self._turns_again:
-            if self._kv.parts:
-                raise Unsupported(f"graphs of several cards have no rope for texts beyond {self._rope.short} tokens")
-            rope = self._captured_rope = rope.clone()
-            self._captured_long = True
-        ends = Ends(self._embedding, rope, self._norm, self._eps, self._head, self._scale, self._cap)
+        self._turn = self._rope.tables(0, 1).clone()
+        ends = Ends(self._embedding, self._turn[0], self._norm, self._eps, self._head, self._scale, self._cap)
         if self._kv.parts:
             self._graphs = CardParts(self._layers, ends, self._kv.parts)
             return "one graph per layer and token, on each card"
@@ -230,9 +224,8 @@ class FusedDecoder:
     def _by_graphs(self, token: int, store: GrowingStore, kv: KVCache) -> Tensor | None:
         """Logits (1, V) of one token, which the next one overwrites; None if nothing is captured."""
         count, position = self._config.num_hidden_layers, kv.length
-        if self._captured_rope is not None and kv.long != self._captured_long:
-            self._captured_long, short = kv.long, self._rope.short
-            self._captured_rope[:short] = self._rope.tables(0, short, long=kv.long)
+        if self._turn is not None:
+            self._turn.copy_(self._rope.tables(position, position + 1, long=kv.long), non_blocking=True)
         if self._card is not None and self._card.ready(count):
             logits = self._card.run(token, position, store)
         elif (layers := self._layers_now()) is not None:

@@ -270,8 +270,9 @@ class Rope:
 
     def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
         """Cosines and sines of positions start..end-1, (positions, 2, D). long: of a text beyond `short`."""
-        if end > len(table := self._tables[long]):
-            most = -(-max(end, len(table) * 3 // 2) // BLOCK) * BLOCK
+        table = self._tables[long]
+        if end > (made := table.shape[0]):
+            most = -(-max(end, made * 3 // 2) // BLOCK) * BLOCK
             table = self._tables[long] = self._computed(max(most, self.short + 1) if long else min(most, self.short))
         return table[start:end]
 
@@ -302,6 +303,7 @@ class Ropes:
         ends = list(itertools.accumulate(2 * rope.dim for rope in ropes.values()))
         self._at = dict(zip(ropes, [0, *ends], strict=False))
         self.short = min(rope.short for rope in ropes.values())
+        self._only = next(iter(ropes.values())) if len(ropes) == 1 else None
 
     def of(self, layer: int) -> tuple[int, Tensor | None]:
         """Where a layer's numbers begin among those of a position, and `Rope.order`."""
@@ -314,8 +316,10 @@ class Ropes:
 
     def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
         """Cosines and sines of positions start..end-1, (positions, 2, D), or (positions, numbers) of several kinds."""
-        found = [rope.tables(start, end, long=long) for rope in self._ropes.values()]
-        return found[0] if len(found) == 1 else torch.cat([table.flatten(1) for table in found], 1)
+        if self._only is not None:
+            return self._only.tables(start, end, long=long)
+        found = [rope.tables(start, end, long=long).flatten(1) for rope in self._ropes.values()]
+        return torch.cat(found, 1)
 
 
 def read_rope(model: Any, family: Family) -> Ropes:

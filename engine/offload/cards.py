@@ -28,6 +28,7 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 REACHED = 0.7
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums; one graph of ours
 SHARED_LAUNCHES, GATE_LAUNCHES = 7, 3  # that a shared expert adds to those, and a gate that scales it
+SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors
 LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, nominal, one way
 LINK_REACHED = 0.8  # share of that which copies from pinned memory usually reach
 

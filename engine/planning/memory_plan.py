@@ -80,7 +80,7 @@ class Needs:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
         kv: keys and values of one token, of kv_bits. context: tokens whose keys and values are reserved.
-        captured: what a token's graphs take, with rope's table for the whole window.
+        captured: what a token's graphs take, with rope's tables for these tokens.
     """
 
     dense: int
@@ -123,7 +123,7 @@ class Needs:
             hidden=a.hidden,
             context=min(reserved, window),
             kv_bits=kv_bits,
-            captured=_captured(sizes, window),
+            captured=_captured(sizes, min(reserved, window)),
             states=2 * state_bytes(sizes),
         )
 
@@ -144,7 +144,7 @@ class Needs:
             hidden=sizes.hidden,
             context=context,
             kv_bits=kv_bits,
-            captured=_captured(sizes, sizes.window),
+            captured=_captured(sizes, context),
             states=2 * state_bytes(sizes),
         )
 
@@ -260,9 +260,10 @@ def _stays(ram: int) -> int:
     return max(int(ram * RAM_SHARE), RAM_LEAST)
 
 
-def _captured(sizes: Sizes, window: int) -> int:
-    """What a token's graphs take on a card: an estimate; rope's table for the window in 16 bits is exact."""
-    return sizes.layers * LAUNCHES * NODE_BYTES + 4 * window * sizes.head_dim
+def _captured(sizes: Sizes, context: int) -> int:
+    """What a token's graphs take on a card: an estimate; rope's tables for so many tokens in 16 bits are exact."""
+    dims = sizes.head_dim + (sizes.wide.head_dim if sizes.wide else 0)
+    return sizes.layers * LAUNCHES * NODE_BYTES + 4 * context * dims
 
 
 def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ...models.catalog_entry import Recurrent, Sizes
+from ...models.families import FAMILIES
 from ..decoder.state_store import EVERY
-from ..offload.cards import DENSE_LAUNCHES, GATE_LAUNCHES, SHARED_LAUNCHES
+from ..offload.cards import DENSE_LAUNCHES, GATE_LAUNCHES, SANDWICH_LAUNCHES, SHARED_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
@@ -359,6 +360,8 @@ def layer_time(
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
     launches = DENSE_LAUNCHES + (SHARED_LAUNCHES if takes.sizes.shared else 0)
     launches += GATE_LAUNCHES if takes.sizes.shared_gate else 0
+    family = FAMILIES.get(takes.sizes.model_type)
+    launches += SANDWICH_LAUNCHES if family and family.sandwich else 0
     dense = takes.attention / speeds.gpu + speeds.launch + launches * speeds.node
     more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":

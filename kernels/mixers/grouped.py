@@ -142,7 +142,7 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     """`attend` with position and address read from memory, on the CPU; see `kernels.attend_one`."""
     position = int(kept.position)
     kv = kept.there(layer, (position + 1, *heads.entry), heads.cache_dtype)
-    turn = rope[position].flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
+    turn = rope.flatten()[heads.rope_at :][: 2 * heads.head_dim].view(2, -1)
     return attend(qkv, turn, kv, position, heads, eps)
 
 

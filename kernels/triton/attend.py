@@ -35,7 +35,7 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         *(heads.clip or 0.0, heads.window or 0, normed),
         math.gcd(kept.aligned, math.prod(heads.entry) * heads.cache_dtype.itemsize),
         heads.cache_dtype == CODES,
-        *(0 if heads.keys_alone else heads.num_kv_heads, heads.v_normed, heads.rope_at, rope[0].numel()),
+        *(0 if heads.keys_alone else heads.num_kv_heads, heads.v_normed, heads.rope_at),
         heads.num_heads if heads.gated else 0,
     )
     splits, columns, group = splits_of(device, heads), triton.next_power_of_2(dim), triton.next_power_of_2(groups)

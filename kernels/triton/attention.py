@@ -31,9 +31,8 @@ class Shape(NamedTuple):
         heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
             layer's address. coded: whether entries are codes, see `kernels/entries.py`. value_heads: heads of values
-            that are projected; 0 where keys are alone. v_normed: as in `Heads`. rope_at, angles: where the layer's
-            cosines and sines are among the numbers of a position, and how many those are. gates: of the output, heads
-            behind the queries.
+            that are projected; 0 where keys are alone. v_normed, rope_at: as in `Heads`. gates: of the output,
+            heads behind the queries.
     """
 
     heads: int
@@ -49,7 +48,6 @@ class Shape(NamedTuple):
     value_heads: int
     v_normed: bool
     rope_at: int
-    angles: int
     gates: int
 
 
@@ -151,7 +149,7 @@ def attend_kernel(
     within = d[None, :] < A.dim
     head = key_head * group + g
     live = (g < group)[:, None] & within
-    row = rope + at.to(tl.int64) * A.angles + A.rope_at
+    row = rope + A.rope_at
     q = turned(qkv, q_norm, head, d, live, row, A.heads, A, ALL) * A.scale
     one = tl.zeros((1,), tl.int32) + key_head
     behind: tl.constexpr = A.heads + A.gates

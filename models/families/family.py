@@ -136,6 +136,7 @@ class Family:
             what else they have beside matrices and what most families have.
         gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
             where `attention` does not say it. centred: whether norms' weights are stored less one.
+        sandwich: whether there are norms behind a layer's parts, too, and its MLP joins the experts.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
         attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
@@ -176,6 +177,7 @@ class Family:
     normed_heads: bool = False
     centred: bool = False
     states: bool = False
+    sandwich: bool = False
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent | None = GroupedQuery()
     why: str = ""

@@ -126,6 +126,7 @@ GEMMA4 = Family(
     experts_by="gelu",
     biases=_more,
     normed_heads=True,
+    sandwich=True,
     parts=_parts,
     attention=GroupedQuery(normalized=lambda _config: True, per_head=True, window=_window),
     defaults={

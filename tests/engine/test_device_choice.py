@@ -145,10 +145,10 @@ def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_r
 
 
 def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
-    monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs
+    monkeypatch: pytest.MonkeyPatch, choose: Choose, tiny_pack: Path
 ) -> None:
     a_gpu(monkeypatch, 1 << 30)
-    short = replace(needs, context=100)
+    short = needs_of(tiny_pack, 2, 16, 100)
     about = round(short.whole() / (1 - memory_plan.KEPT_FREE))
     limit = next(vram for vram in range(about - 9, about + 9) if memory_plan.budget(vram) >= short.whole())
     tight = choose("cuda", limit, WHOLE, context=100)

@@ -18,7 +18,7 @@ EPS = 1e-5
 class Case:
     """normed: what queries and keys are normalized over. dtype: of the computation. stored: of keys and values.
 
-    alone, v_normed, rope_at: as in `Heads`; rope of a position then has some numbers more.
+    alone, v_normed, rope_at: as in `Heads`; rope then has some numbers more.
     """
 
     queries: int = 4
@@ -120,9 +120,8 @@ def a_token(case: Case, position: int) -> Token:
     angles = random(case.dim // 2).mul(3).repeat(2)
     turn = torch.cat([angles.cos(), angles.sin()])
     turn[case.dim : case.dim * 3 // 2].neg_()
-    rope = torch.full((position + 3, case.rope_at + 2 * case.dim + (3 if case.rope_at else 0)), NAN)
-    rope[position, case.rope_at :][: 2 * case.dim] = turn
-    rope = rope if case.rope_at else rope.view(-1, 2, case.dim)
+    around = torch.full((case.rope_at,), NAN), torch.full((3,), NAN)
+    rope = torch.cat([around[0], turn, around[1]]) if case.rope_at else turn.view(2, -1)
     entries = torch.full((3, position + 5, 2 * case.keys, case.dim), NAN)
     first = 0 if case.window is None else max(0, position + 1 - case.window)
     entries[1, first:position] = random(position - first, 2 * case.keys, case.dim)
@@ -138,7 +137,7 @@ def truth(case: Case, token: Token) -> tuple[Tensor, Tensor]:
     norms: dict[str, Any] = {
         name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm", "sinks")
     }
-    turn = token.rope[token.position].flatten()[case.rope_at :][: 2 * case.dim].view(2, -1)
+    turn = token.rope.flatten()[case.rope_at :][: 2 * case.dim].view(2, -1)
     given = token.qkv.double(), turn.double(), entries, token.position
     return attend(*given, replace(heads, **norms), EPS), read(case, entries[token.position])
 

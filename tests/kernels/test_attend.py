@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (
         (token.qkv[:, 1:], token.rope, kept, 1, heads),
         (token.qkv.repeat(2, 1), token.rope, kept, 1, heads),
-        (token.qkv, token.rope[:, :, 1:], kept, 1, heads),
-        (token.qkv, token.rope[:3], kept, 1, heads),
+        (token.qkv, token.rope[:, 1:], kept, 1, heads),
+        (token.qkv, token.rope[:1], kept, 1, heads),
         (token.qkv, token.rope, KeptTokens(kept.addresses.int(), kept.position), 1, heads),
         (token.qkv, token.rope, KeptTokens(kept.addresses, kept.position.repeat(2)), 1, heads),
         (token.qkv, token.rope, kept, 3, heads),
@@ -112,9 +112,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (token.qkv, token.rope, kept, 1, replace(heads, num_kv_heads=4)),
         (token.qkv, token.rope, kept, 1, replace(heads, keys_alone=True)),
         (token.qkv, token.rope, kept, 1, replace(heads, rope_at=1)),
-        (token.qkv, token.rope.flatten(1), kept, 1, replace(heads, rope_at=-1)),
-        (token.qkv, token.rope.flatten(1)[:, :-1], kept, 1, heads),
-        (token.qkv, token.rope[..., None], kept, 1, heads),
+        (token.qkv, token.rope.flatten(), kept, 1, replace(heads, rope_at=-1)),
+        (token.qkv, token.rope.flatten()[:-1], kept, 1, heads),
+        (token.qkv, token.rope[None], kept, 1, heads),
     ):
         with pytest.raises(ValueError):
             kernels.attend_one(*wrong, EPS)

@@ -26,8 +26,9 @@ class Ends:
     """What comes before the layers and after them.
 
     Attributes:
-        embedding: (V, H). rope: (window, 2, D), or (window, numbers) of several kinds of heads. norm: the last one,
-            with its eps. head: to V logits. scale: of the embedding. cap: of logits, see `ModelEnds`.
+        embedding: (V, H). rope: (2, D), or (numbers,) of several kinds of heads, of the token's position, which whoever
+            runs it writes. norm: the last one, with its eps. head: to V logits. scale: of the embedding. cap: of
+            logits, see `ModelEnds`.
     """
 
     embedding: Tensor

@@ -84,7 +84,7 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     """`kernels.step.dense_step` with nothing that depends on the position but in the device's memory.
 
     Args:
-        stream: (1, H) all that was computed before. rope: (window, 2, D). index: the layer's number.
+        stream: (1, H) all that was computed before. rope: see `Ends`. index: the layer's number.
     """
     hidden, mixer = layer.input_layernorm(stream, layer.eps), layer.mixer
     given = layer.first.forward(hidden)

@@ -29,12 +29,14 @@ class CardParts:
 
     def __init__(self, layers: Sequence[DecoderLayer], ends: Ends, parts: Sequence[KvPart]) -> None:
         embedding = ends.embedding
+        self._rope, self._ropes = ends.rope, list[Tensor]()
         self._parts: list[tuple[CardLayers, Tensor | None]] = []
         for part in parts:
             inbox = None
             if part.layers.start:
                 inbox = torch.zeros(1, embedding.shape[1], dtype=embedding.dtype, device=part.device)
             own, there = layers[part.layers.start : part.layers.stop], replace(ends, rope=ends.rope.to(part.device))
+            self._ropes.append(there.rope)
             self._parts.append((CardLayers(own, there, inbox, alone=False), inbox))
         self._counts = [len(part.layers) for part in parts]
         self._attending = [block for block in (layer.experts for layer in layers) if isinstance(block, OffloadedLayer)]
@@ -61,6 +63,9 @@ class CardParts:
     def begin(self, token: int, position: int, store: GrowingStore) -> None:
         """See `CardLayers`."""
         assert isinstance(store, DividedStore), "not divided"
+        for rope in self._ropes:
+            if rope is not self._rope:
+                rope.copy_(self._rope, non_blocking=True)
         for (part, _), own in zip(self._parts, store.parts, strict=True):
             part.begin(token, position, own)
 

@@ -167,8 +167,8 @@ def call_attention(dtype: torch.dtype) -> None:
         (replace(gated, cache_dtype=CODES), 1),
     ):
         weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
-        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(9, 3 * 512, dtype=dtype)
-        own = rope if heads.v_normed else rope[:, : 2 * heads.head_dim].reshape(9, 2, -1)
+        qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(3 * 512, dtype=dtype)
+        own = rope if heads.v_normed else rope[: 2 * heads.head_dim].view(2, -1)
         kernels.attend_one(qkv, own, kept(), 3, replace(heads, q_norm=weight, k_norm=weight), 1e-5)
 
 
