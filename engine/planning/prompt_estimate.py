@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.mixers.delta import CHUNK
+from ...models.catalog_entry import Recurrent
 from ..offload import missing_rows
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace
 from .footprint import Footprint
 from .speed_estimate import PROMPT, Held, Speeds, TokenWork
+
+RULE_LAUNCHES, CHUNK_LAUNCHES = 38, 31  # of a gated delta rule for any number of tokens, and for each chunk of them
 
 
 def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
@@ -59,7 +63,10 @@ def prompt_layer(
     ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
     flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
     reading = (takes.attention + ups + rows) / speeds.gpu
-    compute = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
+    launches = DENSE_LAUNCHES + 3 * sizes.experts
+    if isinstance(sizes.recurrent, Recurrent):
+        launches += sizes.recurrent.layers / sizes.layers * (RULE_LAUNCHES + CHUNK_LAUNCHES * tokens / CHUNK)
+    compute = max(flops / speeds.gpu_flops, reading) + launches * speeds.launch
     there = {"gpu": 1.0, "pool": pool, "cpu": 0.0}[place]
     away = (1 - there) * rows + (ups if place == "cpu" else 0)
     ends = (0.0, 0.0) if place == "gpu" else _experts_end(takes, calls, speeds.rates(takes, work), there, away, cpu)

@@ -161,7 +161,10 @@ def test_a_token_may_leave_out_the_last_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-sliding", "olmoe-biased-clipped", "qwen2_moe-mixed", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "mixtral-sliding", "olmoe-biased-clipped", "qwen2_moe-mixed", "qwen3_moe", "qwen3_next", "lfm2_moe"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gpus_layers_are_torchs(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
