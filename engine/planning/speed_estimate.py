@@ -347,6 +347,13 @@ class LayerTime:
         return self.dense + self.up + self.rows + self.host
 
 
+def dense_launches(sizes: Sizes) -> int:
+    """Kernels in the graph of one layer before its experts."""
+    family = FAMILIES.get(sizes.model_type)
+    more = SHARED_LAUNCHES * bool(sizes.shared) + GATE_LAUNCHES * bool(sizes.shared_gate)
+    return DENSE_LAUNCHES + more + SANDWICH_LAUNCHES * (family is not None and family.sandwich)
+
+
 def layer_time(
     takes: Footprint,
     work: TokenWork,
@@ -358,11 +365,7 @@ def layer_time(
     curve: Curve | None = None,
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
-    launches = DENSE_LAUNCHES + (SHARED_LAUNCHES if takes.sizes.shared else 0)
-    launches += GATE_LAUNCHES if takes.sizes.shared_gate else 0
-    family = FAMILIES.get(takes.sizes.model_type)
-    launches += SANDWICH_LAUNCHES if family and family.sandwich else 0
-    dense = takes.attention / speeds.gpu + speeds.launch + launches * speeds.node
+    dense = takes.attention / speeds.gpu + speeds.launch + dense_launches(takes.sizes) * speeds.node
     more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense, more)
