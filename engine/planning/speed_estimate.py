@@ -22,7 +22,7 @@ from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
-from .footprint import Footprint, by_library, kv_bytes, kv_element, state_bytes
+from .footprint import Footprint, kv_bytes, kv_element, state_bytes
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
@@ -255,7 +255,7 @@ def decode(
         # Layers with experts have counted it.
         more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)
     else:
-        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
+        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
         token = _on_cpu(takes, work, speeds, held, seen)
         more = takes.sizes.decoder_layers * _beside_s(takes.sizes, speeds, gpu=False)
     return dataclasses.replace(token, host=token.host + held.part * more)
@@ -279,7 +279,7 @@ def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
     """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return by_library(sizes.model_type) or (gpu and sizes.latent is not None)
+    return gpu and sizes.latent is not None
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
@@ -287,7 +287,7 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen:
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     # Our own pass reads little more of a coded head than its first plane.
-    planes = 2 if spec.dense < 16 and not by_library(sizes.model_type) else 1
+    planes = 2 if spec.dense < 16 else 1
     dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense))
     # Routers, norms and the like are float32 on a CPU: in Qwen3-Next half as much as what a token reads of experts.
     dense += (4 * sizes.small + seen) / speeds.read
