@@ -138,8 +138,6 @@ def check_family(config: Any) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise Unsupported(f"the fused pass does not know the family {config.model_type}")
-    if family.attention is None:
-        raise Unsupported(family.why)
     return family
 
 
@@ -329,7 +327,6 @@ def read_rope(model: Any, family: Family) -> Ropes:
     if isinstance(how, ThroughLatent):
         turned = {"interleaved": how.interleaved(model.config), "once": how.angles_once}
         return Ropes({"": Rope(module, model.config.qk_rope_head_dim, like, **turned)}, kinds)
-    assert how is not None
     dims = [layer.self_attn.head_dim if hasattr(layer, "self_attn") else 0 for layer in layers]
     if isinstance(module.rope_type, dict):
         kinds = list(model.config.layer_types)

@@ -112,7 +112,7 @@ def choose(
     """
     asked = asked or Asked()
     virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
-    element = kv_element(manifest.architecture.model_type, manifest.widths.dense) if virtual or throttled else 2
+    element = kv_element(manifest.widths.dense) if virtual or throttled else 2
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
         need_compiled(wanted)

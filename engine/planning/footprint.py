@@ -117,22 +117,14 @@ def state_bytes(sizes: Sizes) -> int:
     return 4 * recurrent.layers * one
 
 
-def by_library(model_type: str) -> bool:
-    """Whether transformers' modules compute a family's layers, as far as its record says."""
-    family = FAMILIES.get(model_type)
-    return family is None or family.attention is None
-
-
 def divisible(model_type: str) -> bool:
     """Whether several cards may have some of a family's layers each."""
-    return not by_library(model_type) and not FAMILIES[model_type].states
+    return not FAMILIES[model_type].states
 
 
-def kv_element(model_type: str, dense: int) -> int:
-    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`).
-    transformers' modules keep what they compute, in float32.
-    """
-    return 4 if dense == 16 or by_library(model_type) else 2
+def kv_element(dense: int) -> int:
+    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`)."""
+    return 4 if dense == 16 else 2
 
 
 def _vector(columns: int, bits: int) -> int:

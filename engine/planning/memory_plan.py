@@ -273,7 +273,7 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        uses["context"] = context * kv_bytes(takes.sizes, kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
+        uses["context"] = context * kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense))
     return uses
 
 

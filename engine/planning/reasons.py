@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...models.catalog import CatalogEntry
-from ...models.families import FAMILIES
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..machine import hardware
 from ..offload.mix import Mix
-from .footprint import Footprint, by_library, divisible
+from .footprint import Footprint, divisible
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option, option
@@ -97,7 +96,7 @@ def why(
             _why_compiled(chosen),
             _why_ram(machine, chosen),
             _why_speed(chosen),
-            _why_library(entry, chosen),
+            _why_one_by_one(entry, chosen),
         )
         if sentence
     )
@@ -216,13 +215,10 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
     return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
 
 
-def _why_library(entry: CatalogEntry, chosen: Option) -> str:
+def _why_one_by_one(entry: CatalogEntry, chosen: Option) -> str:
     """That a layer before its experts goes one operation after another, and why."""
-    family = FAMILIES.get(entry.sizes.model_type)
-    if family is None or not one_by_one(entry.sizes, gpu=chosen.place != "cpu"):
+    if not one_by_one(entry.sizes, gpu=chosen.place != "cpu"):
         return ""
-    if by_library(family.model_type):
-        return f"All but the experts is computed by transformers' modules, since {family.why}. That takes longer."
     return "On a GPU, attention through a latent vector is computed one operation after another. That takes longer."
 
 

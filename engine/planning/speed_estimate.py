@@ -22,7 +22,7 @@ from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
-from .footprint import Footprint, by_library, kv_bytes, kv_element, state_bytes
+from .footprint import Footprint, kv_bytes, kv_element, state_bytes
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
@@ -255,7 +255,7 @@ def decode(
         # Layers with experts have counted it.
         more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)
     else:
-        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.sizes.model_type, takes.spec.dense))
+        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
         token = _on_cpu(takes, work, speeds, held, seen)
         more = takes.sizes.decoder_layers * _beside_s(takes.sizes, speeds, gpu=False)
     return dataclasses.replace(token, host=token.host + held.part * more)
@@ -279,7 +279,7 @@ def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
 
 def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
     """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return by_library(sizes.model_type) or (gpu and sizes.latent is not None)
+    return gpu and sizes.latent is not None
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
@@ -287,7 +287,7 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen:
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     # Our own pass reads little more of a coded head than its first plane.
-    planes = 2 if spec.dense < 16 and not by_library(sizes.model_type) else 1
+    planes = 2 if spec.dense < 16 else 1
     dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense))
     # Routers, norms and the like are float32 on a CPU: in Qwen3-Next half as much as what a token reads of experts.
     dense += (4 * sizes.small + seen) / speeds.read
@@ -347,6 +347,13 @@ class LayerTime:
         return self.dense + self.up + self.rows + self.host
 
 
+def dense_launches(sizes: Sizes) -> int:
+    """Kernels in the graph of one layer before its experts."""
+    family = FAMILIES.get(sizes.model_type)
+    more = SHARED_LAUNCHES * bool(sizes.shared) + GATE_LAUNCHES * bool(sizes.shared_gate)
+    return DENSE_LAUNCHES + more + SANDWICH_LAUNCHES * (family is not None and family.sandwich)
+
+
 def layer_time(
     takes: Footprint,
     work: TokenWork,
@@ -358,11 +365,7 @@ def layer_time(
     curve: Curve | None = None,
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
-    launches = DENSE_LAUNCHES + (SHARED_LAUNCHES if takes.sizes.shared else 0)
-    launches += GATE_LAUNCHES if takes.sizes.shared_gate else 0
-    family = FAMILIES.get(takes.sizes.model_type)
-    launches += SANDWICH_LAUNCHES if family and family.sandwich else 0
-    dense = takes.attention / speeds.gpu + speeds.launch + launches * speeds.node
+    dense = takes.attention / speeds.gpu + speeds.launch + dense_launches(takes.sizes) * speeds.node
     more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense, more)

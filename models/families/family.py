@@ -139,7 +139,7 @@ class Family:
         sandwich: whether there are norms behind a layer's parts, too, and its MLP joins the experts.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
-        attention: what the fused pass needs to know; None where transformers' modules compute it, `why` in words.
+        attention: of its layers, or of those that attend.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
@@ -179,8 +179,7 @@ class Family:
     states: bool = False
     sandwich: bool = False
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
-    attention: GroupedQuery | ThroughLatent | None = GroupedQuery()
-    why: str = ""
+    attention: GroupedQuery | ThroughLatent = GroupedQuery()
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     refused: Callable[[Mapping[str, Any]], str] = lambda _fields: ""
     register: Callable[[], None] = lambda: None

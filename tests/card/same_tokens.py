@@ -58,7 +58,7 @@ def memory(pack: Path, share: float) -> int:
         model.manifest,
         layers,
         read_config(pack),
-        kv_element(model.manifest.architecture.model_type, model.manifest.widths.dense),
+        kv_element(model.manifest.widths.dense),
     )
     return int((needs.least() + share * (needs.whole() - needs.least())) / (1 - KEPT_FREE)) + (1 << 20)
 

@@ -50,6 +50,9 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+VIEWS = "view", "split", "slice", "select", "unsqueeze", "expand", "to"  # launch nothing; `to` of the type that it is
+
+
 class Recording(TorchDispatchMode):
     """One run: what was done, on which memory that was there before, and what memory was made."""
 
@@ -169,6 +172,10 @@ class FakeGraph:
         self._card, self._work = card, work
         card.run(work)
         self._captured, self.outputs = card.run(work)
+
+    def operations(self) -> list[str]:
+        """The names of what was captured, in order."""
+        return [entry.partition("; ")[0].removeprefix("aten.").partition(".")[0] for entry in self._captured.log]
 
     def replay(self) -> None:
         profiled = sys.getprofile()

@@ -21,16 +21,19 @@ from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.device_memory import DeviceMemory
 from floe_chat.engine.offload.looking import Looking
 from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.speed_estimate import dense_launches
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.sampling import Sampler
 from floe_chat.kernels.rule import LATE
+from floe_chat.models.families import FAMILIES
+from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
 from .. import families
 from ..helpers import make_pack, relative_rms
 from .driver import GREEDY, a_preset, open_model
-from .fake_card import Calls, FakeCard, FakeGraph
+from .fake_card import VIEWS, Calls, FakeCard, FakeGraph
 from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
 from .step_models import (
     EACH_HEAD,
@@ -65,6 +68,16 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 2:]
     assert relative_rms(found, expected) <= 2 * LIMIT
     assert card.replays == 21 * len(card.captures) and card.waits == 21
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text"])
+def test_plans_count_what_a_layer_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To within two: what a library launches for an operation differs, and attention takes two."""
+    card, model = FakeCard(monkeypatch), make_model(name)
+    graphed(model)
+    launched = [operation for operation in card.captures[1].operations() if operation not in VIEWS]
+    planned = dense_launches(sizes_of(FAMILIES[name], model.config))
+    assert abs(len(launched) + 1 - planned) <= 2, launched
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,12 @@ def test_heads_of_two_kinds_are_divided(mix: Mix, tmp_path: Path, monkeypatch: p
     as_one(tmp_path / "pack", mix, (1, 3), PLAIN, monkeypatch)
 
 
+def test_a_text_passes_the_length_that_rope_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = families.MODELS["phimoe"]["rope_parameters"] | {"original_max_position_embeddings": 5}
+    make_pack(families.make("phimoe", tmp_path / "source", rope_parameters=rope), tmp_path / "pack", PackSpec(up=3))
+    as_one(tmp_path / "pack", MIXES["pools"], (1, 2), PLAIN, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def everything(pack: Path) -> Tensor:
     """The logits of one processor with nothing left out."""

@@ -186,7 +186,7 @@ def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
         for _ in range(10):
             other = dataclasses.replace(found[0].held, mix=dataclasses.replace(mix, order=draw.sample(range(32), 32)))
             # The cost of a kind is that of its layers' mean, which is nearly the mean of their costs.
-            assert best <= seconds(takes, speeds, other, work) * 1.01
+            assert best <= seconds(takes, speeds, other, work) * 1.02
 
 
 @pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])

@@ -122,7 +122,7 @@ def choose(
         cause = "Its layers are computed by transformers' modules or keep a state, and cannot cross from card to card."
         raise UsageError("This model cannot be divided among cards", cause, "Name one card with --device.")
     real = names[0].lower().startswith("cuda")
-    element = 2 if real else kv_element(manifest.architecture.model_type, manifest.widths.dense)
+    element = 2 if real else kv_element(manifest.widths.dense)
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     return _Several(names, pack, config, vram).placement()
 
