@@ -157,7 +157,10 @@ def test_what_was_not_measured_is_none_and_not_zero(engine: Engine) -> None:
     assert stats.layer_activity == () and stats.expert_use == ()
     engine.send(asking(2, PROMPT, stop=engine.tokens_of(1)))
     stats = finished(engine, 2)
-    assert stats.new_tokens == 0 and stats.first_token_s is None and stats.prefill_tps
+    assert (stats.new_tokens, stats.first_token_s) == (0, None)
+    assert stats.reused_tokens == stats.prompt_tokens and stats.prefill_tps is None, (
+        "the prompt was there with its logits"
+    )
 
 
 def test_each_answer_starts_counting_anew(engine: Engine) -> None:
