@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +86,9 @@ def test_a_layer_knows_only_the_libraries_of_its_kind(package: str) -> None:
     assert len(files) >= 4
     known = {str(path.relative_to(ROOT)): sorted(FOREIGN[package] & set(imported(path))) for path in files}
     assert {path: names for path, names in known.items() if names} == {}
+
+
+def test_every_folder_of_modules_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    there = {path.parent.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
+    assert {".".join(("floe_chat", *folder.parts)) for folder in there} <= set(listed)

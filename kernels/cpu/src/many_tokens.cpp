@@ -10,6 +10,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 
@@ -408,7 +409,7 @@ int floe_experts_swiglu(const float *x, int64_t tokens, const floe_signal *of_si
     e.for_signal = for_signal, e.for_other = for_other, e.thresholds = thresholds, e.weights = weights;
     e.down_thresholds = calls.product == nullptr ? nullptr : products;
     e.by_token = by_token, e.of_token = of_token, e.y = y;
-    memset(y, 0, (size_t)(tokens * down.n) * sizeof(float));
+    std::fill_n(y, tokens * down.n, 0.0f); // memset would need a place for no tokens, too
 
     // As many parts at a time as have room for their sums; which these are depends on the calls alone.
     for (int64_t first = 0; first < part_count;) {
