@@ -221,9 +221,9 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
-// Norms behind a layer's parts, too; what is beside the experts then joins them, and not the stream. (H) each: mixed: of
-// what the mixer adds, before: of what is given to `beside`, beside, experts: of what these give, both: of their sum.
-// scale: of the stream behind the layer.
+// Norms behind a layer's parts, too; what is beside the experts then joins them, and not the stream. (H) each: mixed:
+// of what the mixer adds, before: of what is given to `beside`, beside, experts: of what these give, both: of their
+// sum. scale: of the stream behind the layer.
 typedef struct {
     const float *mixed, *before, *beside, *experts, *both;
     float scale;
@@ -238,10 +238,10 @@ typedef struct {
 // stored: the form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
 // sinks: (heads) scores of a token without a value that every query sees. gated: behind the queries, `first` gives a
 // gate of each number of a head's output. keys_alone: it gives no values: they are the keys, as projected. v_normed:
-// values are divided by their root mean square. rope_at: where a layer's cosines and sines begin. latent: heads meet what is stored like one key head, D = rank + turned,
-// whose first numbers are its value; first: queries, or the vector that they are made of, the stored vector and the key
-// behind it; neither codes nor norms of heads. delta: first: queries, keys and values of the convolution, then the
-// output's gates; scale: of queries.
+// values are divided by their root mean square. rope_at: where a layer's cosines and sines begin. latent: heads meet
+// what is stored like one key head, D = rank + turned, whose first numbers are its value; first: queries, or the vector
+// that they are made of, the stored vector and the key behind it; neither codes nor norms of heads. delta: first:
+// queries, keys and values of the convolution, then the output's gates; scale: of queries.
 enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
@@ -259,10 +259,11 @@ typedef struct {
     FLOE_OPTIONAL const floe_sandwich *sandwich;
 } floe_dense_layer;
 
-// Where a token is. rope: cosines and sines (2, D) of its position, of what rope turns of a head if that is not all, the
-// first half of the sines negated; those of other layers behind them. kv: of each layer, (capacity) entries of its text; its own is written. Of a
-// layer with a state, two states (taps - 1 tokens before the convolution, then those of heads, if any), float32: the
-// one before a token is at its position modulo 2, and the other is written, so that a token may be computed again.
+// Where a token is. rope: cosines and sines (2, D) of its position, of what rope turns of a head if that is not all,
+// the first half of the sines negated; those of other layers behind them. kv: of each layer, (capacity) entries of its
+// text; its own is written. Of a layer with a state, two states (taps - 1 tokens before the convolution, then those of
+// heads, if any), float32: the one before a token is at its position modulo 2, and the other is written, so that a
+// token may be computed again.
 typedef struct {
     const float *rope;
     void *const *kv;
@@ -343,8 +344,8 @@ FLOE_API int floe_token_step(const floe_layers *layers, int64_t tokens, float *x
                              const floe_pace *pace, const floe_trace *trace);
 
 // What lies before the first layer and behind the last: embedding (vocabulary, H), multiplied by `scale`, the norm, and
-// head, which gives the logits, cap · tanh(logit / cap) where cap is not 0. In two planes (planes.py), head is the first and `rest` the second;
-// spread (groups): the mean square of its weights, of no row more.
+// head, which gives the logits, cap · tanh(logit / cap) where cap is not 0. In two planes (planes.py), head is the
+// first and `rest` the second; spread (groups): the mean square of its weights, of no row more.
 typedef struct {
     int64_t hidden, vocabulary;
     float eps, scale, cap;

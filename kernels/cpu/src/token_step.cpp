@@ -70,8 +70,7 @@ int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const f
     int64_t *counts = trace->counts;
     for (int64_t i = 0; i < layers->count; i++) {
         const floe_dense_layer &dense = *layers->dense[i];
-        int code =
-            floe_dense_step(&dense, i, tokens, x, joining, places, pace->dense_digits, pace->threads, &routed);
+        int code = floe_dense_step(&dense, i, tokens, x, joining, places, pace->dense_digits, pace->threads, &routed);
         if (code != FLOE_OK) return code;
         if (is_raised(*pace->stop)) return FLOE_STOPPED;
         std::fill_n(counts, 4 * chosen, -1);

@@ -154,7 +154,8 @@ void normalize(const float *x, const floe_norm &norm, int64_t n, float eps, floa
 
 using namespace floe;
 
-void floe::close_layer(const floe_dense_layer &l, int64_t tokens, const float *parallel, float *experts, float *stream) {
+void floe::close_layer(const floe_dense_layer &l, int64_t tokens, const float *parallel, float *experts,
+                       float *stream) {
     const floe_sandwich &s = *l.sandwich;
     for (int64_t t = 0; t < tokens; t++, parallel += l.hidden, experts += l.hidden, stream += l.hidden) {
         normalize(experts, s.experts, l.hidden, l.eps, experts);

@@ -206,7 +206,8 @@ using namespace floe;
 int floe_head(const floe_ends *ends, const float *x, float reach, int digits, int threads, float *logits) {
     thread_local Buffer buffer;
     const floe_ends &e = *ends;
-    if (e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX || !(e.cap >= 0) || !is_shape(e.head, e.vocabulary, e.hidden) ||
+    if (e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX || !(e.cap >= 0) ||
+        !is_shape(e.head, e.vocabulary, e.hidden) ||
         (e.rest != nullptr && (!is_shape(*e.rest, e.vocabulary, e.hidden) || e.rest->row.bits > 8)))
         return FLOE_BAD_SHAPE;
     uint8_t *memory = buffer.take(aligned(4 * e.hidden));
