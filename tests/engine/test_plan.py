@@ -210,8 +210,12 @@ class TestRecommendation:
     def test_what_goes_one_by_one_takes_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machines = [a_machine(vram=vram) for vram in (0, 12)]
         before = [plan.make(one, MIXTRAL).chosen for one in machines]
+
+        def always(_sizes: object, *, gpu: bool) -> bool:
+            return gpu or not gpu
+
         with monkeypatch.context() as patch:
-            patch.setattr(speed_estimate, "one_by_one", lambda *_, **__: True)
+            patch.setattr(speed_estimate, "one_by_one", always)
             after = [plan.make(one, MIXTRAL).chosen for one in machines]
         assert all(
             own and other and other.decode.mid < own.decode.mid for own, other in zip(before, after, strict=True)
