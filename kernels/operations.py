@@ -237,7 +237,7 @@ def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: D
     As for `attend_one`, position and address are values on the device.
 
     Args:
-        qkv: (1, channels + heads * D), as projected. gates: (1, 2 * heads), likewise. kept: where the states are,
+        qkv: (1, channels + heads * D), as projected. gates: (1, 2 * heads), too. kept: where the states are,
             at multiples of 16 bytes: the one before a token at its position modulo 2, which stays as it is.
 
     Returns:

@@ -106,7 +106,7 @@ class Router:
         return scores.gather(-1, index), index
 
     def _mixed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """SparseMixer (arXiv 2409.12136) as it infers: each expert is the best of those that are left. It weighs its
+        """SparseMixer (arXiv 2409.12136) as it infers: each expert is the best of the rest. It weighs its
         softmax among the left ones that are not more than twice the jitter below it, as a share of the larger size.
         """
         left, found = logits, list[tuple[Tensor, Tensor]]()
@@ -146,11 +146,11 @@ class Swiglu:
 
 @dataclass(frozen=True, slots=True)
 class Sandwich:
-    """Norms behind a layer's parts, too (Gemma): what is beside the experts does not join the stream, but them.
+    """Norms behind a layer's parts, too (Gemma): a dense part next to the experts joins them, not the stream.
 
     Attributes:
-        mixed: of what the mixer adds. before: of what is given to the part beside the experts. beside, experts: of what
-            that part and the experts give. both: of their sum. scale: of the stream behind the layer.
+        mixed: of what the mixer adds. before: of what the dense part is given. beside, experts: of what that part and
+            the experts give. both: of their sum. scale: of the stream behind the layer.
     """
 
     mixed: Norm
@@ -162,7 +162,7 @@ class Sandwich:
 
     def close(self, stepped: Stepped, experts: Tensor, eps: float) -> Tensor:
         """The stream behind a layer, by what its experts give, (B, H) each."""
-        assert stepped.parallel is not None, "no part beside the experts"
+        assert stepped.parallel is not None, "no dense part next to the experts"
         added = self.both(stepped.parallel + self.experts(experts, eps), eps)
         return (stepped.stream + added) * self.scale
 
@@ -232,9 +232,9 @@ class Stepped(NamedTuple):
     """The result of a step.
 
     Attributes:
-        stream: (1, H) the residual after the mixer and what is beside the experts. hidden: (1, H) the block's input.
+        stream: (1, H) the residual after the mixer and the dense part, if any. hidden: (1, H) the block's input.
             routed: with a router, the experts (1, K) int64 and their weights (1, K) float32; else nothing. parallel:
-            (1, H) what is beside the experts where `Sandwich` joins it with them.
+            (1, H) what the dense part gives where `Sandwich` joins it with the experts.
     """
 
     stream: Tensor

@@ -70,7 +70,7 @@ class KVShelf:
             self._put(dropped)
 
     def _put(self, new: Parked) -> None:
-        """Park one, and drop those that it contains. Without room for all, each keeps fewer copies of its states first;
+        """Park one, and drop what it contains. Without room for all, each keeps fewer copies of its states first;
         then the oldest are dropped.
         """
         self._parked = [parked for parked in self._parked if parked.tokens != new.tokens[: len(parked.tokens)]]

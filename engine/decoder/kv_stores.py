@@ -126,7 +126,7 @@ class GrowingStore:
         self.layout = layout
         self.capacity = self.length = 0
         self._near: list[Tensor] = self._groups(range(layout.layers), 0)  # of each group, (layers, capacity, *entry)
-        self._far: list[Tensor] = []  # of the other layers, likewise
+        self._far: list[Tensor] = []  # of the other layers, in the same form
         self._version = next(_VERSIONS)
 
     def nbytes(self) -> int:

@@ -172,7 +172,7 @@ def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
         key=lambda one: (not one.missing, one.decode.mid),
     )
     if not chosen.cards and not divisible(entry.sizes.model_type):
-        return "One card is used: layers that keep a state, or that transformers computes, cannot be divided."
+        return "One card is used: layers that keep a state cannot be divided."
     if not chosen.cards:
         return "The CPU computes: the cards together have no room for the model, or would be slower."
     counts = " and ".join(_layers(card.layers) for card in chosen.cards)

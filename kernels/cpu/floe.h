@@ -221,7 +221,7 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
-// Norms behind a layer's parts, too; what is beside the experts then joins them, and not the stream. (H) each: mixed:
+// Norms behind a layer's parts, too; `beside` then joins the experts, and not the stream. (H) each: mixed:
 // of what the mixer adds, before: of what is given to `beside`, beside, experts: of what these give, both: of their
 // sum. scale: of the stream behind the layer.
 typedef struct {
@@ -272,7 +272,7 @@ typedef struct {
 
 // What a layer's experts are given, for each token. stream (H): the residual after attention and what is beside the
 // experts. hidden (H). index, weights: the top_k experts; unused without a router. scores: (experts) of all. parallel:
-// (H), what is beside the experts where a sandwich joins it with them.
+// (H), what `beside` gives where a sandwich joins it with the experts.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import Stateful
 from .grouped import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class Convolution(Stateful):
     """y = c * conv(b * x), where the first projection gives b, c and x, H numbers each.
 
     Attributes:
@@ -23,15 +24,6 @@ class Convolution:
 
     conv: Tensor
     bias: Tensor | None = None
-
-    @property
-    def attending(self) -> None:
-        """Nothing is stored token by token."""
-
-    @property
-    def turned(self) -> int:
-        """How many numbers of a head rope turns: none."""
-        return 0
 
     @property
     def state(self) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..weights import Projection
+from . import Stateful
 from .grouped import KeptTokens
 
 CHUNK = 64
@@ -16,7 +17,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Stateful):
     """A gated delta rule in place of attention (equation 10).
 
     Each head, D wide, keeps a state (K, D), and belongs to one of the shared heads of queries and keys, K wide. The
@@ -40,15 +41,6 @@ class Delta:
     norm: Tensor
     eps: float
     gates: Projection
-
-    @property
-    def attending(self) -> None:
-        """Nothing is stored token by token."""
-
-    @property
-    def turned(self) -> int:
-        """How many numbers of a head rope turns: none."""
-        return 0
 
     @property
     def state(self) -> int:

@@ -77,8 +77,8 @@ def delta_kernel(
     qkv, gates, addresses, position, conv, decay, bias, norm, y, layer,
     A: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """y (heads * D): one head's output. Writes its state and, the first of those that share them, what the next token's
-    convolution sees of queries and keys.
+    """y (heads * D): one head's output. Writes its state and, where it is the first that shares them, what the next
+    token's convolution sees of queries and keys.
     """
     head = tl.program_id(0)
     window: tl.constexpr = (A.taps - 1) * A.channels

@@ -139,7 +139,7 @@ class Family:
         sandwich: whether there are norms behind a layer's parts, too, and its MLP joins the experts.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
-        attention: of its layers, or of those that attend.
+        attention: of the layers that attend.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.

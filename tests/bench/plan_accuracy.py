@@ -1,7 +1,7 @@
 """How well `floe-chat plan` estimates: beside what the engine really takes, the virtual cards, and the papers.
 
 (a) Full-width layers of random weights on this CPU, decoded by the engine, one layer by the difference of layer counts,
-and the whole model from it; beside them the plan's estimate from rates measured in the same rounds. Measure on a quiet
+and the whole model from it; next to them the plan's estimate from rates measured in the same rounds. Measure on a quiet
 machine.
 (b) Virtual cards: the plan's cost model beside `floe-chat bench offload`, whose engine decides row by row. The pool is
 the same for both; Python counts for neither.
@@ -63,9 +63,9 @@ def measured_layers(name: str, rounds: int) -> dict[str, Any]:
             own.append(_rates(works))
             for preset in presets:
                 subject.control.preset = preset
-                told = layers.answered(preset.name, subject, prompt, prefill=False)
-                less, more = (told[layers.RoundKey(preset.name, n, "seconds")] for n in (few, spec.layers))
-                active = told[layers.RoundKey(preset.name, spec.layers, "active")]
+                seen = layers.answered(preset.name, subject, prompt, prefill=False)
+                less, more = (seen[layers.RoundKey(preset.name, n, "seconds")] for n in (few, spec.layers))
+                active = seen[layers.RoundKey(preset.name, spec.layers, "active")]
                 if turn >= WARM:
                     found[preset.name].append((less, (more - less) / (spec.layers - few), active))
         busy = others.cores()

@@ -169,7 +169,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": STATES | {"linear_conv_kernel_dim": 3},
 }
 
-# Those with layers that keep a state; and those that cache keys and values of each head in all layers, in 8 bits too.
+# With layers that keep a state; and with keys and values of each head in all layers, in 8 bits too.
 STATEFUL = [name for name, fields in MODELS.items() if fields.keys() & {"linear_num_key_heads", "num_dense_layers"}]
 EACH_HEAD = [name for name, fields in MODELS.items() if name not in STATEFUL and "kv_lora_rank" not in fields]
 

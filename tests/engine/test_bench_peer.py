@@ -43,10 +43,10 @@ __version__ = "9.9.9"
 class Llama:
     def __init__(self, path, n_ctx, n_batch, n_ubatch, n_threads, n_threads_batch, use_mmap, verbose):
         assert n_threads == n_threads_batch and n_ctx >= 40
-        self.told = json.load(open(path))
+        self.header = json.load(open(path))
     def reset(self): self.seen = 0
     def eval(self, ids):
-        assert all(0 <= token < self.told["vocab_size"] for token in ids)
+        assert all(0 <= token < self.header["vocab_size"] for token in ids)
         self.seen += len(ids)
         if self.seen == 66: raise SystemExit(3)
 """
@@ -57,14 +57,14 @@ class GGMLQuantizationType:
 GGML_QUANT_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 GGML_QUANT_SIZES |= {"Q5_0": (32, 22), "Q5_1": (32, 24), "MXFP4": (32, 17)}
 class GGUFWriter:
-    def __init__(self, path, arch): self.path, self.told, self.tensors = path, {"arch": arch}, {}
+    def __init__(self, path, arch): self.path, self.header, self.tensors = path, {"arch": arch}, {}
     def __getattr__(self, name):
         assert name.startswith("add_"), name
-        return lambda *value: self.told.__setitem__(value[0] if value[1:] else name[4:], value[-1])
+        return lambda *value: self.header.__setitem__(value[0] if value[1:] else name[4:], value[-1])
     def add_tensor(self, name, data, raw_dtype="F32"): self.tensors[name] = [raw_dtype, data.nbytes, list(data.shape)]
     def write_header_to_file(self): pass
     def write_kv_data_to_file(self): pass
-    def write_tensors_to_file(self): json.dump(self.told | {"tensors": self.tensors}, open(self.path, "w"))
+    def write_tensors_to_file(self): json.dump(self.header | {"tensors": self.tensors}, open(self.path, "w"))
     def close(self): pass
 """
 
@@ -143,14 +143,14 @@ def test_recipes_of_other_families(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
 def test_headers_hold_what_the_architecture_asks_for(name: str) -> None:
-    told = peer_of(name).header(3)
+    header = peer_of(name).header(3)
     if name == "deepseek-v2-lite":
-        assert (told["head_count_kv"], told["key_length"], told["key_length_mla"]) == (1, 576, 192)
-        assert (told["value_length"], told["value_length_mla"], told["rope_dimension_count"]) == (512, 128, 64)
-        assert (told["expert_shared_count"], told["kv_lora_rank"]) == (2, 512)
+        assert (header["head_count_kv"], header["key_length"], header["key_length_mla"]) == (1, 576, 192)
+        assert (header["value_length"], header["value_length_mla"], header["rope_dimension_count"]) == (512, 128, 64)
+        assert (header["expert_shared_count"], header["kv_lora_rank"]) == (2, 512)
     else:
         heads = {"qwen3-30b-a3b": (4, 128, 128), "gpt-oss-20b": (8, 64, 64)}[name]
-        assert (told["head_count_kv"], told["key_length"], told["value_length"]) == heads
+        assert (header["head_count_kv"], header["key_length"], header["value_length"]) == heads
 
 
 PARTS = {
@@ -253,8 +253,8 @@ def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
 
 
 def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
-    told: list[str] = []
-    with llama.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: told.append(what)) as peers:
+    said: list[str] = []
+    with llama.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: said.append(what)) as peers:
         assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in SMALL.files]
         for one in peers:
             for layers in one.layers:
@@ -267,7 +267,7 @@ def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
             peers[0].answer(32, 8, SMALL.layers[0])
         assert sum(one.cpu_seconds() for one in peers) > 0
     files = sorted(fakes.iterdir())
-    assert len(files) == 4 and any("Making" in line and str(fakes) in line for line in told)
+    assert len(files) == 4 and any("Making" in line and str(fakes) in line for line in said)
     for kind in SMALL.files:
         for layers in SMALL.layers:
             recipe = Recipe(kind, SMALL, layers)

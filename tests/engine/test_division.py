@@ -143,8 +143,8 @@ def test_a_plan_for_two_cards_says_what_they_are_worth() -> None:
     assert any("One card alone is faster" in why for why in small.why)
 
 
-def test_layers_of_transformers_modules_stay_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", replace(FAMILIES["mixtral"], attention=None))
+def test_layers_that_keep_a_state_stay_on_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", replace(FAMILIES["mixtral"], states=True))
     made = make(several("3060", "3090"), described("mixtral-8x7b-instruct"))
     assert made.chosen is not None and made.chosen.cards == ()
     assert any("cannot be divided" in why for why in made.why)

@@ -395,7 +395,7 @@ class Recipe:
         return sum(_nbytes(*tensor) for tensor in self.tensors().values())
 
     def read_bytes(self, *, all_experts: bool) -> int:
-        """What a token reads: everything but an embedding that is not the head, and of the experts those that it chose,
+        """What a token reads: everything but an embedding that is not the head, and of the experts the chosen,
         unless all.
         """
         sizes = self.widths.sizes

@@ -119,7 +119,7 @@ def choose(
         hint = "Name one card, or use --mix auto (advanced.placement)."
         raise UsageError(f"Several cards cannot take the mix {asked.wanted.kind!r}", "It is for one card.", hint)
     if not divisible(manifest.architecture.model_type):
-        cause = "Its layers are computed by transformers' modules or keep a state, and cannot cross from card to card."
+        cause = "Some of its layers keep a state, which cannot cross from card to card."
         raise UsageError("This model cannot be divided among cards", cause, "Name one card with --device.")
     real = names[0].lower().startswith("cuda")
     element = 2 if real else kv_element(manifest.widths.dense)

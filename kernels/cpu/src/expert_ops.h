@@ -98,7 +98,7 @@ bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns);
 // y = x · Wᵀ + bias: x (tokens, columns) -> y (tokens, rows).
 int multiply(const floe_matrix &m, const float *x, int64_t tokens, int digits, int threads, float *y);
 
-// The stream (tokens, H) behind a layer with a sandwich, by what is beside its experts and what they give, overwritten.
+// The stream (tokens, H) behind a layer with a sandwich, by what `beside` and the experts give; these are overwritten.
 void close_layer(const floe_dense_layer &layer, int64_t tokens, const float *parallel, float *experts, float *stream);
 
 // y = x / rms(x) · weight, without one where it is NULL; y may be x.

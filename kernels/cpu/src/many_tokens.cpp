@@ -86,7 +86,7 @@ void compute_linear(void *opaque, int64_t item, int worker) {
     }
 }
 
-// Calls of one expert, of those that are sorted by expert; more than kTogether are several parts.
+// Calls of one expert, among calls sorted by expert; more than kTogether are several parts.
 struct Part {
     int64_t expert, first, count;
 };
@@ -382,7 +382,7 @@ int floe_experts_swiglu(const float *x, int64_t tokens, const floe_signal *of_si
     e.counts = carve<int64_t>(memory, 2 * count * shares);
     e.scratch = memory, e.scratch_bytes = scratch_bytes;
 
-    // Sorted by expert, without those that are left out; and those by token.
+    // Sorted by expert, without what is left out; then by token.
     const auto sort = [&](int64_t n, int64_t keys, auto key_of, int64_t *from, int64_t *sorted) {
         for (int64_t i = 0; i <= keys; i++) from[i] = 0;
         for (int64_t i = 0; i < n; i++) from[key_of(i) + 1]++;
