@@ -30,6 +30,7 @@ from floe_chat.engine.events import Finished, LayerRows, Loaded, Rows, Rule, Sam
 from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
 from floe_chat.models.pack.dial_loss import DialLoss
+from textual.geometry import Region
 from textual.pilot import Pilot
 from textual.widget import Widget
 
@@ -276,6 +277,18 @@ async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float
         assert asyncio.get_running_loop().time() < deadline, f"never came:\n{screen_text(pilot)}"
         await pilot.pause(pause)
         pause = min(1.3 * pause, 0.1)  # most conditions draw the whole screen
+
+
+async def click(pilot: Pilot[int], target: Widget, offset: tuple[int, int] = (0, 0)) -> None:
+    """Click where `target` is once it has come to rest: what is written last moves an answer's lines."""
+    places: list[Region] = []
+
+    def rests() -> bool:
+        places.append(target.region)
+        return len(places) > 3 and len(set(places[-4:])) == 1
+
+    await until(pilot, rests)
+    assert await pilot.click(target, offset=offset)
 
 
 async def write(pilot: Pilot[int], text: str) -> None:

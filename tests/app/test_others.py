@@ -20,6 +20,7 @@ from .scripted import (
     ScriptedClient,
     app_for,
     chatting,
+    click,
     composer,
     exchange,
     finish,
@@ -142,9 +143,9 @@ async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
         assert "alpha" not in screen_text(pilot)
         opened = page(pilot)
         assert opened is not None
-        await pilot.click(opened.columns[2].heading)
+        await click(pilot, opened.columns[2].heading)
         await see(pilot, "▸3", "gamma")
-        await pilot.click(opened.query(AnswerTurn).last())
+        await click(pilot, opened.query(AnswerTurn).last())
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
 
 

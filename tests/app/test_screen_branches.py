@@ -14,6 +14,7 @@ from .scripted import (
     ScriptedClient,
     ask,
     chatting,
+    click,
     composer,
     exchange,
     finish,
@@ -150,7 +151,7 @@ async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
         await until(pilot, lambda: bool(pilot.app.query(ErrorBlock)))
         assert texts(pilot)[2:] == ["two", "second"]
         code = pilot.app.query_one("CodeBar")
-        await pilot.click(code)
+        await click(pilot, code)
         assert "copy" in text_of(code)
 
 

@@ -22,6 +22,7 @@ from .scripted import (
     app_for,
     ask,
     chatting,
+    click,
     composer,
     exchange,
     finish,
@@ -263,5 +264,5 @@ async def test_a_link_is_copied_instead_of_opened() -> None:
         await exchange(pilot, client, "hi", "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)")
         await until(pilot, lambda: "end of turn" in screen_text(pilot))  # the last that moves the answer's lines
         for kind, column, address in ((TextList, 7, "https://a.example/ x"), (Paragraph, 5, "https://b.example")):
-            await pilot.click(answer(pilot).query_one(kind), offset=(column, 0))
+            await click(pilot, answer(pilot).query_one(kind), offset=(column, 0))
             await until(pilot, lambda address=address: pilot.app.clipboard == address)

@@ -12,7 +12,7 @@ from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.engine.events import Failed
 from textual.pilot import Pilot
 
-from .scripted import LOADED, ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, until
+from .scripted import LOADED, ScriptedClient, ask, chatting, click, composer, finish, order, ready, screen_text, until
 
 WORDS = "They ask about ice.\n\x1b[31mSo: frozen."
 
@@ -48,7 +48,7 @@ async def test_thinking_is_one_line_that_opens() -> None:
         await see(pilot, "● writing", "Frozen water.")
         await finish(pilot, client, request)
         await see(pilot, "Thought for 1,234 tokens ▸", "Frozen water.", absent="They ask")
-        await pilot.click(last(pilot).query_one(".thought-line"))
+        await click(pilot, last(pilot).query_one(".thought-line"))
         await see(pilot, "Thought for 1,234 tokens ▾", "They ask about ice.", "�[31mSo: frozen.")
         await order(pilot, "/thinking")
         await see(pilot, "tokens ▸", absent="They ask")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.models.families import FAMILIES
 from torch import Tensor
 
 CLEAR = 1.5e-5
@@ -74,7 +75,7 @@ class Margins:
 
 
 def layers_of(loaded: LoadedModel) -> list[MoELayer]:
-    return [block.mlp.experts for block in loaded.model.model.layers]
+    return [block.experts for block in FAMILIES[loaded.model.config.model_type].blocks(loaded.model)]
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import graphs, kv_stores
+from floe_chat.engine.decoder import fused_pass, graphs, kv_stores, layers
 from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
@@ -24,6 +25,7 @@ from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.speed_estimate import dense_launches
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.sampling import Sampler
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.families.sizes import sizes_of
@@ -34,7 +36,8 @@ from .. import families
 from ..helpers import make_pack, relative_rms
 from .driver import GREEDY, a_preset, open_model
 from .fake_card import VIEWS, Calls, FakeCard, FakeGraph
-from .offloading import EVERYTHING, PLAIN, SKIPPING, offloaded, resize
+from .margins import CLEAR, clear_prompt, prompt_of, watched
+from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, resize
 from .step_models import (
     EACH_HEAD,
     LIMIT,
@@ -193,9 +196,8 @@ def test_a_gpus_layers_are_torchs(name: str, dtype: torch.dtype, monkeypatch: py
 
 
 Counts = list[tuple[Any, ...]]
-IDS = [11, 70, 23, 140, 31, 31, 7, 210]  # no neuron is near its threshold
-# Keys and values are stored in 16 bits: a sum in another order may round one of them the other way.
-CLOSE = 5e-4
+CLOSE = 1e-5
+OTHER = a_preset("Other limits", 0.2, 0.3, drop=0.5, major=0.9, lossless=True, weighed=True)
 PRESETS_HERE = [
     PLAIN,
     SKIPPING,
@@ -207,7 +209,40 @@ PRESETS_HERE = [
 ]
 
 
-def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:
+@pytest.fixture(scope="module", params=SHAPES)
+def loaded(shape: Callable[[str], Path], request: pytest.FixtureRequest) -> Generator[LoadedModel]:
+    """One of SHAPES whose keys and values are kept as computed: in 16 bits, a sum in another order may round one of
+    them the other way, and with it bring a neuron over its threshold.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (layers, fused_pass):
+            patch.setattr(module, "kept_dtype", as_computed)
+        yield open_model(shape(request.param))
+
+
+def as_computed(model: Any, kv_bits: int) -> torch.dtype:
+    return CODES if kv_bits == 8 else model.model.embed_tokens.weight.dtype
+
+
+@pytest.fixture(scope="module")
+def ids(loaded: LoadedModel) -> list[int]:
+    """A text in which no neuron is at its threshold."""
+    return clear_ids(loaded, [*PRESETS_HERE, OTHER])
+
+
+def fitting(loaded: LoadedModel, preset: Preset) -> Preset:
+    return replace(preset, rule=replace(preset.rule, layers=preset.rule.layers[: len(loaded.telemetry.layers)]))
+
+
+def clear_ids(loaded: LoadedModel, presets: Sequence[Preset]) -> list[int]:
+    def run(ids: list[int]) -> None:
+        for preset in presets:
+            whole(loaded, fitting(loaded, preset), ids)
+
+    return clear_prompt(loaded, run, [prompt_of(seed, 8) for seed in range(3, 103)])[0]
+
+
+def fed(loaded: LoadedModel, ids: list[int]) -> tuple[Tensor, Counts]:
     """Logits after each of `ids`, and what each layer counted, wherever rows were."""
     loaded.telemetry.begin(0, 0, 0.0)
     loaded.control.counting = True
@@ -230,10 +265,10 @@ def alike(counts: Counts, expected: Counts) -> bool:
     )
 
 
-def whole(loaded: LoadedModel, preset: Preset) -> tuple[Tensor, Counts]:
+def whole(loaded: LoadedModel, preset: Preset, ids: list[int]) -> tuple[Tensor, Counts]:
     """`fed` with all rows where they are computed."""
     loaded.control.preset = preset
-    return fed(loaded)
+    return fed(loaded, ids)
 
 
 def located(loaded: LoadedModel) -> list[int]:
@@ -245,10 +280,16 @@ def located(loaded: LoadedModel) -> list[int]:
 @pytest.mark.parametrize("predict", ["none", "gate", "in turns", "partial"])
 @pytest.mark.parametrize("preset", PRESETS_HERE, ids=lambda preset: preset.name)
 def test_tokens_and_counts_are_those_of_experts_one_by_one(
-    loaded: LoadedModel, preset: Preset, predict: str, share: float, cpu: bool, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
+    ids: list[int],
+    preset: Preset,
+    predict: str,
+    share: float,
+    cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    preset = replace(preset, rule=replace(preset.rule, layers=preset.rule.layers[: len(loaded.telemetry.layers)]))
-    expected, counts = whole(loaded, preset)
+    preset = fitting(loaded, preset)
+    expected, counts = whole(loaded, preset, ids)
     card = FakeCard(monkeypatch)
     with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu), cpu=2e9) as shared:
         assert isinstance(loaded.decoder, FusedDecoder)
@@ -256,9 +297,9 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
             name = "gate" if predict == "in turns" else predict
             shared.predictor = predictor.make(name, loaded.model, loaded.packed, loaded.decoder.ahead)
             shared.looking = Looking(len(shared.pooled)) if predict == "in turns" else None
-        found, as_counted = fed(loaded)
+        found, as_counted = fed(loaded, ids)
         # Each layer's record, and the logits; a predictor that attends goes without graphs of layers.
-        assert card.waits == len(IDS) * (1 if predict == "partial" else len(as_counted) + 1)
+        assert card.waits == len(ids) * (1 if predict == "partial" else len(as_counted) + 1)
     assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
     assert located(loaded) == [one.active for one in loaded.telemetry.layers]
     if not cpu:
@@ -270,88 +311,100 @@ def test_layers_may_keep_states(name: str, tmp_path: Path, monkeypatch: pytest.M
     make_pack(families.make(name, tmp_path / "source"), tmp_path / "pack", EXACT)
     loaded = open_model(tmp_path / "pack", "Exact")
     preset = a_preset("", 0.3, lossless=True)
-    expected, counts = whole(loaded, preset)
+    ids = clear_ids(loaded, [preset])
+    expected, counts = whole(loaded, preset, ids)
     card = FakeCard(monkeypatch)
     with offloaded(loaded, preset, 0.3, predict=False, cpu=2e9):
-        found, as_counted = fed(loaded)
-        assert card.replays > len(IDS) * len(loaded.model.model.layers)
+        found, as_counted = fed(loaded, ids)
+        assert card.replays > len(ids) * len(loaded.model.model.layers)
     assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
 
 
-def test_the_cpu_takes_its_share(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, counts = whole(loaded, SKIPPING)
+def test_the_cpu_takes_its_share(loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = whole(loaded, SKIPPING, ids)
     FakeCard(monkeypatch)
     with offloaded(loaded, SKIPPING, 0.1, predict=False, cpu=1e12):
-        found, as_counted = fed(loaded)
+        found, as_counted = fed(loaded, ids)
     assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
     assert all(one.on_cpu > 0 for one in loaded.telemetry.layers)
 
 
-def test_absent_experts_are_replaced_as_without_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_experts_are_replaced_as_without_graphs(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     preset = a_preset("Replacing", 0.2, 0.1, alpha=0.9, lossless=True)
-    found: list[tuple[Tensor, int]] = []
-    for graphed in (False, True):
-        with monkeypatch.context() as patch:
-            if graphed:
-                FakeCard(patch)
-            with offloaded(loaded, preset, 0.4, predict=False, parts=Parts(cpu=False)):
-                for layer in loaded.model.model.layers:
-                    experts = layer.mlp.experts
-                    experts.neighbours = Neighbours(layer.mlp.gate, experts.neighbours.following)
-                logits, _ = fed(loaded)
-                found.append((logits, sum(one.substituted for one in loaded.telemetry.layers)))
-    assert relative_rms(found[1][0], found[0][0]) <= CLOSE and found[0][1] == found[1][1] > 0
+
+    def answer(ids: list[int]) -> tuple[Tensor, int, float]:
+        with offloaded(loaded, preset, 0.4, predict=False, parts=Parts(cpu=False)), watched(loaded) as margins:
+            for layer in loaded.model.model.layers:
+                experts = layer.mlp.experts
+                experts.neighbours = Neighbours(layer.mlp.gate, experts.neighbours.following)
+            logits, _ = fed(loaded, ids)
+            return logits, sum(one.substituted for one in loaded.telemetry.layers), margins.least
+
+    texts = (prompt_of(seed, 8) for seed in range(3, 103))
+    ids, (expected, substituted, _) = next((ids, found) for ids in texts if (found := answer(ids))[2] > CLEAR)
+    FakeCard(monkeypatch)
+    found, again, _ = answer(ids)
+    assert relative_rms(found, expected) <= CLOSE and again == substituted > 0
 
 
-def test_a_lenient_preset_leaves_weak_rows_out(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lenient_preset_leaves_weak_rows_out(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     preset = a_preset("Lenient", 0.2, late=LATE, lossless=True)
     FakeCard(monkeypatch)
     with offloaded(loaded, preset, 0.1, predict=False, parts=Parts(cpu=False)):
-        found, _ = fed(loaded)
+        found, _ = fed(loaded, ids)
         assert found.isfinite().all() and sum(one.left_out for one in loaded.telemetry.layers) > 0
 
 
-def test_limits_change_without_another_capture(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = a_preset("Other limits", 0.2, 0.3, drop=0.5, major=0.9, lossless=True, weighed=True)
-    wanted = {preset.name: whole(loaded, preset) for preset in (SKIPPING, other, PLAIN)}
+def test_limits_change_without_another_capture(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {preset.name: whole(loaded, preset, ids) for preset in (SKIPPING, OTHER, PLAIN)}
     card = FakeCard(monkeypatch)
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
         before = 0
-        for preset, again in ((SKIPPING, True), (other, False), (SKIPPING, False), (PLAIN, True)):
+        for preset, again in ((SKIPPING, True), (OTHER, False), (SKIPPING, False), (PLAIN, True)):
             loaded.control.preset = preset
-            found, counts = fed(loaded)
+            found, counts = fed(loaded, ids)
             assert relative_rms(found, wanted[preset.name][0]) <= CLOSE and alike(counts, wanted[preset.name][1])
             assert (len(card.captures) > before) == again
             before = len(card.captures)
 
 
-def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = whole(loaded, PLAIN)
+def test_rows_that_moved_are_added_up_by_other_graphs(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = whole(loaded, PLAIN, ids)
     card = FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
-        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
         captures, before = len(card.captures), shared.memory.rows
         resize(shared, shared.pool.capacity // 2)
         before.fill_(255)
-        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
         assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
 
 
-def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = whole(loaded, PLAIN)
+def test_a_layer_that_somebody_watches_is_called(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = whole(loaded, PLAIN, ids)
     card, seen = FakeCard(monkeypatch), list[int]()
     with offloaded(loaded, PLAIN, 0.3, predict=False):
-        fed(loaded)
+        fed(loaded, ids)
         waits, experts = card.waits, loaded.model.model.layers[1].mlp.experts
 
         def see(_module: Any, _given: Any, _output: Any) -> None:
             seen.append(1)
 
         handle = experts.register_forward_hook(see)
-        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
-        assert len(seen) == len(IDS) and card.waits == waits + len(IDS)
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
+        assert len(seen) == len(ids) and card.waits == waits + len(ids)
         handle.remove()
-        assert relative_rms(fed(loaded)[0], expected) <= CLOSE and card.waits > waits + 2 * len(IDS)
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE and card.waits > waits + 2 * len(ids)
 
 
 def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) -> None:
@@ -370,9 +423,9 @@ def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("count", [1, 100], ids=["once", "from then on"])
 @pytest.mark.parametrize("after", ["a layer", "the layers", "a sum"])
 def test_what_cannot_be_captured_is_launched_one_by_one(
-    loaded: LoadedModel, after: str, count: int, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, ids: list[int], after: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, counts = whole(loaded, SKIPPING)
+    expected, counts = whole(loaded, SKIPPING, ids)
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
     first = {"a layer": 1, "the layers": layers, "a sum": layers + 1}[after]
     refusing(card, first, count, monkeypatch)
@@ -384,34 +437,36 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
         how = "experts one by one" if count == 1 else "but by torch's operations"
         assert f", {how}, because " in decoder.reason and "CUDA out of memory" in decoder.reason
         assert not loaded.control.notices  # a reason is enough
-        found, as_counted = fed(loaded)
-        waits = len(IDS) if count == 1 else 0  # for the logits, whose work is captured even so
+        found, as_counted = fed(loaded, ids)
+        waits = len(ids) if count == 1 else 0  # for the logits, whose work is captured even so
         assert card.waits == waits and (card.replays > 0) == (count == 1)
         assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
         loaded.control.preset = PLAIN  # with another preset it is tried again
-        fed(loaded)
+        fed(loaded, ids)
         assert (card.waits > 2 * waits) == (count == 1)
 
 
-def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = whole(loaded, PLAIN)[0]
+def test_the_chat_says_that_it_became_slower(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = whole(loaded, PLAIN, ids)[0]
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
     refusing(card, layers + 2 + 1, 1, monkeypatch)
     loaded.control.notices.clear()
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
-        fed(loaded)
-        assert card.waits == len(IDS) * (layers + 1) and not loaded.control.notices
+        fed(loaded, ids)
+        assert card.waits == len(ids) * (layers + 1) and not loaded.control.notices
         loaded.control.preset = PLAIN
-        assert relative_rms(fed(loaded)[0], wanted) <= CLOSE
-        assert card.waits == len(IDS) * (layers + 2) and "CUDA out of memory" in loaded.control.notices[0].cause
+        assert relative_rms(fed(loaded, ids)[0], wanted) <= CLOSE
+        assert card.waits == len(ids) * (layers + 2) and "CUDA out of memory" in loaded.control.notices[0].cause
         assert len(loaded.control.notices) == 1
 
 
-def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = whole(loaded, PLAIN)
+def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN, ids)
     card = FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False):
-        fed(loaded)
+        fed(loaded, ids)
         waits, wait = card.waits, FakeGraph.wait
 
         def stop(graph: FakeGraph) -> None:
@@ -424,18 +479,18 @@ def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pyte
                 loaded.decoder.forward([1], KVCache())
         assert card.waits == waits + 1
         loaded.control.cancelled.clear()
-        assert relative_rms(fed(loaded)[0], expected) <= CLOSE
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
 def test_a_layer_takes_six_calls_and_one_wait(
-    loaded: LoadedModel, preset: Preset, share: float, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, ids: list[int], preset: Preset, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of Python's own functions, torch's, the library's and the card's: the difference that layers make."""
     card, kv = FakeCard(monkeypatch), KVCache()
     with offloaded(loaded, preset, share, predict=False):
-        feed(loaded.decoder, kv, IDS, [1] * len(IDS))
+        feed(loaded.decoder, kv, ids, [1] * len(ids))
         loaded.control.counting, layers = True, len(loaded.telemetry.layers)
         decoder = loaded.decoder
         assert isinstance(decoder, FusedDecoder)
@@ -461,12 +516,12 @@ def own(seen: Calls) -> list[str]:
 
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
 def test_a_token_takes_so_many_calls_besides_its_layers(
-    loaded: LoadedModel, preset: Preset, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, ids: list[int], preset: Preset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a token to the next one's number. Lower the limit as the calls become fewer."""
-    card, kv, sampler = FakeCard(monkeypatch), KVCache(), Sampler(GREEDY, IDS)
+    card, kv, sampler = FakeCard(monkeypatch), KVCache(), Sampler(GREEDY, ids)
     with offloaded(loaded, preset, 1.0, predict=False):
-        feed(loaded.decoder, kv, IDS, [1] * len(IDS))
+        feed(loaded.decoder, kv, ids, [1] * len(ids))
         loaded.control.counting, waits, layers = True, card.waits, len(loaded.telemetry.layers)
         for token in (7, 8):  # the first one makes what all others use
             with Calls() as seen:
@@ -478,12 +533,14 @@ def test_a_token_takes_so_many_calls_besides_its_layers(
     assert 0 < len(own(seen)) - 6 * layers <= 117, seen.names
 
 
-def test_a_prompt_between_two_tokens_changes_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_between_two_tokens_changes_nothing(
+    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded.control.preset = PLAIN
-    expected = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+    expected = feed(loaded.decoder, KVCache(), ids * 3, [1, 12, 1, 3, 1, 1, 5])
     FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False):
-        found = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+        found = feed(loaded.decoder, KVCache(), ids * 3, [1, 12, 1, 3, 1, 1, 5])
     assert relative_rms(found, expected) <= CLOSE
 
 
