@@ -46,7 +46,6 @@ from .layers import (
     read_stream,
 )
 from .mixers.grouped import Part
-from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
 from .state_store import StatefulStore
@@ -113,8 +112,6 @@ class FusedDecoder:
             _log.info("no compiled step: %s", declined)
 
     def _on_card(self) -> str:
-        if isinstance(self._layers[0].mixer, LatentParts):
-            raise Unsupported("attention through a latent vector has no kernels there")
         if self._apart:
             raise Unsupported("a graph does not wait for other processes")
         self._turn = self._rope.tables(0, 1).clone()
