@@ -53,7 +53,8 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-VIEWS = "view", "split", "slice", "select", "unsqueeze", "expand", "to"  # launch nothing; `to` of the type that it is
+# Launch nothing; `to` of the type that it is.
+VIEWS = "view", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "to"
 
 
 class Recording(TorchDispatchMode):

@@ -71,14 +71,15 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert card.replays == 21 * len(card.captures) and card.waits == 21
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text", "deepseek_v2", "glm4_moe_lite"])
 def test_plans_count_what_a_layer_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To within two: what a library launches for an operation differs, and attention takes two."""
+    """To within two: what a library launches for an operation differs."""
     card, model = FakeCard(monkeypatch), make_model(name)
     graphed(model)
     launched = [operation for operation in card.captures[1].operations() if operation not in VIEWS]
     planned = dense_launches(sizes_of(FAMILIES[name], model.config))
-    assert abs(len(launched) + 1 - planned) <= 2, launched
+    attending = 5 if "latent_one" in launched else 2  # kernels of one operation
+    assert abs(len(launched) - 1 + attending - planned) <= 2, launched
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
