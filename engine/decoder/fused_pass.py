@@ -40,7 +40,6 @@ from .layers import (
     read_stream,
 )
 from .mixers.grouped import Part
-from .mixers.latent import LatentParts
 from .passes import TorchPass
 from .quantized_linear import in_planes
 from .state_store import StatefulStore
@@ -101,8 +100,6 @@ class FusedDecoder:
             _log.info("tokens %s, because %s", self.way.how, declined)
 
     def _on_card(self) -> Graphs:
-        if isinstance(self.layers[0].mixer, LatentParts):
-            raise Unsupported("attention through a latent vector has no kernels there")
         turn = self._rope.tables(0, 1).clone()[0]
         ends = Ends(self._embedding, turn, self._norm, self._eps, self._head, self._scale, self._cap)
         return Graphs(self, ends, self._kv.parts)

@@ -40,11 +40,9 @@ from .fake_card import VIEWS, Calls, FakeCard, FakeGraph
 from .margins import CLEAR, clear_prompt, prompt_of, watched
 from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, resize
 from .step_models import (
-    EACH_HEAD,
     LIMIT,
     MODELS,
     PRESET,
-    STATEFUL,
     WINDOW,
     Guessing,
     Noting,
@@ -61,7 +59,7 @@ def graphed(model: Any) -> FusedDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", [*EACH_HEAD, *STATEFUL])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)
@@ -74,14 +72,15 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert card.replays == 21 * len(card.captures) and card.waits == 21
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text", "deepseek_v2", "glm4_moe_lite"])
 def test_plans_count_what_a_layer_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To within two: what a library launches for an operation differs, and attention takes two."""
+    """To within two: what a library launches for an operation differs."""
     card, model = FakeCard(monkeypatch), make_model(name)
     graphed(model)
     launched = [operation for operation in card.captures[1].operations() if operation not in VIEWS]
     planned = dense_launches(sizes_of(FAMILIES[name], model.config))
-    assert abs(len(launched) + 1 - planned) <= 2, launched
+    attending = 5 if "latent_one" in launched else 2  # kernels of one operation
+    assert abs(len(launched) - 1 + attending - planned) <= 2, launched
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,8 +306,8 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
         assert not any(one.on_cpu for one in loaded.telemetry.layers)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe"])
-def test_layers_may_keep_states(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe", "deepseek_v2", "glm4_moe_lite"])
+def test_layers_may_keep_states_or_latent_vectors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pack(families.make(name, tmp_path / "source"), tmp_path / "pack", EXACT)
     loaded = open_model(tmp_path / "pack", "Exact")
     preset = a_preset("", 0.3, lossless=True)
