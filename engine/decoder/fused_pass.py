@@ -25,6 +25,7 @@ from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, Stepped, capped
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
+from ..machine.hardware import ram
 from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
@@ -34,7 +35,7 @@ from .card.card_token import CardToken
 from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
-from .kv_stores import GrowingStore, KvForm, Layout, Room
+from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room
 from .layers import (
     Unsupported,
     check_family,
@@ -49,11 +50,12 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
-from .state_store import StatefulStore
+from .state_store import StatefulStore, room_for_copies
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
+_AGREED = 4096  # tokens that have left windows and are kept where processes share a model, whatever RAM each has
 DenseCall = Callable[[int, Tensor, Tensor | None], Stepped]
 
 
@@ -156,14 +158,22 @@ class FusedDecoder:
             return "one compiled call per layer and token"
         return "one compiled call per token"
 
-    def _store(self, bits: int | None = None) -> GrowingStore:
-        """bits: of keys and values; None: those of a chat."""
-        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms, self._states)
+    def _store(self) -> GrowingStore:
+        return made_store(self._layout(self._kv.bits), self._kv.parts, self.rooms, self._states)
 
     def _layout(self, bits: int) -> Layout:
+        """bits: of keys and values."""
         form = self._forms[bits]
         entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
-        return Layout(entries, self._window, form, self.device, self._kv.most)
+        layout = Layout(entries, self._window, form, self.device, self._kv.most)
+        windows = [heads.window or self._window for heads in self._heads]
+        if self._stateful or min(windows) >= self._window:
+            return layout
+        windowed = tuple(window < self._window for window in windows)
+        sees = max(window for window in windows if window < self._window)
+        layout = replace(layout, windowed=windowed, sees=sees, slack=SLACK)
+        past = _AGREED if self._apart else room_for_copies(ram()[0]) // layout.nbytes_windowed
+        return replace(layout, past=past)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:
         given = torch.tensor(list(ids), dtype=torch.long, device=self.device)
@@ -174,7 +184,8 @@ class FusedDecoder:
         """See `Decoder`.
 
         Raises:
-            ValueError: more tokens than the window. IndexError: a token that the vocabulary does not have.
+            ValueError: more tokens than the window, or more than `SLACK` at once where layers see a window of their
+            own. IndexError: a token that the vocabulary does not have.
         """
         if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
@@ -195,11 +206,11 @@ class FusedDecoder:
                 return self._partly(ids, store, rope, start, mine)
         x = self._embedded(ids)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
-            last = self._whole.run(x, [Place(rope[0], self._kept(store), start)])
+            last = self._whole.run(x, [self._place(rope[0], store, start)])
             store.length = end
             return self._logits(last)
         if len(ids) == 1 and self.steps:
-            step = NativePass(self.steps, self._layers, [Place(rope[0], store.layers(), start)]).step
+            step = NativePass(self.steps, self._layers, [self._place(rope[0], store, start)]).step
         else:
             step = self._by_torch(store, rope, start)
         return self._through(step, x, store, end)
@@ -274,9 +285,10 @@ class FusedDecoder:
             x, added = layer.behind(stepped, experts)
         return x, added
 
-    def _kept(self, store: GrowingStore) -> list[Tensor]:
-        """Keys and values of the layers in use: a benchmark leaves out the last ones."""
-        return store.layers()[: self._config.num_hidden_layers]
+    def _place(self, rope: Tensor, store: GrowingStore, position: int) -> Place:
+        """In the layers in use: a benchmark leaves out the last ones."""
+        count = self._config.num_hidden_layers
+        return Place(rope, store.layers()[:count], position, store.firsts()[:count])
 
     def _logits(self, last: Tensor) -> Tensor:
         """(N, H) after the last layer -> (N, V)."""
@@ -293,12 +305,13 @@ class FusedDecoder:
         store = kv.store_of(GrowingStore, self._store)
         again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else kv.length)
-        store.reserve(kv.length + tokens)
         if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
             store.turns = kv.turns
-        while store.length < kv.length:  # a state cannot be cut anywhere
-            some = kv.tokens[store.length :][:PREFILL_CHUNK]
+        while store.length < kv.length:  # a state or a window cannot be cut anywhere
+            some = kv.tokens[store.length :][: min(PREFILL_CHUNK, store.layout.slack)]
+            store.reserve(store.length + len(some))
             self._pass(some, store, store.length, long=kv.long)
+        store.reserve(kv.length + tokens)
         return store
 
     @torch.inference_mode()
@@ -316,7 +329,7 @@ class FusedDecoder:
             most = min(most, self._rope.short - start)
         store = self._room_for(most, kv)
         most = store.unbroken(most)
-        place = Place(self._rope.tables(start, start + most, long=kv.long), self._kept(store), start)
+        place = self._place(self._rope.tables(start, start + most, long=kv.long), store, start)
         tokens, at = whole.decode(token, place, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
@@ -332,7 +345,7 @@ class FusedDecoder:
         x, added = self._embedded(tokens), None
         try:
             if self.steps:
-                places = [Place(rope[0], self._kept(store), start) for store, rope, start in texts]
+                places = [self._place(rope[0], store, start) for store, rope, start in texts]
                 if self._whole is not None and not self._whole.watched:
                     x = self._whole.run(x, places)
                 else:
@@ -374,7 +387,8 @@ class FusedDecoder:
         Args:
             bits: of the stored keys and values, 16 or 8, whatever a chat's have.
         """
-        store = self._store(bits)
+        layout = replace(self._layout(bits), windowed=())  # all at once
+        store = made_store(layout, self._kv.parts, self.rooms, self._states)
         store.reserve(len(ids))
         try:
             rope = self._rope.tables(0, len(ids), long=self._rope.is_long(len(ids)))
