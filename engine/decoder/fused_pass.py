@@ -35,7 +35,7 @@ from .card.card_token import CardToken
 from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
-from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room
+from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room, room_for_past
 from .layers import (
     Unsupported,
     check_family,
@@ -50,7 +50,7 @@ from .mixers.grouped import Part
 from .mixers.latent import LatentParts
 from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, PlanedLinear, in_planes
-from .state_store import StatefulStore, room_for_copies
+from .state_store import StatefulStore
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
@@ -172,7 +172,7 @@ class FusedDecoder:
         windowed = tuple(window < self._window for window in windows)
         sees = max(window for window in windows if window < self._window)
         layout = replace(layout, windowed=windowed, sees=sees, slack=SLACK)
-        past = _AGREED if self._apart else room_for_copies(ram()[0]) // layout.nbytes_windowed
+        past = _AGREED if self._apart else room_for_past(ram()[0]) // layout.nbytes_windowed
         return replace(layout, past=past)
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:

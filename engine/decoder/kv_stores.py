@@ -4,8 +4,8 @@ What a device has no room for is in RAM, layer by layer from the last one on: pi
 the link where it is, by the same addresses. A longer chat then moves more layers there.
 
 A layer that sees a window sets memory aside for little more than that. When it is full, the last entries move to its
-front. What leaves it goes to RAM, as far as there is room for it, so that a text can be gone back in: an edit further
-back has the whole text computed again. Kernels are given where the text's first entry would be.
+front. What leaves it goes to RAM, as far as `room_for_past` has room, so that a text can be gone back in: further back,
+the whole text is computed again. Kernels are given where the text's first entry would be.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ class Layout:
 
     def _form(self, layer: int) -> tuple[object, ...]:
         return self.entries[layer], self.is_windowed(layer)
+
+
+def room_for_past(ram: int) -> int:
+    """Bytes of what has left windows that a chat may have on a machine with so much RAM."""
+    return ram // 32
 
 
 def kept(sees: int, slack: int = SLACK) -> int:

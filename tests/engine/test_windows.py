@@ -18,13 +18,19 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore, GrowingStore, KvForm, KvPart, Layout
 from floe_chat.engine.events import Load, Loaded
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
+from floe_chat.engine.loader import load
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.footprint import KvBytes, kv_bytes
+from floe_chat.models import catalog
 from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
 from .. import families
 from ..helpers import make_pack
-from .driver import Engine, open_model
+from .driver import Engine, open_model, silent
 from .fake_card import FakeCard
+from .offloading import needs_of
 from .step_models import PRESET, WINDOW, make_model
 from .test_kv import Lender, put
 from .test_states import Chat, converse
@@ -197,7 +203,7 @@ def test_logits_are_those_of_all_keys_and_values(
     name: str, bits: int, way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of any length, edits near and far, to the last bit."""
-    monkeypatch.setattr(fused_pass, "room_for_copies", room)
+    monkeypatch.setattr(fused_pass, "room_for_past", room)
     dice = random.Random(len(name) + bits)
     pair = Pair(way(make_model(name), monkeypatch, KvForm(bits)))
     moved, sizes, kept = 0, (dice.choice([1, 1, 1, 2, 17, SLACK]) for _ in iter(int, 1)), list[tuple[int, int]]()
@@ -246,3 +252,41 @@ def test_a_chat_computes_next_to_nothing_again(pack: Path, seed: int, monkeypatc
         engine.send(Load(str(pack), "Exact", "cpu", parked=1 << 30))
         engine.until(Loaded)
         converse(Chat(engine, alone), random.Random(seed))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+def test_plans_count_what_is_set_aside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is computed, and of what has left windows, in RAM: at most what may follow at once is not counted."""
+    monkeypatch.undo()
+    source = families.make(name, tmp_path / "source", max_position_embeddings=8192, sliding_window=40)
+    make_pack(source, tmp_path / "pack", EXACT)
+    needs = needs_of(tmp_path / "pack", 4)
+    kv = needs.kv
+    assert kv.windowed and kv.sees == 40
+    given: dict[str, Any] = {"vram": needs.least() + 4 * kv.of(4000), "parts": Parts(mix=Mix(pool=needs.layers))}
+    device, alone = load(tmp_path / "pack", None, "throttled:1gb", silent, **given)[0], open_model(tmp_path / "pack")
+    for loaded in (device, alone):
+        text, cache = [5 + at % 90 for at in range(3300)], KVCache()
+        for start in range(0, len(text), 300):
+            loaded.decoder.forward(text[start : start + 300], cache)
+            cache.computed(text[start : start + 300], PRESET)
+        store = cache.store
+        assert isinstance(store, GrowingStore) and store.first > 500
+        assert isinstance(store, BorrowingStore) == (loaded is device)
+        assert sum(layer.nbytes for layer in store.layers()) == kv.of(store.capacity)
+        past = store.nbytes() - kv.of(store.capacity)  # this device's memory is RAM
+        assert (
+            past == kv.windowed * store.first
+            and 0 <= past - kv.past(len(text), 1 << 40) <= kv.windowed * kv_stores.SLACK
+        )
+        loaded.close()
+
+
+def test_a_budget_has_room_for_so_many_tokens() -> None:
+    for kv in (KvBytes(7), KvBytes(7, 31, 100), KvBytes(0, 31, 100)):
+        for tokens in (0, 1, 100, kv_stores.kept(100), kv_stores.kept(100) + 1, 9000):
+            there = kv.tokens(kv.of(tokens), 9000)
+            assert kv.of(there) <= kv.of(tokens) < kv.of(there + 1) or there == 9000
+            assert kv.seen(tokens) <= kv.of(tokens) and kv.past(tokens, 1 << 40) <= kv.windowed * tokens
+    long = kv_bytes(catalog.described("gemma-4-26b-a4b-it").sizes, 16)
+    assert long.of(32_768) < 1.4e9 < 7e9 < (long.whole + long.windowed) * 32_768
