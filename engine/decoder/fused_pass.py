@@ -22,13 +22,14 @@ from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, capped
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
+from ..machine.hardware import ram
 from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
-from .kv_stores import GrowingStore, KvForm, Layout, Room
+from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room, room_for_past
 from .layers import (
     Unsupported,
     check_family,
@@ -47,6 +48,7 @@ from .ways import Compiled, DenseCall, Graphs, Text, Way
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
+_AGREED = 4096  # tokens that have left windows and are kept where processes share a model, whatever RAM each has
 
 
 class FusedDecoder:
@@ -117,14 +119,22 @@ class FusedDecoder:
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
-    def _store(self, bits: int | None = None) -> GrowingStore:
-        """bits: of keys and values; None: those of a chat."""
-        return made_store(self._layout(bits or self._kv.bits), self._kv.parts, self.rooms, self._states)
+    def _store(self) -> GrowingStore:
+        return made_store(self._layout(self._kv.bits), self._kv.parts, self.rooms, self._states)
 
     def _layout(self, bits: int) -> Layout:
+        """bits: of keys and values."""
         form = self._forms[bits]
         entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
-        return Layout(entries, self._window, form, self.device, self._kv.most)
+        layout = Layout(entries, self._window, form, self.device, self._kv.most)
+        windows = [heads.window or self._window for heads in self._heads]
+        if self._stateful or min(windows) >= self._window:
+            return layout
+        windowed = tuple(window < self._window for window in windows)
+        sees = max(window for window in windows if window < self._window)
+        layout = replace(layout, windowed=windowed, sees=sees, slack=SLACK)
+        past = _AGREED if self._apart else room_for_past(ram()[0]) // layout.nbytes_windowed
+        return replace(layout, past=past)
 
     @property
     def count(self) -> int:
@@ -141,7 +151,8 @@ class FusedDecoder:
         """See `Decoder`.
 
         Raises:
-            ValueError: more tokens than the window. IndexError: a token that the vocabulary does not have.
+            ValueError: more tokens than the window, or more than `SLACK` at once where layers see a window of their
+            own. IndexError: a token that the vocabulary does not have.
         """
         if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
@@ -217,12 +228,13 @@ class FusedDecoder:
         store, start = kv.store_of(GrowingStore, self._store), kv.length
         again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else start)
-        store.reserve(start + tokens)
         if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
             store.turns = kv.turns
-        while store.length < start:  # a state cannot be cut anywhere
-            some = kv.tokens[store.length :][:PREFILL_CHUNK]
+        while store.length < start:  # a state or a window cannot be cut anywhere
+            some = kv.tokens[store.length :][: min(PREFILL_CHUNK, store.layout.slack)]
+            store.reserve(store.length + len(some))
             self._pass(some, store, store.length, long=kv.long)
+        store.reserve(start + tokens)
         return store
 
     @torch.inference_mode()
@@ -278,7 +290,8 @@ class FusedDecoder:
         Args:
             bits: of the stored keys and values, 16 or 8, whatever a chat's have.
         """
-        store = self._store(bits)
+        layout = replace(self._layout(bits), windowed=())  # all at once
+        store = made_store(layout, self._kv.parts, self.rooms, self._states)
         store.reserve(len(ids))
         try:
             rope = self._rope.tables(0, len(ids), long=self._rope.is_long(len(ids)))

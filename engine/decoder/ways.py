@@ -146,7 +146,8 @@ class Compiled(Way):
         return None if self._whole is None or self._whole.watched else self._whole
 
     def _place(self, text: Text, rope: Tensor) -> Place:
-        return Place(rope, text.store.layers()[: self._model.count], text.start)
+        count = self._model.count
+        return Place(rope, text.store.layers()[:count], text.start, text.store.firsts()[:count])
 
 
 class Graphs(Way):
