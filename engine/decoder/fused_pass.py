@@ -56,9 +56,9 @@ class FusedDecoder:
 
     Attributes:
         reason: in words, what computes the dense part and why. way: how single tokens are computed. layers: all of
-            them. rooms: device memory that keys and values may borrow, of each card; None where they have their own.
-            divide: gives the part of a pass of so many tokens that this process computes where other processes compute
-            the rest of it.
+            them. passed: see `Decoder`. rooms: device memory that keys and values may borrow, of each card; None where
+            they have their own. divide: gives the part of a pass of so many tokens that this process computes where
+            other processes compute the rest of it.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -89,6 +89,7 @@ class FusedDecoder:
         self.divide: Callable[[int], AbstractContextManager[Part] | None] | None = None
         experts = [layer.experts for layer in self.layers if isinstance(layer.experts, MoELayer)]
         self._apart = not all(layer.alone for layer in experts)
+        self.passed: Callable[[float], None] | None = None
         self.way = Way(self)
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -215,6 +216,8 @@ class FusedDecoder:
             stepped = self._stepped = step(index, x, added)
             experts = None if layer.experts is None else layer.experts(stepped.hidden, *stepped.routed)
             x, added = layer.behind(stepped, experts)
+            if self.passed is not None:
+                self.passed((index + 1) / self.count)
         return x, added
 
     def logits(self, last: Tensor) -> Tensor:
