@@ -218,7 +218,7 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
 
     shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
     # There is no other memory for what a longer chat needs.
-    longest = min(pack.window, (shares.most or 0) // tier.needs.kv)
+    longest = tier.needs.kv.tokens(shares.most or 0, pack.window)
     shares = dataclasses.replace(shares, window=longest, most=None)
     return DeviceChoice("cpu", f"{why}; {tier.why}", shares, make, tier.budget)
 

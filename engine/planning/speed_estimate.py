@@ -244,14 +244,15 @@ def decode(
 ) -> Token:
     """The time of one token after `context` others. `curve`: hit rate by pool share, None: as measured."""
     if held.gpu:
-        seen = held.part * context * kv_bytes(takes.sizes, held.kv_bits)
-        far = 0 if held.keys is None else max(0, seen - held.keys)
+        kv = kv_bytes(takes.sizes, held.kv_bits)
+        there, seen = held.part * kv.of(context), held.part * kv.seen(context)
+        far = 0 if held.keys is None or not there else seen * max(0.0, 1 - held.keys / there)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         # A state is read and written, and now and then copied to RAM, for which the device waits.
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
-    seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
+    seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense)).seen(context)
     token, states = _on_cpu(takes, work, speeds, held, seen), takes.sizes.recurrent
     deltas = states.layers if isinstance(states, Recurrent) else 0
     return dataclasses.replace(token, host=token.host + held.part * deltas * speeds.recurrent)

@@ -60,7 +60,7 @@ class TokenRecord:
     def write(self, token: int, position: int, store: GrowingStore, *, counting: bool) -> None:
         """For the next token; the device has done the last one."""
         if (version := store.version()) != self._version:
-            self._written[_ADDRESSES:] = [layer.data_ptr() for layer in store.layers()]
+            self._written[_ADDRESSES:] = store.addresses()
             self._version = version
         self._written[:_ADDRESSES] = token, position, counting
 
