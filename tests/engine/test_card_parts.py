@@ -90,6 +90,11 @@ def test_heads_of_two_kinds_are_divided(mix: Mix, tmp_path: Path, monkeypatch: p
     as_one(tmp_path / "pack", mix, (1, 3), PLAIN, monkeypatch)
 
 
+def test_latent_vectors_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pack(families.make("deepseek_v2", tmp_path / "source"), tmp_path / "pack", PackSpec(up=3))
+    as_one(tmp_path / "pack", Mix(gpu=1, pool=1), (1, 1), PLAIN, monkeypatch)
+
+
 def test_a_text_passes_the_length_that_rope_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rope = families.MODELS["phimoe"]["rope_parameters"] | {"original_max_position_embeddings": 5}
     make_pack(families.make("phimoe", tmp_path / "source", rope_parameters=rope), tmp_path / "pack", PackSpec(up=3))
