@@ -133,6 +133,7 @@ async def test_a_ground_draws_what_textual_would_draw() -> None:
                 assert [line.simplify() for line in one.render_lines(crop)] == [line.simplify() for line in wanted]
 
 
+@pytest.mark.usefixtures("painted")
 async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     client, rendered = ScriptedClient(), dict[str, int]()
     async with ready(client) as pilot:
@@ -192,6 +193,7 @@ async def test_emoji_are_drawn_as_all_terminals_count_them(text: str, drawn: str
         await until(pilot, lambda: pilot.app.clipboard == f"[[{text}]] end")
 
 
+@pytest.mark.usefixtures("painted")
 async def test_the_whole_screen_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ready(ScriptedClient()) as pilot:
         painted: list[Compositor] = []

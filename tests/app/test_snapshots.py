@@ -23,7 +23,7 @@ from textual.pilot import Pilot
 from textual.strip import Strip
 
 from .scenes import SCENES, showing, still
-from .scripted import until
+from .scripted import drawn_lines, until
 from .wizardry import lines, shown
 
 _FILES = Path(__file__).parent / "snapshots"
@@ -97,8 +97,7 @@ async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
         await pilot.pause()
         said = list(drawn(pilot))
         assert said and all(front.is_default and back.is_default for _text, front, back in said)
-        strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
-        pieces = [(text, style) for strip in strips for text, style, _control in strip if style is not None]
+        pieces = [(text, style) for strip in drawn_lines(pilot) for text, style, _control in strip if style is not None]
         assert chosen in " ".join(text for text, style in pieces if style.reverse or (style.underline and style.bold))
 
 
@@ -151,7 +150,7 @@ def pieces(pilot: Pilot[int]) -> Iterator[tuple[str, Color, Color]]:
     """What is on the screen: text, its colour, and the one under it. What a page lies over is dark and left out."""
     screen = pilot.app.screen
     places = [child.region for child in screen.children] if screen.is_modal else [screen.region]
-    for y, strip in enumerate(screen._compositor.render_strips()):  # pyright: ignore[reportPrivateUsage]
+    for y, strip in enumerate(drawn_lines(pilot)):
         for place in places:
             if place.y <= y < place.bottom:
                 yield from _pieces(strip.crop(place.x, place.right))
@@ -164,7 +163,7 @@ def _pieces(strip: Strip) -> Iterator[tuple[str, Color, Color]]:
 
 def drawn(pilot: Pilot[int]) -> Iterator[tuple[str, Drawn, Drawn]]:
     """Likewise, with colours as they are sent; some can be the terminal's own."""
-    for strip in pilot.app.screen._compositor.render_strips():  # pyright: ignore[reportPrivateUsage]
+    for strip in drawn_lines(pilot):
         yield from _drawn(strip)
 
 
