@@ -93,7 +93,7 @@ def own_folders(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def every_case(request: pytest.FixtureRequest) -> bool:
     """Whether a test that loops over cases takes all of them, not a sample."""
-    return request.config.getoption("--all")
+    return bool(request.config.getoption("--all"))
 
 
 @pytest.fixture

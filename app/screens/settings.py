@@ -56,9 +56,7 @@ class SettingsScreen(ModalScreen[None]):
     def __init__(self, file: Path | None, found: SettingsRead, apply: Apply, stats: Stats | None = None) -> None:
         """stats: of the last answer, by which some settings have no effect."""
         super().__init__()
-        self._useless: tuple[str, ...] = ()
-        if stats is not None and (stats.rows is None or stats.rows.static):
-            self._useless = _OF_A_POOL if stats.rows else (*_OF_A_POOL, *_OF_A_PART)
+        self._useless = useless(stats)
         self._file = file
         self._found = found
         self._apply = apply
