@@ -189,6 +189,13 @@ class SettingsScreen(ModalScreen[None]):
         return False
 
 
+def useless(stats: Stats | None) -> tuple[str, ...]:
+    """The settings without effect on the last answer, by its figures; none if there are no figures."""
+    if stats is None or (stats.rows is not None and not stats.rows.static):
+        return ()
+    return _OF_A_POOL if stats.rows else (*_OF_A_POOL, *_OF_A_PART)
+
+
 def _installed() -> list[str]:
     try:
         return [model.name for model in catalog.installed() if model.trouble is None]
