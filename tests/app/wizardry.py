@@ -25,7 +25,7 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from .scripted import until
+from .scripted import drawn_lines, until
 
 REPO = "floe/tiny"
 IMPATIENT = Patience(first_wait=0.01, longest_wait=0.05, sync=0.01)
@@ -102,8 +102,8 @@ def slowly(hub: FakeHub) -> None:
 
 
 def lines(pilot: Pilot[int]) -> list[str]:
-    """The screen's rows, as a terminal shows them."""
-    return [strip.text for strip in pilot.app.screen._compositor.render_strips()]  # pyright: ignore[reportPrivateUsage]
+    """The text of the screen's rows."""
+    return [strip.text for strip in drawn_lines(pilot)]
 
 
 def shown(pilot: Pilot[int]) -> str:
