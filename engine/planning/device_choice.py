@@ -254,7 +254,7 @@ def virtual_with(
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         needs = pack.needs
         given = own, needs.row, needs.hidden, needs.dense // needs.layers
-        device = VirtualDevice(*given, host=host_times(Speeds(1.0), pack.takes.sizes), turns=turns)
+        device = VirtualDevice(*given, host=host_times(Speeds(1.0)), turns=turns)
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 

@@ -223,30 +223,14 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError("queries and keys must both have norms, or neither")
 
 
-def _check_latent(latent: Latent) -> None:
-    """Refuse heads that are not those of what is cached."""
-    heads = latent.heads
-    _check_heads(heads)
-    alone = heads.q_norm is None and heads.sinks is None and heads.clip is None and heads.num_kv_heads == 1
-    if not alone or heads.cache_dtype == CODES or heads.inside != latent.rank:
-        raise ValueError(
-            "heads do not fit a latent vector: one of keys with its value inside, as numbers, as projected"
-        )
-    if heads.head_dim != latent.rank + latent.turned or min(latent.still, latent.value) < 1:
-        raise ValueError(f"a latent vector of {latent.rank} and a key of {latent.turned} are not {heads.head_dim}")
-    if latent.turned < 2 or latent.turned % 2:
-        raise ValueError(f"rope must turn an even number of values, not {latent.turned}")
-    if (latent.asked is None) != (latent.asked_norm is None):
-        raise ValueError("queries must be made of a vector behind a norm, or of neither")
-
-
 def latent_record(latent: Latent) -> Any:
     """`floe_latent`.
 
     Raises:
         ValueError: tensors of another shape or type.
     """
-    _check_latent(latent)
+    latent.check()
+    _check_heads(latent.heads)
     heads, asked, asking = latent.heads.num_heads, None, 0
     if latent.asked is not None and latent.asked_norm is not None:
         asking = latent.asked_norm.numel()

@@ -9,6 +9,7 @@ import pytest
 from floe_chat.engine.decoder.card.card_parts import CardParts
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Graphs
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
@@ -63,7 +64,8 @@ def as_one(pack: Path, mix: Mix, division: tuple[int, ...], preset: Preset, monk
     card = FakeCard(monkeypatch)
     loaded = opened(pack, mix, division=division)
     assert "on each card" in loaded.decoder.reason and isinstance(loaded.decoder, FusedDecoder)
-    assert isinstance(loaded.decoder._graphs, CardParts)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(loaded.decoder.way, Graphs)
+    assert isinstance(loaded.decoder.way.by_layer, CardParts)
     assert (", with the experts in the pool" in loaded.decoder.reason) == (mix.pool > 0)
     loaded.control.preset = preset
     found, as_called = fed(loaded)

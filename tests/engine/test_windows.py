@@ -16,6 +16,7 @@ from floe_chat.engine.decoder.decoders import FusedDecoder, choose
 from floe_chat.engine.decoder.divided import DividedStore
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore, GrowingStore, KvForm, KvPart, Layout
+from floe_chat.engine.decoder.ways import Compiled, Way
 from floe_chat.engine.events import Load, Loaded
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.loader import load
@@ -171,13 +172,13 @@ class Pair:
 
 def compiled(model: Any, _patch: pytest.MonkeyPatch, form: KvForm) -> FusedDecoder:
     decoder = choose(model, WINDOW, form)
-    assert isinstance(decoder, FusedDecoder) and decoder.steps
+    assert isinstance(decoder, FusedDecoder) and isinstance(decoder.way, Compiled)
     return decoder
 
 
 def by_torch(model: Any, patch: pytest.MonkeyPatch, form: KvForm) -> FusedDecoder:
     decoder = compiled(model, patch, form)
-    decoder.steps = []
+    decoder.way = Way(decoder)
     return decoder
 
 
