@@ -28,7 +28,7 @@ from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
 from .. import families
-from ..helpers import make_pack
+from ..helpers import make_pack, relative_rms
 from .driver import Engine, open_model, silent
 from .fake_card import FakeCard
 from .offloading import needs_of
@@ -265,11 +265,15 @@ def test_plans_count_what_is_set_aside(name: str, tmp_path: Path, monkeypatch: p
     kv = needs.kv
     assert kv.windowed and kv.sees == 40
     given: dict[str, Any] = {"vram": needs.least() + 4 * kv.of(4000), "parts": Parts(mix=Mix(pool=needs.layers))}
-    device, alone = load(tmp_path / "pack", None, "throttled:1gb", silent, **given)[0], open_model(tmp_path / "pack")
+    device, alone = (
+        load(tmp_path / "pack", "Exact", "throttled:1gb", silent, **given)[0],
+        open_model(tmp_path / "pack", "Exact"),
+    )
+    found = list[Tensor]()
     for loaded in (device, alone):
         text, cache = [5 + at % 90 for at in range(3300)], KVCache()
         for start in range(0, len(text), 300):
-            loaded.decoder.forward(text[start : start + 300], cache)
+            found.append(loaded.decoder.forward(text[start : start + 300], cache))
             cache.computed(text[start : start + 300], PRESET)
         store = cache.store
         assert isinstance(store, GrowingStore) and store.first > 500
@@ -281,6 +285,8 @@ def test_plans_count_what_is_set_aside(name: str, tmp_path: Path, monkeypatch: p
             and 0 <= past - kv.past(len(text), 1 << 40) <= kv.windowed * kv_stores.SLACK
         )
         loaded.close()
+    both = torch.stack(found).chunk(2)
+    assert relative_rms(*both) <= 1e-4
 
 
 def test_a_budget_has_room_for_so_many_tokens() -> None:
