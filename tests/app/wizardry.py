@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -127,9 +127,17 @@ def ended(running: Setup) -> Setup:
     return running
 
 
-def reached(running: Setup, step: str) -> None:
-    """Until its step begins like that."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not running.progress().step.startswith(step):
-        assert time.monotonic() < deadline and running.error is None, (running.progress(), running.error)
-        time.sleep(0.005)
+def start_until(running: Setup, begins: str) -> Setup:
+    """Start it; it is paused where a step of packing begins like that."""
+    reported, there = running._reported, threading.Event()  # pyright: ignore[reportPrivateUsage]
+
+    def stopping(step: str, share: float, left: float | None = None) -> None:
+        if step.startswith(begins) and not there.is_set():
+            running.pause()
+            there.set()
+        reported(step, share, left)
+
+    running._reported = stopping  # pyright: ignore[reportPrivateUsage]
+    running.start()
+    assert there.wait(DEADLINE_S), (running.progress(), running.error)
+    return running
