@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of every test, not a fixed sample of them")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        os.environ["FLOE_TEST_ALL"] = "1"  # see `covering.py`
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `make test-all` runs, and begin with the longest tests.
 
@@ -88,6 +93,12 @@ def own_folders(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     return home
+
+
+@pytest.fixture
+def every_case(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that loops over cases takes all of them, not a sample."""
+    return bool(request.config.getoption("--all"))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 from floe_chat.app.actions import OWN
 from floe_chat.app.screens.help import HelpScreen
-from floe_chat.app.screens.settings import SettingsScreen
+from floe_chat.app.screens.settings import SettingsScreen, useless
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
@@ -136,18 +136,19 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
 
 async def test_a_setting_without_effect_says_so() -> None:
     split = dataclasses.replace(ROWS, layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), LayerRows(None, 0.0, 0.0, 0.0, 1.0)))
-    for rows, useless in ((None, {"predictor", "transfer"}), (split, {"predictor"}), (ROWS, set[str]())):
-        async with chatting(size=(100, 30)) as (client, pilot):
-            request = await ask(pilot, client)
-            client.say(Finished(request, "stop", stats(request, rows=rows)))
-            await until(pilot, lambda: status(pilot).state == "ready")
-            fields = await opened(pilot)
-            for name in ("predictor", "transfer", "kv_bits"):
-                fields[f"advanced.{name}"].focus()
-                said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
-                meaning = pilot.app.screen.query_one(".explained", Static)
-                await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
-                assert ("No effect where" in str(meaning.render())) == (name in useless), (rows, name)
+    assert useless(None) == useless(stats(rows=ROWS)) == () != useless(stats(rows=split))
+    assert {"advanced.predictor", "advanced.transfer"} < {*useless(stats())}
+    async with chatting(size=(100, 30)) as (client, pilot):
+        request = await ask(pilot, client)
+        client.say(Finished(request, "stop", stats(request, rows=split)))
+        await until(pilot, lambda: status(pilot).state == "ready")
+        fields = await opened(pilot)
+        for name in ("predictor", "transfer", "kv_bits"):
+            fields[f"advanced.{name}"].focus()
+            said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
+            meaning = pilot.app.screen.query_one(".explained", Static)
+            await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
+            assert ("No effect where" in str(meaning.render())) == (name == "predictor"), name
 
 
 WRONG = (

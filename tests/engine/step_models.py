@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Compiled, Way
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.modules import library_model
 from torch import Tensor, nn
@@ -221,9 +222,9 @@ def feed(decoder: Decoder, kv: KVCache, ids: Sequence[int], pieces: Sequence[int
 def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> FusedDecoder:
     """The lean pass with its compiled step, or by torch's operations alone."""
     lean = choose(model, window)
-    assert isinstance(lean, FusedDecoder) and lean.steps, lean.reason
+    assert isinstance(lean, FusedDecoder) and isinstance(lean.way, Compiled), lean.reason
     if not compiled:
-        lean.steps = []
+        lean.way = Way(lean)
     return lean
 
 

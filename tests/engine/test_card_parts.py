@@ -10,6 +10,7 @@ from floe_chat.engine.decoder import fused_pass, layers
 from floe_chat.engine.decoder.card.card_parts import CardParts
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Graphs
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
@@ -76,7 +77,8 @@ def as_one(pack: Path, mix: Mix, division: tuple[int, ...], preset: Preset, monk
     card = FakeCard(monkeypatch)
     loaded = opened(pack, mix, division=division)
     assert "on each card" in loaded.decoder.reason and isinstance(loaded.decoder, FusedDecoder)
-    assert isinstance(loaded.decoder._graphs, CardParts)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(loaded.decoder.way, Graphs)
+    assert isinstance(loaded.decoder.way.by_layer, CardParts)
     assert (", with the experts in the pool" in loaded.decoder.reason) == (mix.pool > 0)
     loaded.control.preset = preset
     found, as_called = fed(loaded, ids)
@@ -98,6 +100,11 @@ def test_heads_of_two_kinds_are_divided(tmp_path: Path, monkeypatch: pytest.Monk
     """With norms behind each part, which the next card closes."""
     make_pack(families.make("gemma4", tmp_path / "source"), tmp_path / "pack", PackSpec(up=3))
     as_one(tmp_path / "pack", Mix(gpu=1, pool=2, cpu=1), (1, 3), PLAIN, monkeypatch)
+
+
+def test_latent_vectors_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pack(families.make("deepseek_v2", tmp_path / "source"), tmp_path / "pack", PackSpec(up=3))
+    as_one(tmp_path / "pack", Mix(gpu=1, pool=1), (1, 1), PLAIN, monkeypatch)
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

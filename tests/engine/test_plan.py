@@ -9,7 +9,7 @@ import pytest
 from floe_chat.engine.machine.gpus import Gpu
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload import cards
-from floe_chat.engine.planning import machine, plan, reasons, speed_estimate
+from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
@@ -206,31 +206,6 @@ class TestRecommendation:
         said = " ".join(found.why)
         assert "More exact: 4/4/8" in said and "Faster: 3/3/4" in said and str(WORTH) in said
         assert not any(ugly in said for ugly in ("e+", "e-0", "nan"))
-
-    def test_what_goes_one_by_one_takes_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machines = [a_machine(vram=vram) for vram in (0, 12)]
-        before = [plan.make(one, MIXTRAL).chosen for one in machines]
-
-        def always(_sizes: object, **_gpu: bool) -> bool:
-            return True
-
-        with monkeypatch.context() as patch:
-            patch.setattr(speed_estimate, "one_by_one", always)
-            after = [plan.make(one, MIXTRAL).chosen for one in machines]
-        assert all(
-            own and other and other.decode.mid < own.decode.mid for own, other in zip(before, after, strict=True)
-        )  # where a card holds all of it, the host has to wait for the card in any case
-        for name, latent in {
-            "olmoe-1b-7b-instruct": False,
-            "deepseek-v2-lite-chat": True,
-            "glm-4.7-flash": True,
-        }.items():
-            entry = described(name)
-            assert (entry.sizes.latent is not None) is latent
-            found = plan.make(a_machine(vram=12, ram=64), entry)
-            said = any("one operation after another" in sentence for sentence in found.why)
-            on_card = found.chosen is not None and found.chosen.place != "cpu"
-            assert said is (on_card and entry.sizes.latent is not None)
 
     def test_worth_follows_the_rule(self) -> None:
         found = plan.make(a_machine(ram=64), MIXTRAL).chosen

@@ -93,7 +93,7 @@ def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, nam
             assert second == talk(plain, KVCache(), [*prompt, *first, 9], len(second))
         used.add(in_use(loaded, kv, needs))
         blocks = -(-(kv.length) // BLOCK)
-        assert kv.nbytes() == blocks * BLOCK * needs.kv
+        assert kv.nbytes() == blocks * BLOCK * needs.kv.whole
         rows = (
             (budget - needs.dense - needs.captured - needs.up) // needs.row
             - RING * needs.neurons
