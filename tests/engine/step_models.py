@@ -11,6 +11,7 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.ways import Compiled, Way
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.modules import library_model
+from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor, nn
 
 from ..families import YARN
@@ -177,6 +178,7 @@ EACH_HEAD = [name for name, fields in MODELS.items() if name not in STATEFUL and
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random model of a family, weights, biases and norms alike."""
+    import_model_code()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = name.partition("-")[0]
