@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of every test, not a fixed sample of them")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        os.environ["FLOE_TEST_ALL"] = "1"  # see `covering.py`
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `make test-all` runs, and begin with the longest tests.
 

@@ -1,8 +1,9 @@
 """Cases that cover a cross product's pairs instead of all of it.
 
 `covering` parametrizes a test. Every combination of the `whole` axes becomes one case. The `beside` axes are spread
-over these cases, so that each of their values meets each value of every other axis at least once. The remaining cases
-of the cross product are drawn at random by tests/bench/kernel_sweep.py.
+over these cases, so that each of their values meets each value of every other axis at least once; without --all, cases
+are made until each value has had one. The remaining cases of the cross product are drawn at random by
+tests/bench/kernel_sweep.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 FIXTURES = "isa", "on_backend", "place"  # axes that are parameters of a fixture
 SWEEP = "FLOE_TEST_SWEEP"  # "SEED:COUNT" makes each test run so many random cases instead
+EVERY = "FLOE_TEST_ALL"  # set by --all, for xdist's workers too
 Axes = Mapping[str, Sequence[Any]]
 Row = tuple[Any, ...]
 
@@ -25,7 +27,8 @@ def covering(whole: Axes, beside: Axes | None = None) -> pytest.MarkDecorator:
     """The mark that gives a test these cases; the names of the axes are the test's arguments or FIXTURES."""
     beside = beside or {}
     names = [*whole, *beside]
-    rows = _swept({**whole, **beside}) if SWEEP in os.environ else covering_rows(whole, beside)
+    swept = SWEEP in os.environ
+    rows = _swept({**whole, **beside}) if swept else covering_rows(whole, beside, pairs=EVERY in os.environ)
     return pytest.mark.parametrize(
         names,
         rows,
@@ -34,8 +37,11 @@ def covering(whole: Axes, beside: Axes | None = None) -> pytest.MarkDecorator:
     )
 
 
-def covering_rows(whole: Axes, beside: Axes) -> list[Row]:
-    """One row per combination of `whole`, more where that is too few for all pairs; the same ones each time."""
+def covering_rows(whole: Axes, beside: Axes, *, pairs: bool = True) -> list[Row]:
+    """One row per combination of `whole`, more where that is too few for all pairs; the same ones each time.
+
+    Without `pairs`, those of the first rows that show every value.
+    """
     axes = [*whole.values(), *beside.values()]
     missing = {
         (one, two, a, b)
@@ -51,16 +57,18 @@ def covering_rows(whole: Axes, beside: Axes) -> list[Row]:
         return {(i, j, row[i], row[j]) for i, j in combinations(range(len(row)), 2)} & missing
 
     chosen: list[tuple[int, ...]] = []
+    unseen = {(axis, place) for axis, values in enumerate(axes) for place in range(len(values))}
     sizes = [len(values) for values in whole.values()]
     # All axes change from row to row, so that the first rows, `make test`'s sample, meet different values of each.
     starts = sorted(
         product(*map(range, sizes)),
         key=lambda row: [(value - row[0]) % size for value, size in zip(row[1:], sizes[1:], strict=True)],
     )
-    while starts:
+    while starts and (unseen or pairs):
         start = starts.pop(0)
         row = max(((*start, *other) for other in drawn.sample(others, some)), key=lambda row: len(new_pairs(row)))
         missing -= new_pairs(row)
+        unseen -= set(enumerate(row))
         chosen.append(row)
         if not starts and missing:
             _, _, a, _ = pair = min(missing)

@@ -309,7 +309,8 @@ class _Lent:
 
 def run_one_process() -> None:
     """From now on all tokenizers and templates of this process run in one other, see `_Running`."""
-    chat_process._Child = _Running()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if not isinstance(chat_process._Child, _Running):  # pyright: ignore[reportPrivateUsage]
+        chat_process._Child = _Running()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def check(error: FloeError) -> None:

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = Path(__file__).parent
-SHARED_TESTS = "operations", "attend", "state_one", "select", "listed"  # with the CPU's kernels
+SHARED_TESTS = "operations", "attend", "latent_one", "state_one", "select", "listed"  # with the CPU's kernels
 # Kibibytes of shared memory that one block may have.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
@@ -77,6 +77,10 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("state-bfloat16", "86 89", id="states"),
         pytest.param("state-float16", "75 80 90 100 120", id="states in float16", marks=pytest.mark.thorough),
         pytest.param("attend-float32", "75 90", id="attention in float32", marks=pytest.mark.thorough),
+        pytest.param("latent-bfloat16", "89", id="a latent vector"),
+        pytest.param("latent-float16", "80 86 90 100 120", id="latent, other GPUs", marks=pytest.mark.thorough),
+        pytest.param("latent-float16-plain", "75", id="without tensor cores", marks=pytest.mark.thorough),
+        pytest.param("latent-float32-plain", "75 86", id="a latent vector in float32", marks=pytest.mark.thorough),
     ],
 )
 def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, tmp_path: Path) -> None:
@@ -88,6 +92,8 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
         expected = {"attend_kernel", "join_kernel"}
     if case.startswith("state"):
         expected = {"delta_kernel", "convolve_kernel"}
+    if case.startswith("latent"):
+        expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):
