@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,14 @@ def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-@pytest.fixture
-def rates_known() -> None:
-    """This machine was measured before: measuring it takes seconds."""
-    Measured(RATES, {}, "2026-11-21").save(rates.kept_file())
+@pytest.fixture(autouse=True)
+def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring this machine would go on for seconds, behind the tests after the one that opened the wizard."""
+
+    def measure(_folder: Path, _report: Callable[[str], None]) -> Measured:
+        return Measured(RATES, {}, "2026-11-21")
+
+    monkeypatch.setattr(rates, "measure", measure)
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ def idle_card(monkeypatch: pytest.MonkeyPatch) -> str:
     return said
 
 
-@pytest.mark.usefixtures("rates_known")
 def test_doctor_and_plan(idle_card: str) -> None:
     said = run_cli("doctor").out
     assert said.count(idle_card) == 1 and "NVIDIA GeForce RTX 3090" in said.replace(idle_card, "")

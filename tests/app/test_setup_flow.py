@@ -166,7 +166,6 @@ def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
     assert 0 < hub.sent("model-") - all_of_it < all_of_it  # not what only the other layer needs
 
 
-@pytest.mark.usefixtures("rates_known")
 def test_the_command(hub: FakeHub) -> None:
     runner = CliRunner()
     asked = runner.invoke(cli, ["setup", REPO], standalone_mode=False)
