@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from floe_chat.app.actions import OWN
-from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.settings import SettingsScreen, useless
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
+from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import Finished, LayerRows
 from floe_chat.models import catalog
 from textual.pilot import Pilot
@@ -49,15 +49,12 @@ async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
 
 async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
+    file.write_text('# mine\n[keys]\ntoggle_panel = "f12"\n[sampling]\ntop_p = 7\n')
     async with chatting(settings=file) as (client, pilot):
         await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
         await pilot.press("f12")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-        await pilot.press("escape")
-        await order(pilot, "/settings")
-        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        fields = shown_fields(pilot)
+        await until(pilot, lambda: not pilot.app.screen.query_one(PerformancePanel).display)
+        fields = await opened(pilot)
         fields["sampling.top_k"].focus()
         await write(pilot, "40")
         await pilot.press("enter")

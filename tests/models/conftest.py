@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.models.errors import FloeError
+from floe_chat.models.hub import hub_errors
 from floe_chat.models.hub.repository import resolve
 
 from .fakehub import FakeHub
@@ -45,10 +46,19 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with `published` as floe/tiny, which our code finds in HF_ENDPOINT."""
+    """A hub with `published` as floe/tiny, which our code finds in HF_ENDPOINT, and soon asks again."""
+    monkeypatch.setattr(hub_errors, "backoff", soon)
     with FakeHub({REPO: published}) as hub:
         hub.used_by(monkeypatch, tmp_path / "home")
         yield hub
+
+
+_backoff = hub_errors.backoff
+
+
+def soon(failures: int, first: float = 0.01, longest: float = 0.02) -> float:
+    """Where nothing else is asked for."""
+    return _backoff(failures, first, longest)
 
 
 def failure(repo: str = REPO, revision: str = "main", token: str | None = None) -> FloeError:

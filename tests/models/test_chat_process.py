@@ -23,6 +23,12 @@ HI = [{"role": "user", "content": "hi"}]
 LONG = [{"role": role, "content": f"{number} and so on"} for number in range(40) for role in ("user", "assistant")]
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes without end may do so for half a second."""
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path)
@@ -132,8 +138,8 @@ TEMPLATES = {
 }
 
 
-# What computes without end takes its two seconds twice: below, "loops" does so in tests of its own.
-SLOW = "loops", "nests", "computes", "lipsum", "formats", "replaces", "batches", "writes without end"
+# What computes without end takes its time twice: below, "loops" does so in tests of its own.
+SLOW = "loops", "nests", "computes", "lipsum", "fills up", "formats", "replaces", "batches", "writes without end"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,6 @@ def test_a_process_that_gets_no_computing_time_is_waited_for(
 
     monkeypatch.setattr(chat_process._Child, "_computed", look)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(chat_process, "_LOOK_S", 0.001)
-    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
     os.kill(number, signal.SIGSTOP)
     assert chat.count("hello") == good and len(looks) >= 5
     assert number_of(chat) == number
@@ -225,6 +230,7 @@ def test_a_process_that_was_ended_is_explained(chat: ChatProcess) -> None:
 def test_closing_ends_a_request(folder: Path, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     template(folder, "{% if messages | length > 1 %}" + TEMPLATES["loops"] + "{% endif %}" + TEMPLATE)
     opened = ChatProcess(folder)
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 60.0)
     child = number_of(opened)
     errors: list[FloeError] = []
     sending, closed = threading.Event(), threading.Event()

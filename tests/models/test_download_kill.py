@@ -21,6 +21,7 @@ from floe_chat.models.hub.repository import resolve
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault
 
+KILLS = 5
 # Imports once; every line on its input makes it fork a process that downloads.
 PARENT = """
 import os, sys
@@ -104,7 +105,7 @@ def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
     sizes = {name: (published / name).stat().st_size for name in SHARDS}
     total = sum(sizes.values())
     kills = 0
-    for _ in range(10):
+    for _ in range(KILLS):
         before, hub.requests[:] = kept(folder, sizes), []
         child = downloader.start(hub, folder)
         missing = total - sum(end - start for ranges in before.values() for start, end in ranges)
@@ -119,7 +120,7 @@ def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
                 shard = request.path.split("/")[-1]
                 again = [(a, b) for a, b in before.get(shard, []) if a <= end and start < b]
                 assert not again, f"{shard}: {again} was here, but {request.range} was asked for"
-    assert kills == 10
+    assert kills == KILLS
     here = sum(end - start for ranges in kept(folder, sizes).values() for start, end in ranges)
     hub.requests.clear()
     hub.faults.clear()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from floe_chat.models.errors import TryAgainError, UsageError
+from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, WrongSchema
 from tokenizers import Tokenizer
@@ -17,22 +19,34 @@ from .chat_families import TEMPLATES, write_family, write_tools
 from .test_tool_talk import ARGUMENTS, PLAIN, TALK
 
 WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
+REQUESTS = itertools.count(2)
 FREE = ("qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen3_moe instruct")  # whose calls need no thinking
 
 
+_processes: dict[Path, ChatProcess] = {}
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while _processes:
+        _processes.popitem()[1].close()
+
+
 class Told:
-    """One answer, token by token, as the engine draws it."""
+    """One answer, token by token, as the engine draws it; all of a folder in one process."""
 
     def __init__(self, folder: Path, *, think: bool = False, schema: str = "", **tools: Any) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.chat = ChatProcess(folder)
+        self.chat = _processes.get(folder) or _processes.setdefault(folder, ChatProcess(folder))
+        self.request = next(REQUESTS)
         wanted = {"listed": PLAIN, "choice": "required", "named": "", "parallel": True, "strict": [], **tools}
         self.size = self.tokenizer.get_vocab_size()
-        found = self.chat.whole(TALK[:1], 9000, wanted, schema, self.size, think=think)
+        found = self.chat.whole(TALK[:1], 9000, wanted, schema, self.size, think=think, begin=self.request)
         assert isinstance(found, Fitted) and found.constrained
         self.last: int | None = None
         self.parts: list[Any] = []
-        self.open = self.chat.allowed(None)
+        self.open = self.chat.allowed(None, self.request)
 
     def may(self, token: int) -> bool:
         return bool(self.open[token >> 3] >> (token & 7) & 1)
@@ -46,12 +60,12 @@ class Told:
         for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
             if not self.may(token):
                 return False
-            self.open = self.chat.allowed(token)
-            self.parts += self.chat.push([token]).parts
+            self.open = self.chat.allowed(token, self.request)
+            self.parts += self.chat.push([token], request=self.request).parts
         return True
 
     def calls(self) -> list[tuple[str, Any]]:
-        self.parts += self.chat.push([], last=True).parts
+        self.parts += self.chat.push([], last=True, request=self.request).parts
         found = list[list[str]]()
         more = False
         for part in self.parts:
@@ -201,15 +215,16 @@ def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], tmp_pa
 ENDLESS = {"allOf": [{"pattern": f"(a|b){{{number}}}"} for number in range(40)], "type": "string"}
 
 
-def test_a_form_that_takes_too_long_is_no_fault_of_the_pack(tmp_path: Path) -> None:
+def test_a_form_that_takes_too_long_is_no_fault_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is what it interrupts: that answer's form is held in the process that it ends."""
     write_tools(tmp_path, "qwen3_moe")
     told = Told(tmp_path)
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.3)
     tools = {"listed": [], "choice": "auto", "named": "", "parallel": True, "strict": []}
     with pytest.raises(UsageError, match="form of the answer cannot be followed"):
         told.chat.whole(TALK[:1], 9000, tools, json.dumps(ENDLESS), told.size, begin=1)
     with pytest.raises(TryAgainError, match="interrupted"):
-        told.chat.allowed(None)
+        told.chat.allowed(None, told.request)
 
 
 def test_parameters_that_a_template_cannot_write_are_no_fault_of_the_pack(tmp_path: Path) -> None:

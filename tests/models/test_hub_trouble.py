@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import tracemalloc
@@ -85,6 +86,7 @@ def test_a_listing_of_nonsense_is_refused_in_a_few_words(hub: FakeHub, entry: di
     assert isinstance(error, TryAgainError) and len(str(error)) < 500
 
 
+@functools.cache
 def doubly_compressed(content: bytes) -> tuple[dict[str, str], bytes]:
     return {"Content-Encoding": "gzip, gzip"}, gzip.compress(gzip.compress(content))
 
@@ -94,7 +96,7 @@ def test_a_compressed_body_is_never_unpacked(hub: FakeHub, status: int) -> None:
     headers, body = doubly_compressed(b'{"error": "%s"}' % (b"a" * (64 << 20)))
     assert len(body) < 10_000
     if status == 302:
-        headers["Location"] = "/api/models/floe/absent/revision/main"
+        headers = {**headers, "Location": "/api/models/floe/absent/revision/main"}
     hub.faults.append(
         Fault("GET /api", times=ALWAYS if status == 500 else 1, status=status, headers=headers, body=body)
     )
@@ -158,7 +160,7 @@ def test_a_redirect_that_leads_nowhere_is_the_hubs(hub: FakeHub, location: str) 
 
 
 def test_a_stall_is_tried_again_like_a_reset(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_request, "SILENCE_S", 0.3)
+    monkeypatch.setattr(hub_request, "SILENCE_S", 0.2)
     hub.faults.append(Fault("GET /api", stall_after=20))
     repo = resolve(REPO)
     hub.faults.append(Fault("GET /storage/", stall_after=100))

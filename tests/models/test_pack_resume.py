@@ -117,8 +117,7 @@ def test_nothing_that_was_finished_is_read_again(half: Path, source: Path, whole
     assert contents(half) == whole
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("expert", [0, 3])
+@pytest.mark.parametrize(("layer", "expert"), [(0, 3), (2, 0)])  # `half` is one of the layer between them
 def test_a_cut_at_any_layer_changes_no_byte(
     tmp_path: Path, source: Path, whole: dict[str, bytes], layer: int, expert: int
 ) -> None:
@@ -216,7 +215,7 @@ def test_fresh_starts_over(tmp_path: Path, source: Path) -> None:
     assert contents(tmp_path / "p") == contents(tmp_path / "q")
 
 
-@pytest.mark.parametrize("torn", [b"{", b'{"expert":[1,', b"\xff\x00", b'{"expert":[2,3]}'], ids=repr)
+@pytest.mark.parametrize("torn", [b"\xff\x00", b'{"expert":[2,3]}'], ids=repr)
 def test_a_torn_last_line_is_nothing_that_was_finished(
     half: Path, source: Path, whole: dict[str, bytes], torn: bytes
 ) -> None:
@@ -315,21 +314,18 @@ class Arriving(Shards):
             self.here.remove(file)
 
 
-@pytest.mark.parametrize("cut", [None, (2, 1)], ids=["undisturbed", "interrupted"])
-def test_a_shelf_gives_the_same_pack_and_gets_every_shard_back_early(
-    tmp_path: Path, cut: tuple[int, int] | None
-) -> None:
+def test_a_shelf_gives_the_same_pack_and_gets_every_shard_back_early(tmp_path: Path) -> None:
     # As in published models, a shard holds more than a layer, and a layer's norms may lie in the next one.
     source = make_checkpoint(tmp_path / "source", layers=6, intermediate=24)
     packed(source, tmp_path / "whole")
-    if cut is not None:
-        cut_at(tmp_path / "p", source, *cut)
-    shelf = Arriving(source)
-    shards = list(shelf.headers())
-    pack(Checkpoint(shelf), tmp_path / "p", SPEC, calibration_tokens(), "tiny")
-    assert contents(tmp_path / "p") == contents(tmp_path / "whole")
-    assert sorted(shelf.gone) == sorted(shards) and not shelf.here and not shelf.expected
-    assert len(shards) > 4 and 1 <= shelf.most <= 2
+    cut_at(tmp_path / "cut", source, 2, 1)
+    for name in ("undisturbed", "cut"):
+        shelf = Arriving(source)
+        shards = list(shelf.headers())
+        pack(Checkpoint(shelf), tmp_path / name, SPEC, calibration_tokens(), "tiny")
+        assert contents(tmp_path / name) == contents(tmp_path / "whole")
+        assert sorted(shelf.gone) == sorted(shards) and not shelf.here and not shelf.expected
+        assert len(shards) > 4 and 1 <= shelf.most <= 2
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or latent-DTYPE, with -plain as where no tensor cores are used. Tensors
-have full Mixtral size but are never touched, and launches are recorded instead of run.
+2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or latent-DTYPE, with -plain for plain heads alone, or for a latent
+vector where no tensor cores are used. Tensors have full Mixtral size but are never touched, and launches are recorded
+instead of run.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def call_operations(case: str) -> None:
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
     if widths == "attend":
-        call_attention(dtype)
+        call_attention(dtype, few="plain" in options)
         return
     if widths == "state":
         call_states(dtype)
@@ -152,14 +153,14 @@ def call_operations(case: str) -> None:
     kernels.linear(x, LinearWeights(vector, untouched(hidden, hidden), *parts))
 
 
-def call_attention(dtype: torch.dtype) -> None:
+def call_attention(dtype: torch.dtype, *, few: bool) -> None:
     """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; of
-    Gemma 4's two kinds; and of Qwen3.5's.
+    Gemma 4's two kinds; and of Qwen3.5's. `few`: of the first alone.
     """
     plain = Heads(32, 8, 128, 0.1, cache_dtype=dtype)
     gemma = Heads(16, 8, 256, 1.0, 1024, cache_dtype=dtype, v_normed=True)
     gated = Heads(16, 2, 256, 0.1, cache_dtype=dtype, gated=True)
-    for heads, normed in (
+    several = (
         (plain, 0),
         (replace(plain, cache_dtype=CODES), 0),
         (replace(plain, num_heads=16, num_kv_heads=16), 16),
@@ -170,7 +171,8 @@ def call_attention(dtype: torch.dtype) -> None:
         (replace(gemma, num_kv_heads=2, head_dim=512, window=None, keys_alone=True, cache_dtype=CODES), 1),
         (gated, 1),
         (replace(gated, cache_dtype=CODES), 1),
-    ):
+    )
+    for heads, normed in several[: 2 if few else None]:
         weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
         qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(3 * 512, dtype=dtype)
         own = rope if heads.v_normed else rope[: 2 * heads.head_dim].view(2, -1)

@@ -12,18 +12,13 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.gguf.shelf import GgufShelf
-from floe_chat.models.pack.manifest import COPIED
-from floe_chat.models.packing.calibration import read_tokens
-from floe_chat.models.packing.pack import EXACT, PackSpec, pack
+from floe_chat.models.packing.pack import EXACT, pack
 
 from ... import families
 from ...engine.driver import open_model
-from ...helpers import edit_json
+from ...helpers import calibration_tokens, edit_json
 from . import vocabulary
 from .converting import convert
-
-TEXT = "Experts are chosen token by token. What isn't chosen costs nothing! 日本語 and naïve café, 3.14159\n" * 20
-SPEC = PackSpec()
 
 # What the files do not say, as in published models.
 STATED: dict[str, dict[str, Any]] = {"lfm2_moe": {"routed_scaling_factor": 1.0}}
@@ -38,17 +33,9 @@ WITH_ONE = ("qwen3_next", "qwen3_5_moe_text")
 """Norms that the converter adds one to, which in float16 loses their last bits, and in bfloat16 does not."""
 
 
-def small_files(checkpoint: Checkpoint) -> Path:
-    for name in COPIED:
-        checkpoint.shelf.small(name)
-    return checkpoint.folder
-
-
-def packed(source: Path | GgufShelf, folder: Path, spec: PackSpec = SPEC) -> dict[str, bytes]:
-    """The files of a pack that hold weights."""
-    checkpoint = Checkpoint(source)
-    tokens = read_tokens(small_files(checkpoint), TEXT)[:2, :80]
-    pack(checkpoint, folder, spec, tokens, "tiny")
+def packed(source: Path | GgufShelf, folder: Path) -> dict[str, bytes]:
+    """The files of a pack that hold weights, of 16 bits: those of fewer follow from them."""
+    pack(Checkpoint(source), folder, replace(EXACT, signal="gate"), calibration_tokens(2), "tiny")
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
@@ -69,16 +56,14 @@ def test_the_pack_of_a_file_is_its_checkpoints(name: str, tmp_path: Path) -> Non
     shelf = GgufShelf(file, tmp_path / "made")
     checkpoint = Checkpoint(shelf)
     assert checkpoint.exact and checkpoint.float16 == dtype and not shelf.rounding
-    spec = replace(EXACT, signal="gate")  # of 16 bits: those of fewer follow from them
-    ours, theirs = packed(shelf, tmp_path / "ours", spec), packed(source, tmp_path / "theirs", spec)
+    ours, theirs = packed(shelf, tmp_path / "ours"), packed(source, tmp_path / "theirs")
     assert ours.keys() == theirs.keys() and len(ours) > 3
     assert not [name for name in ours if ours[name] != theirs[name]]
     logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16"])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
+@pytest.mark.parametrize(("name", "kind"), [("mixtral", "F32"), ("deepseek_v2", "BF16")])
 def test_so_is_that_of_other_widths(name: str, kind: str, tmp_path: Path) -> None:
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[kind]
     source = made(name, tmp_path / "source", dtype)
@@ -90,10 +75,8 @@ def test_so_is_that_of_other_widths(name: str, kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "how", "parts"),
     [
-        ("mixtral", "apart", 0),
-        ("qwen3_moe", "fused", 0),
+        ("mixtral", "apart", 5),
         ("granitemoe", "merged", 7),
-        ("mixtral", "merged", 5),
         ("qwen3_5_moe_text", "fused", 0),
     ],
 )
@@ -107,7 +90,8 @@ def test_so_is_that_of_other_layouts(name: str, how: str, parts: int, tmp_path: 
     if parts:
         files = sorted(tmp_path.glob("tiny-*.gguf"))
         assert len(files) > 3
-        assert packed(GgufShelf(files[-1], tmp_path / "made"), tmp_path / "again") == ours  # any part will do
+        found = (GgufShelf(files[at], tmp_path / f"made{at}").headers() for at in (0, -1))
+        assert next(found) == next(found), "any part will do"
 
 
 def test_so_is_that_of_blocks_as_published(tmp_path: Path) -> None:
@@ -115,5 +99,4 @@ def test_so_is_that_of_blocks_as_published(tmp_path: Path) -> None:
     families.one_shard(coded)
     shelf = GgufShelf(convert(coded, tmp_path / "tiny.gguf", "BF16", stated="MXFP4_MOE"), tmp_path / "made")
     assert Checkpoint(shelf).exact and not shelf.rounding
-    spec = replace(EXACT, signal="gate")
-    assert packed(shelf, tmp_path / "ours", spec) == packed(coded, tmp_path / "theirs", spec)
+    assert packed(shelf, tmp_path / "ours") == packed(coded, tmp_path / "theirs")
