@@ -66,7 +66,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.fixture(params=["cpu", "throttled:4gb", "sim:rtx3060-12gb"])
+@pytest.fixture(params=["cpu", pytest.param("throttled:4gb", marks=pytest.mark.thorough), "sim:rtx3060-12gb"])
 def engine(request: pytest.FixtureRequest, tiny_pack: Path) -> Iterator[Engine]:
     """With a rule that skips nothing, by which a last bit of noise decides nothing."""
     with Engine() as engine:

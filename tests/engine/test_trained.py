@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.engine.quality.evaluate import measured_divergence, run
 from floe_chat.engine.quality.references import PackReference
 from floe_chat.engine.quality.text_windows import cut
@@ -20,8 +22,9 @@ from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from floe_chat.models.tokenizer.chat_process import encode
 
-from ..helpers import reference_model
-from .driver import open_model
+from ..helpers import make_pack, reference_model, relative_rms
+from .driver import answer, open_model
+from .step_models import feed
 from .trained import demo_source, finer_source
 
 SOURCES = {"demo again": demo_source, "finer": finer_source}
@@ -110,6 +113,23 @@ def test_what_the_dials_are_said_to_lose_is_what_they_lose() -> None:
         least, most = manifest.dials.estimate(rule) or (0.0, 0.0)
         found = measured_divergence(loaded, custom(manifest, rule), windows, expected, told).kl_mean
         assert least <= found <= most, rule
+
+
+def test_without_rounding_it_is_transformers_own_model(tmp_path: Path) -> None:
+    """At the demo's sizes: a prompt in chunks and token by token, and a greedy answer."""
+    source, folder = demo_source(tmp_path / "source"), tmp_path / "pack"
+    make_pack(source, folder, EXACT)
+    loaded, pieces = open_model(folder, "Exact"), [PREFILL_CHUNK, DECODE_TOKENS + 3, DECODE_TOKENS, *[1] * 40]
+    ids = heldout(source)[: sum(pieces)]
+    prompt = ids[: PREFILL_CHUNK + 9]
+    tokens = answer(loaded, prompt, max_new_tokens=64).tokens
+    theirs = reference_model(source)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0, torch.tensor(pieces).cumsum(0) - 1]
+        drawn = theirs(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = feed(loaded.decoder, KVCache(), ids, pieces)
+    assert all(relative_rms(mine, its) <= 1e-5 for mine, its in zip(logits, expected, strict=True))
+    assert tokens == drawn.argmax(-1).tolist() and len(tokens) == 64 and len(set(tokens)) >= 5
 
 
 @pytest.fixture(scope="module")

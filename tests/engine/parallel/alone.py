@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.decoder import fused_pass, layers
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import LoadedModel, load
 from torch import Tensor
 
 from ..driver import silent
-from .leader import preset_of, run
+from .leader import as_computed, preset_of, run
 
 PROMPT, NEW = 41, 6
 
@@ -31,7 +32,10 @@ class Alone:
     """The same model in one process."""
 
     def __init__(self, pack: Path) -> None:
-        self.loaded: LoadedModel = load(pack, None, "cpu", silent)[0]
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (layers, fused_pass):
+                patch.setattr(module, "kept_dtype", as_computed)
+            self.loaded: LoadedModel = load(pack, None, "cpu", silent)[0]
 
     def answer(self, prompt: Sequence[int], rule: dict[str, Any] | None = None) -> tuple[list[int], list[Tensor]]:
         """A greedy answer, and the logits (V,) that each token was drawn from."""

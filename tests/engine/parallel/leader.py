@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from floe_chat.engine.decoder import fused_pass, layers
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Load, Sampling, SpreadBy
 from floe_chat.engine.experts.moe_layer import Cancelled
@@ -72,7 +73,7 @@ class Leader:
         loaded.control.cancelled.clear()
         loaded.telemetry.begin(1, len(prompt), 0.0)
         seen, seconds = list[Tensor](), list[float]()
-        decoder, forward, layers = loaded.decoder, loaded.decoder.forward, loaded.telemetry.layers
+        decoder, forward, counts = loaded.decoder, loaded.decoder.forward, loaded.telemetry.layers
 
         def noted(ids: Sequence[int], kv: KVCache) -> Tensor:
             if len(seen) == stop_after:
@@ -95,7 +96,7 @@ class Leader:
         finally:
             decoder.forward = forward
         torch.save([each[0] for each in seen if len(each)], into)
-        counted = [(each.dropped, each.neurons, each.active, each.bytes, list(each.calls)) for each in layers]
+        counted = [(each.dropped, each.neurons, each.active, each.bytes, list(each.calls)) for each in counts]
         kinds = {kind: asdict(count) for kind, count in traffic.kinds.items()}
         return {
             "tokens": tokens,
@@ -145,11 +146,17 @@ def run(loaded: LoadedModel, kv: KVCache, prompt: list[int], new: int) -> tuple[
             tokens.append(step.token)
 
 
+def as_computed(model: Any, _kv_bits: int) -> torch.dtype:
+    """Of keys and values: in 16 bits, a sum in another order may round one of them the other way."""
+    return model.model.embed_tokens.weight.dtype
+
+
 def fork(size: int, folder: Path) -> None:
     """Become process 0 of as many as import torch and transformers once; the others as `processes.py` starts them."""
     from floe_chat.app.start import command
     from floe_chat.models.transformers_import import import_model_code
 
+    layers.kept_dtype = fused_pass.kept_dtype = as_computed
     import_model_code()
     importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
     for rank in range(1, size):

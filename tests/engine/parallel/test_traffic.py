@@ -13,7 +13,7 @@ from .volume import arriving, direct, in_steps
 
 H, K, E, L = 256, 2, 8, 8  # of the demo model
 ROW, RESULT = H * 4 + K * 8, H * 4  # bytes: a state in float32 and its choice; a result
-ENTRY = 2 * 2 * 32 * 2  # bytes: keys and values of 2 heads of 32 numbers in float16
+ENTRY = 2 * 2 * 32 * 4  # bytes: keys and values of 2 heads of 32 numbers in float32
 TOKENS = 120
 GRIDS = {"ep": (4, 1), "etp": (2, 2), "s-etp": (2, 2), "s-etp:4": (1, 4)}
 NONE = {"collectives": 0, "messages": 0, "nbytes": 0}
