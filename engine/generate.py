@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,7 @@ class Answer:
     Attributes:
         counts: what it counts by itself.
         alike: whether to reuse only what is exactly as if it were computed again: it has a seed, to be repeated by.
+        reached: is given how many tokens of the prompt a running step has read, as an estimate.
         end: why it ended: "stop" (a stop id was drawn; it is not reported), "length" (max_new_tokens), "context" (the
             window is full); "" before that.
 
@@ -85,6 +86,7 @@ class Answer:
         self._most = min(max_new_tokens, window - len(prompt))
         self._ended = "length" if len(prompt) + self._most < window else "context"
         self._began: float | None = None
+        self.reached: Callable[[int], None] | None = None
         self._logits: Tensor | None = None  # of the prompt
         self._drawn: list[int] = []
 
@@ -138,9 +140,14 @@ class Answer:
                     self._prompt_read(kv.logits)
                 return [Progress(None, kept)]
         control.counting = False
-        start = kv.length
-        with telemetry.prompt():
-            logits = _forward(self.decoder, kv, prompt[start : start + control.chunk], control, reading=True)
+        start, some = kv.length, prompt[kv.length :][: control.chunk]
+        if (reached := self.reached) is not None:
+            self.decoder.passed = lambda share: reached(start + int(share * len(some)))
+        try:
+            with telemetry.prompt():
+                logits = _forward(self.decoder, kv, some, control, reading=True)
+        finally:
+            self.decoder.passed = None
         if kv.length == len(prompt):
             kv.read(start, logits)
             self._prompt_read(logits)

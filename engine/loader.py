@@ -29,7 +29,7 @@ from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
 from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Load, Loaded
-from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
+from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer, chunk_for
 from .experts.offloaded_layer import Neighbours, OffloadedLayer
 from .experts.whole_layers import RamLayer, ResidentLayer
 from .machine import hardware
@@ -129,7 +129,8 @@ def load(
     for part in pack.placement.parts:
         part.choice.enforce()
     why_threads = _set_threads(pack, 1 if spread is None else spread.group.members.beside)
-    control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
+    a = pack.architecture
+    control, telemetry = Control(pack.preset, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
     telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
     offloads = pack.placement.offloads(pack.layers, parts)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 PARKED = 1 / 32  # of the RAM that is free once the model is loaded, for conversations that may come back
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
+READING_EVERY_S = 0.5  # within a part of a prompt, which may take many seconds
 NO_ROOM = Notice(
     "This chat no longer fits in GPU memory",
     "Part of its context is now read from RAM for each token, so its answers become slower. A new chat is fast again.",
@@ -241,7 +243,8 @@ class Session:
             self._withdraw(command)
             return
         try:
-            answers.begin(command, self._allowed.get(command.request))
+            running = answers.begin(command, self._allowed.get(command.request))
+            running.answer.reached = partial(self._reached, running)
         except BaseException as error:  # noqa: BLE001 - as in `_run`: others may go on
             self._leave(command)
             self._fail(error, command)
@@ -270,6 +273,13 @@ class Session:
         else:
             self._fail(why, running.command)
         self._answers.end(running)
+
+    def _reached(self, running: Running, done: int) -> None:
+        if time.perf_counter() - running.told >= READING_EVERY_S:
+            running.told = time.perf_counter()
+            with self._lock:
+                if not self.must_stop(running.request):
+                    self._say(PrefillProgress(running.request, done, len(running.command.prompt)))
 
     def _report(self, step: Step) -> None:
         running = step.running

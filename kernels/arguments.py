@@ -17,9 +17,10 @@ from .listed import Listing, Portion, Total
 from .mixers.convolution import Convolution
 from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
+from .mixers.latent import Latent
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Flow, Limits
-from .weights import ExpertRows, LinearWeights, SignalWeights
+from .weights import ExpertRows, LinearWeights, Projection, SignalWeights
 
 MOST_GROUP = 256  # numbers that share a grid (kMostGroup)
 
@@ -56,6 +57,18 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     for name, weight, count in norms:
         if weight is not None:
             require(name, weight, FLOATS, (dim if weight.numel() == dim else count * dim,), device)
+
+
+def latent_one(asked: Tensor, given: Tensor, rope: Tensor, kept: KeptTokens, layer: int, latent: Latent) -> None:
+    """See `kernels.latent_one`."""
+    latent.check()
+    heads, device = latent.heads, asked.device
+    require("asked", asked, FLOATS, (1, heads.num_heads * (latent.still + latent.turned)))
+    require("given", given, FLOATS, (1, heads.head_dim), device)
+    require("rope", rope, FLOATS, (2, latent.turned), device)
+    _kept(kept, layer, device)
+    require("norm", latent.norm, FLOATS, (latent.rank,), device)
+    _made(latent.made, (heads.num_heads * (latent.still + latent.value), latent.rank), device)
 
 
 def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: Delta) -> None:
@@ -305,6 +318,19 @@ def _kept(kept: KeptTokens, layer: int, device: torch.device) -> None:
     require("addresses", kept.addresses, INDICES, tuple(kept.addresses.shape), device)
     require("position", kept.position, INDICES, (1,), device)
     index("layer", layer, kept.addresses.numel())
+
+
+def _made(made: Projection, shape: tuple[int, int], device: torch.device) -> None:
+    weight = made.weight
+    if isinstance(weight, LinearWeights):
+        weight.check(device)
+        found = weight.q.shape[0], weight.vector.n
+        if found != shape:
+            raise ValueError(f"made must be of shape {shape}, not {found}")
+    else:
+        require("made", weight, FLOATS, shape, device)
+    if made.bias is not None:
+        raise ValueError("keys and values have no bias")
 
 
 def _convolution(conv: Tensor, channels: int, device: torch.device) -> None:

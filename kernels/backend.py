@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import listed, reference
 from .cpu import native, native_rounding
-from .mixers import convolution, delta, grouped
+from .mixers import convolution, delta, grouped, latent
 from .mixers.convolution import Convolution
 from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
+from .mixers.latent import Latent
 from .rule import Rule
 from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
@@ -34,8 +35,8 @@ class Backend:
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of `listed.py` are always
-            checked there.
+            of `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of
+            `listed.py` are always checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
 
@@ -54,6 +55,7 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
+    latent_one: Callable[[Tensor, Tensor, Tensor, KeptTokens, int, Latent], Tensor]
     delta_one: Callable[[Tensor, Tensor, KeptTokens, int, Delta], Tensor]
     convolve_one: Callable[[Tensor, KeptTokens, int, Convolution], Tensor]
     round_matrix: Callable[..., Rounded]
@@ -111,6 +113,7 @@ def _cuda(index: int) -> Backend:
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,
+        latent_one=triton.latent_one,
         delta_one=triton.delta_one,
         convolve_one=triton.convolve_one,
         round_matrix=reference.round_matrix,
@@ -141,6 +144,7 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=grouped.attend_one,
+        latent_one=latent.latent_one,
         delta_one=delta.delta_one,
         convolve_one=convolution.convolve_one,
         round_matrix=native_rounding.round_matrix,
@@ -165,6 +169,7 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=grouped.attend_one,
+        latent_one=latent.latent_one,
         delta_one=delta.delta_one,
         convolve_one=convolution.convolve_one,
         round_matrix=reference.round_matrix,

@@ -21,6 +21,7 @@ from .listed import Listing, Portion, Total
 from .mixers.convolution import Convolution
 from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
+from .mixers.latent import Latent
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
@@ -46,6 +47,7 @@ __all__ = [
     "expert_swiglu",
     "fast_type",
     "gather_rows",
+    "latent_one",
     "linear",
     "list_active",
     "moe_step",
@@ -264,6 +266,26 @@ def convolve_one(given: Tensor, kept: KeptTokens, layer: int, mixer: Convolution
     """
     arguments.convolve_one(given, kept, layer, mixer)
     return choose(given.device).convolve_one(given, kept, layer, mixer)
+
+
+def latent_one(asked: Tensor, given: Tensor, rope: Tensor, kept: KeptTokens, layer: int, latent: Latent) -> Tensor:
+    """Attention of one token through a latent vector in one layer: the vector's norm, rope, then over itself and the
+    tokens before it. Sets its entry.
+
+    As for `attend_one`, position and address are values on the device.
+
+    Args:
+        asked: (1, heads * (still + turned)) queries, as projected: what `latent.asked` gives where there is one.
+            given: (1, R + turned) the vector and the key of all heads, as projected. rope: (2, turned), as there.
+
+    Returns:
+        (1, heads * value) of asked's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.latent_one(asked, given, rope, kept, layer, latent)
+    return choose(asked.device).latent_one(asked, given, rope, kept, layer, latent)
 
 
 def list_active(

@@ -111,6 +111,7 @@ class Sizes:
             corrects its router's choice.
         latent: None where all heads of keys and values are cached. recurrent: None where all layers are attention.
         gated_heads: whether the queries' projection also gives a gate of each output. wide: layers of other heads.
+        windowed: how many of the other layers see only the last `sees` tokens.
     """
 
     model_type: str
@@ -136,6 +137,8 @@ class Sizes:
     recurrent: Recurrent | Convolutions | None = None
     gated_heads: bool = False
     wide: Wide | None = None
+    windowed: int = 0
+    sees: int = 0
 
     @property
     def decoder_layers(self) -> int:
@@ -156,9 +159,7 @@ class Sizes:
 
     @property
     def cached(self) -> int:
-        """Numbers that all layers cache of a token. Layers that see a window keep all tokens too: whatever a next
-        prompt has in common with the last one is not computed again.
-        """
+        """Numbers that all layers cache of a token, while they keep it."""
         if self.latent is not None:
             return self.attending * (self.latent.keys + self.latent.rope)
         return sum(layers * 2 * heads * size for layers, heads, size in self.caching)

@@ -96,6 +96,12 @@ def own_folders(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def every_case(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that loops over cases takes all of them, not a sample."""
+    return bool(request.config.getoption("--all"))
+
+
+@pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels' library is not there; what was chosen meanwhile is forgotten afterwards."""
     from floe_chat.kernels import backend

@@ -14,6 +14,7 @@ from floe_chat.models.errors import CheckpointError
 from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.storage import BLOCK
 from floe_chat.models.packing.dense_part import DensePart
+from floe_chat.models.transformers_import import import_model_code
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -240,6 +241,7 @@ def _heads_by_kind(text: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def _model(kind: str, fields: dict[str, Any]) -> Any:
+    import_model_code()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     FAMILIES[str(language_fields({"model_type": kind})["model_type"])].register()

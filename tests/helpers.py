@@ -16,6 +16,7 @@ from floe_chat.kernels.operations import fast_type
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest, file_entry
 from floe_chat.models.packing.pack import PackSpec, pack
+from floe_chat.models.transformers_import import import_model_code
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -66,6 +67,7 @@ def make_checkpoint(
     seed: int = 0,
 ) -> Path:
     """A random model as transformers publishes it; weights are wide enough that logits differ from token to token."""
+    import_model_code()
     from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +125,7 @@ def relative_rms(got: Tensor, expected: Tensor) -> float:
 
 def reference_model(checkpoint: Path) -> Any:
     """transformers' own model of a checkpoint in float32, its experts computed one by one."""
+    import_model_code()
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -134,7 +134,7 @@ def _all(plans: Sequence[Plan], *, as_json: bool) -> int:
 
 def as_fields(plan: Plan) -> dict[str, Any]:
     """The plan for programs: bytes, seconds, tokens per second."""
-    fields = dataclasses.asdict(plan)
+    fields: dict[str, Any] = {**dataclasses.asdict(plan), "instead": plan.instead}
     fields["entry"] |= {
         "folder": str(plan.entry.folder) if plan.entry.folder else None,
         "checkpoint_bytes": plan.entry.checkpoint_bytes,

@@ -56,9 +56,7 @@ class SettingsScreen(ModalScreen[None]):
     def __init__(self, file: Path | None, found: SettingsRead, apply: Apply, stats: Stats | None = None) -> None:
         """stats: of the last answer, by which some settings have no effect."""
         super().__init__()
-        self._useless: tuple[str, ...] = ()
-        if stats is not None and (stats.rows is None or stats.rows.static):
-            self._useless = _OF_A_POOL if stats.rows else (*_OF_A_POOL, *_OF_A_PART)
+        self._useless = useless(stats)
         self._file = file
         self._found = found
         self._apply = apply
@@ -189,6 +187,13 @@ class SettingsScreen(ModalScreen[None]):
         self._meaning.update(printable(reason))
         self._meaning.add_class("-wrong")
         return False
+
+
+def useless(stats: Stats | None) -> tuple[str, ...]:
+    """The settings without effect on the last answer, by its figures; none if there are no figures."""
+    if stats is None or (stats.rows is not None and not stats.rows.static):
+        return ()
+    return _OF_A_POOL if stats.rows else (*_OF_A_POOL, *_OF_A_PART)
 
 
 def _installed() -> list[str]:

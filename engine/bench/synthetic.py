@@ -35,7 +35,7 @@ from ...models.packing.pack import PackSpec
 from ...models.transformers_import import import_model_code
 from .. import context
 from ..decoder.quantized_linear import PackedLinear
-from ..experts.moe_layer import Control, MoELayer
+from ..experts.moe_layer import Control, MoELayer, chunk_for
 from ..machine.random_weights import Shapes, files_in_hugepages, filled
 from ..quality.references import NO_SPARSITY
 from ..telemetry import Telemetry
@@ -279,7 +279,7 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
     """The model around these experts; the dense part is made."""
     manifest, config = spec.manifest(), spec.config()
     a = manifest.architecture
-    control, telemetry = Control(NO_SPARSITY), Telemetry(a.layers, a.experts)
+    control, telemetry = Control(NO_SPARSITY, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
     family = FAMILIES[a.model_type]
 
     def linear(weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:

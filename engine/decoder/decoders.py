@@ -6,7 +6,7 @@ The latter are the reference for tests of the fused pass, and run where it decli
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,12 @@ class Decoder(Protocol):
     """Computes the next tokens of a sequence.
 
     Attributes:
-        reason: in words, what computes the dense part and why.
+        reason: in words, what computes the dense part and why. passed: is given the share of the layers that a part of
+            a prompt has been through, after each of them; by some.
     """
 
     reason: str
+    passed: Callable[[float], None] | None
     device: torch.device
 
     def prepare(self) -> None:
@@ -87,6 +89,7 @@ class LibraryDecoder:
 
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
+        self.passed: Callable[[float], None] | None = None
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})

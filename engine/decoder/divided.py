@@ -23,10 +23,7 @@ class DividedStore(GrowingStore):
     """
 
     def __init__(self, layout: Layout, parts: Sequence[KvPart], rooms: Sequence[Room | None]) -> None:
-        self.parts = [
-            _store(replace(layout, entries=_among(layout, part.layers), device=part.device, most=part.most), room)
-            for part, room in zip(parts, rooms, strict=True)
-        ]
+        self.parts = [_store(_among(layout, part), room) for part, room in zip(parts, rooms, strict=True)]
         super().__init__(replace(layout, entries=()))
         self.layout = layout
 
@@ -49,6 +46,19 @@ class DividedStore(GrowingStore):
     def capacity(self, tokens: int) -> None:
         assert not tokens, "each part reserves for itself"
 
+    @property
+    def first(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `GrowingStore`; the same for all that have such layers."""
+        return max(part.first for part in self.parts)
+
+    @first.setter
+    def first(self, token: int) -> None:
+        assert not token, "each part moves its own"
+
+    def reach(self) -> int:
+        """See `GrowingStore`."""
+        return max(part.reach() for part in self.parts)
+
     def nbytes(self) -> int:
         """See `GrowingStore`."""
         return sum(part.nbytes() for part in self.parts)
@@ -59,19 +69,14 @@ class DividedStore(GrowingStore):
 
     def crop(self, length: int) -> None:
         """See `GrowingStore`."""
+        kept = self.keeps(min(self.length, length))
         for part in self.parts:
-            part.crop(length)
+            part.crop(kept)
 
     def trim(self, length: int) -> None:
         """See `GrowingStore`."""
         for part in self.parts:
             part.trim(length)
-
-    def copied(self, most: int) -> Held | None:
-        """See `KVStore`."""
-        if not 0 < self.layout.nbytes(self.layout.layers, self.length) <= most:
-            return None
-        return Held([layer[: self.length].to("cpu", copy=True) for layer in self.layers()])
 
     def fits(self, held: Held, length: int) -> bool:
         """See `KVStore`."""
@@ -86,9 +91,9 @@ class DividedStore(GrowingStore):
         """Each part with its layers; the last one with all that are left."""
         entries, found = list(held.entries), list[tuple[GrowingStore, Held]]()
         for part in self.parts[:-1]:
-            found.append((part, Held(entries[: part.layout.layers])))
+            found.append((part, replace(held, entries=entries[: part.layout.layers])))
             del entries[: part.layout.layers]
-        return [*found, (self.parts[-1], Held(entries))]
+        return [*found, (self.parts[-1], replace(held, entries=entries))]
 
     def reserve(self, length: int) -> None:
         """See `GrowingStore`."""
@@ -112,6 +117,10 @@ class DividedStore(GrowingStore):
         """See `GrowingStore`."""
         return [group for part in self.parts for group in part.seen(start, end)]
 
+    def entries_copied(self, first: int) -> list[Tensor]:
+        """See `GrowingStore`."""
+        return [layer for part in self.parts for layer in part.entries_copied(first)]
+
 
 def made_store(
     layout: Layout,
@@ -129,8 +138,10 @@ def made_store(
     return DividedStore(layout, parts, rooms) if parts else _store(layout, rooms[0])
 
 
-def _among(layout: Layout, layers: range) -> tuple[tuple[int, ...], ...]:
-    return layout.entries[layers.start : layers.stop]
+def _among(layout: Layout, part: KvPart) -> Layout:
+    own = slice(part.layers.start, part.layers.stop)
+    entries, windowed = layout.entries[own], layout.windowed[own]
+    return replace(layout, entries=entries, windowed=windowed, device=part.device, most=part.most)
 
 
 def _store(layout: Layout, room: Room | None) -> GrowingStore:

@@ -78,18 +78,32 @@ class StateCopy:
 class Held:
     """A copy, in RAM, of what a store holds: of each layer that attends (length, *entry), in its own shape; and where
     other layers keep states, those at some places, the last one behind all tokens.
+
+    Attributes:
+        first: the token that entries begin with of layers that see only the last `sees` tokens.
     """
 
     entries: list[Tensor]
     copies: list[StateCopy] = field(default_factory=list[StateCopy])
+    first: int = 0
+    sees: int = 0
 
     def keeps(self, length: int) -> int:
         """See `KVStore`."""
-        return max((copy.length for copy in self.copies if copy.length <= length), default=0) if self.copies else length
+        if not self.copies:
+            return length if reaches(length, self.first, self.sees) else 0
+        return max((copy.length for copy in self.copies if copy.length <= length), default=0)
 
     def nbytes(self) -> int:
         """Bytes that it takes."""
         return sum(entry.nbytes for entry in self.entries) + sum(copy.nbytes() for copy in self.copies)
+
+
+def reaches(length: int, first: int, sees: int) -> bool:
+    """Whether a token behind `length` others can be computed by entries from `first` on, if it sees the last `sees`,
+    itself among them.
+    """
+    return max(0, length + 1 - sees) >= first
 
 
 @dataclass(slots=True)

@@ -2,6 +2,10 @@
 
 What a device has no room for is in RAM, layer by layer from the last one on: pinned, so that the device reads it over
 the link where it is, by the same addresses. A longer chat then moves more layers there.
+
+A layer that sees a window sets memory aside for little more than that. When it is full, the last entries move to its
+front. What leaves it goes to RAM, as far as `room_for_past` has room, so that a text can be gone back in: further back,
+the whole text is computed again. Kernels are given where the text's first entry would be.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .kv_cache import Held, KVStore
+from ..experts.moe_layer import STREAMED_CHUNK
+from .kv_cache import Held, KVStore, reaches
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
 GROUP = 8  # layers whose keys and values share a tensor
+SLACK = STREAMED_CHUNK  # tokens that may follow at once where layers keep a window
 _VERSIONS = itertools.count()
 
 
@@ -76,6 +82,8 @@ class Layout:
     Attributes:
         entries: of each layer, the shape of a token's entry (`Heads.entry`). window: tokens of the longest chat. most:
             bytes that entries may take on the device; None: all that they need.
+        windowed: of each layer, whether its queries see only the last `sees` tokens; empty: none does so. slack: tokens
+            that may be added at once to these. past: how many tokens before what they keep stay in RAM.
     """
 
     entries: tuple[tuple[int, ...], ...]
@@ -83,15 +91,39 @@ class Layout:
     dtype: torch.dtype
     device: torch.device
     most: int | None = None
+    windowed: tuple[bool, ...] = ()
+    sees: int = 0
+    slack: int = SLACK
+    past: int = 0
 
     @property
     def layers(self) -> int:
         """How many."""
         return len(self.entries)
 
+    def is_windowed(self, layer: int) -> bool:
+        """Whether it keeps the last tokens alone."""
+        return bool(self.windowed) and self.windowed[layer]
+
+    @property
+    def kept(self) -> int:
+        """Tokens that the layers with the least room have room for, in a long text."""
+        return kept(self.sees, self.slack) if any(self.windowed) else self.window
+
+    def room(self, layer: int, capacity: int) -> int:
+        """Tokens that a layer has room for in a text of so many."""
+        return min(capacity, self.kept) if self.is_windowed(layer) else capacity
+
     def nbytes(self, layers: int, capacity: int) -> int:
-        """Of the entries of the first layers and so many tokens."""
-        return capacity * self.dtype.itemsize * sum(map(math.prod, self.entries[:layers]))
+        """Of the entries of the first layers in a text of so many tokens."""
+        rooms = (self.room(layer, capacity) * math.prod(self.entries[layer]) for layer in range(layers))
+        return self.dtype.itemsize * sum(rooms)
+
+    @property
+    def nbytes_windowed(self) -> int:
+        """Of a token's entries in the layers that see a window."""
+        windowed = [math.prod(entry) for entry, own in zip(self.entries, self.windowed, strict=False) if own]
+        return self.dtype.itemsize * sum(windowed)
 
     def near(self, capacity: int) -> int:
         """How many layers the device has room for, with so many tokens."""
@@ -104,11 +136,48 @@ class Layout:
         found: list[range] = []
         for layer in layers:
             last = found[-1] if found else range(0)
-            if 0 < len(last) < GROUP and self.entries[layer] == self.entries[last.start]:
+            if 0 < len(last) < GROUP and self._form(layer) == self._form(last.start):
                 found[-1] = range(last.start, layer + 1)
             else:
                 found.append(range(layer, layer + 1))
         return found
+
+    def _form(self, layer: int) -> tuple[object, ...]:
+        return self.entries[layer], self.is_windowed(layer)
+
+
+def room_for_past(ram: int) -> int:
+    """Bytes of what has left windows that a chat may have on a machine with so much RAM."""
+    return ram // 32
+
+
+def kept(sees: int, slack: int = SLACK) -> int:
+    """Tokens that a layer has room for that sees so many: some before what the next one sees, for a small step back."""
+    return sees + BLOCK + slack
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """Entries that have left the layers that see a window, of each (tokens, *entry), from token `first` on, in RAM.
+    Never changed, so that copies share them.
+    """
+
+    first: int
+    entries: list[Tensor]
+
+    @property
+    def end(self) -> int:
+        """The token behind them."""
+        return self.first + len(self.entries[0])
+
+    def part(self, first: int, end: int) -> _Past:
+        """Those of tokens first..end-1 that are there."""
+        first = max(first, self.first)
+        return _Past(first, [one[first - self.first : max(first, end) - self.first] for one in self.entries])
+
+    def alone(self) -> _Past:
+        """In memory that nothing else is in."""
+        return _Past(self.first, [one.clone() for one in self.entries])
 
 
 class GrowingStore:
@@ -119,31 +188,42 @@ class GrowingStore:
     while it grows.
 
     Attributes:
-        capacity: tokens that there is room for. length: tokens that are there.
+        capacity: tokens that there is room for. length: tokens that are there. first: the first of them whose entries
+            are in the layers that see a window.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.capacity = self.length = 0
+        self.capacity = self.length = self.first = 0
+        self._past: list[_Past] = []
         self._near: list[Tensor] = self._groups(range(layout.layers), 0)  # of each group, (layers, capacity, *entry)
         self._far: list[Tensor] = []  # of the other layers, in the same form
         self._version = next(_VERSIONS)
 
     def nbytes(self) -> int:
-        """Bytes that are set aside on the device."""
-        return sum(group.nbytes for group in self._on_device())
+        """Bytes that are set aside on the device; the past of windows is in RAM, and counts where that computes."""
+        past = [one for past in self._past for one in past.entries] if self.layout.device.type == "cpu" else []
+        return sum(memory.nbytes for memory in (*self._on_device(), *past))
 
     def spilled(self) -> int:
         """Bytes that are set aside in RAM, since the device has no room for them."""
         return sum(group.nbytes for group in self._far)
 
     def keeps(self, length: int) -> int:
-        """All of them."""
-        return length
+        """All of them, or none where a layer does not have what the next token sees."""
+        return length if not self.first or reaches(length, self.reach(), self.layout.sees) else 0
+
+    def reach(self) -> int:
+        """The first token whose entries all layers have somewhere."""
+        return self._past[0].first if self._past else self.first
 
     def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens; their memory stays set aside."""
+        """Forget all but the first `length` tokens, or all where `keeps` says so; their memory stays set aside."""
         self.length = min(self.length, length)
+        if self.first:
+            self.length = self.keeps(self.length)
+            if not reaches(self.length, self.first, self.layout.sees):
+                self._go_back()
 
     def trim(self, length: int) -> None:
         """Layers that a conversation of `length` tokens leaves room for return to the device; other memory stays set
@@ -155,18 +235,29 @@ class GrowingStore:
 
     def copied(self, most: int) -> Held | None:
         """See `KVStore`."""
-        fits = self.length > 0 and self.layout.nbytes(self.layout.layers, self.length) <= most
-        return Held(self._entries_copied()) if fits else None
+        for first in (self.reach(), self.first):
+            if 0 < self._copied_bytes(first) <= most:
+                return Held(self.entries_copied(first), first=first, sees=self.layout.sees)
+        return None
 
     def fits(self, held: Held, length: int) -> bool:
         """See `KVStore`."""
-        return self._fits(held.entries, length) and not held.copies
+        return self._fits(held, length) and not held.copies
 
     def put(self, held: Held, length: int) -> None:
         """See `KVStore`."""
         self.crop(0)
-        self.reserve(length)
-        self._fill(held.entries, length)
+        if length > self.capacity:
+            self._resize(self._blocks(self._ahead(length)))
+        layout, entries = self.layout, held.entries
+        if any(layout.windowed):
+            own = _Past(held.first, [one for one, mine in zip(entries, layout.windowed, strict=True) if mine])
+            short = length - held.first <= layout.kept
+            self.first = held.first if short else length - layout.sees - BLOCK
+            self._keep(own.part(max(held.first, self.first - layout.past), self.first))
+            windows = iter(own.part(self.first, length).entries)
+            entries = [next(windows) if mine else one for one, mine in zip(entries, layout.windowed, strict=True)]
+        self._fill(entries, length)
         self.length = length
 
     def unbroken(self, tokens: int) -> int:
@@ -177,16 +268,65 @@ class GrowingStore:
         """Make room for `length` tokens in all.
 
         Raises:
-            ValueError: more than the window. FloeError: more than the device's memory has room for.
+            ValueError: more than the window, or more at once than layers that see a window of their own have room for.
+            FloeError: more than the device's memory has room for.
         """
         if length > self.layout.window:
             raise ValueError(f"{length} tokens for a window of {self.layout.window}")
         if length > self.capacity:
             self._resize(self._blocks(self._ahead(length)))
+        if self.layout.windowed and length - self.first > self.layout.kept:
+            self._go_on(length)
+
+    @torch.inference_mode()
+    def _go_on(self, length: int) -> None:
+        """Keep the last entries of windows at the front, so that tokens up to `length` follow them."""
+        first = max(0, self.length - self.layout.sees - BLOCK)
+        if length - first > self.layout.kept:
+            raise ValueError(f"{length - self.length} tokens at once for layers that take {self.layout.slack}")
+        gone, left = first - self.first, self.length - first
+        windows = self._windows()
+        if self.layout.past:
+            self._keep(_Past(self.first, [layer[:gone].to("cpu", copy=True) for layer in windows]))
+        for layer in windows:
+            for start in range(0, left, gone):  # in pieces that do not overlap; nothing that could fail
+                part = layer[start + gone : min(start + 2 * gone, left + gone)]
+                layer[start : start + len(part)] = part
+        self.first, self._version = first, next(_VERSIONS)
+        least = first - self.layout.past
+        self._past = [
+            one if one.first >= least else one.part(least, first).alone() for one in self._past if one.end > least
+        ]
+
+    @torch.inference_mode()
+    def _go_back(self) -> None:
+        """Bring back what is before the entries of windows."""
+        first = max(self.reach(), self.length - self.layout.sees - BLOCK) if self.length else 0
+        for layer, entries in zip(self._windows(), self._windows_copied(first), strict=True):
+            layer[: len(entries)] = entries
+        self._past = [one.part(0, first) for one in self._past if one.first < first]
+        self.first, self._version = first, next(_VERSIONS)
+
+    def _keep(self, past: _Past) -> None:
+        """Behind what is there."""
+        if past.first < past.end:
+            self._past.append(past)
 
     def layers(self) -> list[Tensor]:
-        """For each layer, all that is set aside, (capacity, *entry)."""
+        """For each layer, all that is set aside, (tokens, *entry), from the first token on or what `firsts` says."""
         return self._entries()
+
+    def firsts(self) -> list[int]:
+        """For each layer, the token that its first entry is of; empty where all begin with the first."""
+        return [self._first_of(layer) for layer in range(self.layout.layers)] if self.first else []
+
+    def addresses(self) -> list[int]:
+        """For each layer, where its entry of the first token is, or would be."""
+        layers = self.layers()
+        firsts = self.firsts() or [0] * len(layers)
+        return [
+            one.data_ptr() - first * one.stride(0) * one.itemsize for one, first in zip(layers, firsts, strict=True)
+        ]
 
     def version(self) -> tuple[int, int]:
         """Another one, among all stores, whenever `layers` are at other addresses."""
@@ -195,30 +335,77 @@ class GrowingStore:
     def places(self, end: int) -> list[Tensor]:
         """For each layer, where the entries of tokens length..end-1 go, (end - length, *entry)."""
         added = end - self.length
-        return [place for group in self._all() for place in group.narrow(1, self.length, added).unbind(0)]
+        return [
+            place
+            for group, first in self._groups_from()
+            for place in group.narrow(1, self.length - first, added).unbind(0)
+        ]
 
     def seen(self, start: int, end: int) -> list[Tensor]:
-        """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, *entry)."""
-        return [group.narrow(1, start, end - start) for group in self._all()]
+        """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, *entry); of layers that
+        see a window those that are there.
+        """
+        return [
+            group.narrow(1, max(start, first) - first, end - max(start, first)) for group, first in self._groups_from()
+        ]
+
+    def _groups_from(self) -> list[tuple[Tensor, int]]:
+        """Each group, and the token that its first entries are of."""
+        groups = self._all()
+        starts = itertools.accumulate(map(len, groups[:-1]), initial=0)
+        return list(zip(groups, map(self._first_of, starts), strict=False))
+
+    def _first_of(self, layer: int) -> int:
+        """The token that its first entry is of."""
+        return self.first if self.layout.is_windowed(layer) else 0
 
     def _entries(self) -> list[Tensor]:
         return [layer for group in self._all() for layer in group.unbind(0)]
 
-    def _entries_copied(self) -> list[Tensor]:
-        """Layer by layer, (length, *entry), in RAM."""
-        return [layer[: self.length].to("cpu", copy=True) for layer in self._entries()]
+    def _windows(self) -> list[Tensor]:
+        """Of the layers that see a window, what is set aside."""
+        return [layer for number, layer in enumerate(self._entries()) if self.layout.is_windowed(number)]
 
-    def _fits(self, entries: Sequence[Tensor], length: int) -> bool:
+    def _windows_copied(self, first: int) -> list[Tensor]:
+        """Of these layers, the entries of all tokens from `first` on, in RAM."""
+        past = [part.entries for one in self._past if one.end > first for part in [one.part(first, self.length)]]
+        own = max(0, first - self.first), max(0, self.length - self.first)
+        return [
+            torch.cat([*(one[number] for one in past), layer[own[0] : own[1]].cpu()])
+            for number, layer in enumerate(self._windows())
+        ]
+
+    def entries_copied(self, first: int) -> list[Tensor]:
+        """Layer by layer, (length, *entry), in RAM; of those that see a window from `first` on."""
+        windows = iter(self._windows_copied(first))
+        return [
+            next(windows) if self.layout.is_windowed(number) else layer[: self.length].to("cpu", copy=True)
+            for number, layer in enumerate(self._entries())
+        ]
+
+    def _copied_bytes(self, first: int) -> int:
+        """Of such a copy."""
         layout = self.layout
-        return len(entries) == layout.layers and all(
-            one.shape[1:] == entry and one.dtype == layout.dtype and len(one) >= length
-            for one, entry in zip(entries, layout.entries, strict=True)
+        tokens = [self.length - (first if layout.is_windowed(layer) else 0) for layer in range(layout.layers)]
+        return layout.dtype.itemsize * sum(
+            count * math.prod(entry) for count, entry in zip(tokens, layout.entries, strict=True)
+        )
+
+    def _fits(self, held: Held, length: int) -> bool:
+        layout = self.layout
+        if len(held.entries) != layout.layers or held.sees != layout.sees or held.keeps(length) != length:
+            return False
+        firsts = [held.first if layout.is_windowed(layer) else 0 for layer in range(layout.layers)]
+        return all(
+            one.shape[1:] == entry and one.dtype == layout.dtype and len(one) >= length - first
+            for one, entry, first in zip(held.entries, layout.entries, firsts, strict=True)
         )
 
     def _fill(self, entries: Sequence[Tensor], length: int) -> None:
-        """There is room."""
-        for mine, layer in zip(self._entries(), entries, strict=True):
-            mine[:length] = layer[:length]
+        """There is room. Those of layers that see a window begin where these do."""
+        for number, (mine, layer) in enumerate(zip(self._entries(), entries, strict=True)):
+            count = length - self._first_of(number)
+            mine[:count] = layer[:count]
 
     def _all(self) -> list[Tensor]:
         return [*self._on_device(), *self._far]
@@ -245,14 +432,18 @@ class GrowingStore:
 
     def _grow(self, capacity: int) -> None:
         """All layers are on the device, and stay there."""
-        for index, old in enumerate(self._near):
-            self._near[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
-            self._near[index][:, : self.length] = old[:, : self.length]
+        for index, group in enumerate(self.layout.alike(range(self.layout.layers))):
+            old, room = self._near[index], self.layout.room(group.start, capacity)
+            if room == old.shape[1]:
+                continue
+            count = self.length - self._first_of(group.start)
+            self._near[index] = old.new_empty(old.shape[0], room, *old.shape[2:])
+            self._near[index][:, :count] = old[:, :count]
             del old  # otherwise the last group would exist twice even after its growth
 
     def _move(self, near: int, capacity: int) -> None:
         """From now on so many layers are on the device. All go through RAM, so that nothing is there twice."""
-        saved = self._entries_copied()
+        saved = self.entries_copied(self.first)
         self._far = []
         while near and not self._allotted(near, capacity):
             near -= 1
@@ -280,8 +471,10 @@ class GrowingStore:
         device = torch.device("cpu") if in_ram else self.layout.device
         how: Any = {"dtype": self.layout.dtype, "device": device}
         how["pin_memory"] = in_ram and self.layout.device.type == "cuda"
-        alike = self.layout.alike(layers)
-        return [torch.empty(len(group), capacity, *self.layout.entries[group.start], **how) for group in alike]
+        return [
+            torch.empty(len(group), self.layout.room(group.start, capacity), *self.layout.entries[group.start], **how)
+            for group in self.layout.alike(layers)
+        ]
 
 
 class BorrowingStore(GrowingStore):
@@ -318,7 +511,7 @@ class BorrowingStore(GrowingStore):
         ends = [layout.nbytes(group.stop, capacity) for group in groups]
         mine = memory[memory.numel() - whole :].tensor_split(ends[:-1])
         return [
-            part.view(layout.dtype).view(len(group), capacity, *layout.entries[group.start])
+            part.view(layout.dtype).view(len(group), layout.room(group.start, capacity), *layout.entries[group.start])
             for part, group in zip(mine, groups, strict=False)
         ]
 
@@ -334,11 +527,13 @@ class BorrowingStore(GrowingStore):
         old, new = ([layer for group in part for layer in group.unbind(0)] for part in both)
         # Moving down, the lowest goes first, moving up, the highest, in pieces as long as the distance.
         for layer in range(layers) if capacity > before else reversed(range(layers)):
-            far, near = (self.layout.nbytes(first, 1) for first in (layer, layer + 1))
-            way = (self.layout.nbytes(layers, 1) - far) * abs(capacity - before) // (near - far)
-            starts = range(0, min(self.length, capacity), way)
+            was, far = (self.layout.nbytes(layers, n) - self.layout.nbytes(layer, n) for n in (before, capacity))
+            if was in (0, far):  # empty, or it stays
+                continue
+            way, count = abs(far - was) // old[layer][0].nbytes, self.length - self._first_of(layer)
+            starts = range(0, count, max(1, way))
             for start in starts if capacity > before else reversed(starts):
-                end = min(start + way, self.length)
-                new[layer][start:end] = old[layer][start:end]
+                part = old[layer][start : min(start + max(1, way), count)]
+                new[layer][start : start + len(part)] = part if way else part.clone()
         if capacity < before:
             self._room.lend(self.layout.nbytes(layers, capacity))

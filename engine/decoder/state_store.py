@@ -130,14 +130,14 @@ class StatefulStore(GrowingStore):
         if not self._length or room < self._each:
             return None
         self._copy()
-        return Held(self._entries_copied(), thinned(self._copies, room // max(1, self._each)))
+        return Held(self.entries_copied(0), thinned(self._copies, room // max(1, self._each)))
 
     def fits(self, held: Held, length: int) -> bool:
         """See `KVStore`."""
         sizes = [state.shape[1:] for state in self._states.values()]
         there = any(copy.length == length for copy in held.copies)
         same = all([state.shape for state in copy.states] == sizes for copy in held.copies)
-        return there and same and self._fits(held.entries, length)
+        return there and same and self._fits(held, length)
 
     @torch.inference_mode()
     def put(self, held: Held, length: int) -> None:

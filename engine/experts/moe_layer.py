@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,18 @@ from ..quality_presets import Preset
 from ..telemetry import Telemetry
 from .ruled_layer import RuledLayer, Share
 
-PREFILL_CHUNK, STREAMED_CHUNK = 256, 2048
+PREFILL_CHUNK, LONGEST_CHUNK, STREAMED_CHUNK = 256, 1024, 2048
+_SHARING = 32  # tokens of a chunk for each expert: what it costs to unpack its weights is then shared by enough
 DECODE_TOKENS = 8  # tokens in one step: up to this many go neuron by neuron, more expert by expert
 # Tokens of a prompt that share an expert: up to this many still go neuron by neuron. More tokens need so many of the
 # neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
 FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 8
+
+
+def chunk_for(experts: int, top_k: int) -> int:
+    """Tokens of a prompt that go through a model with so many experts at once, where their weights are in RAM."""
+    parts = ceil(_SHARING * experts / top_k / PREFILL_CHUNK)
+    return min(LONGEST_CHUNK, max(1, parts) * PREFILL_CHUNK)
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -64,11 +71,10 @@ class Control:
         ran_out: what the driver said then, which names the card.
     """
 
-    def __init__(self, preset: Preset) -> None:
-        self.preset = preset
+    def __init__(self, preset: Preset, chunk: int = PREFILL_CHUNK) -> None:
+        self.preset, self.chunk = preset, chunk
         self.cancelled = Flag()
         self.counting = False
-        self.chunk = PREFILL_CHUNK
         self.notices: list[Notice] = []
         self.make_room: Callable[[], bool] | None = None
         self.ran_out = ""

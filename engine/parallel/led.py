@@ -30,6 +30,7 @@ class Led:
     def __init__(self, inner: Decoder, group: Group, control: Control, words: str) -> None:
         self._inner, self._group, self._control = inner, group, control
         self.reason, self.device = f"{words}; {inner.reason}", inner.device
+        self.passed: Callable[[float], None] | None = None
         self._told: Preset | None = None  # which the others have
         self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
@@ -45,7 +46,7 @@ class Led:
         Raises:
             GroupLost: a process does not answer.
         """
-        preset = self._control.preset
+        preset, self._inner.passed = self._control.preset, self.passed
         gone, self._gone = tuple(self._gone), []
         new = None if preset is self._told else preset
         message = Pass(self._number(kv), kv.length, tuple(ids), self._control.counting, new, gone)

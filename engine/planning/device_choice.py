@@ -218,7 +218,7 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
 
     shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
     # There is no other memory for what a longer chat needs.
-    longest = min(pack.window, (shares.most or 0) // tier.needs.kv)
+    longest = tier.needs.kv.tokens(shares.most or 0, pack.window)
     shares = dataclasses.replace(shares, window=longest, most=None)
     return DeviceChoice("cpu", f"{why}; {tier.why}", shares, make, tier.budget)
 
@@ -254,7 +254,7 @@ def virtual_with(
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         needs = pack.needs
         given = own, needs.row, needs.hidden, needs.dense // needs.layers
-        device = VirtualDevice(*given, host=host_times(Speeds(1.0), pack.takes.sizes), turns=turns)
+        device = VirtualDevice(*given, host=host_times(Speeds(1.0)), turns=turns)
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 

@@ -50,7 +50,7 @@ def wanted(packed: PackedModel, needs: Needs) -> DiskTier | str:
     Args:
         needs: the pack's on a GPU, where keys and values have 16 bits; the CPU's have 32.
     """
-    needs = dataclasses.replace(needs, dense=dense_bytes(packed), kv=2 * needs.kv)
+    needs = dataclasses.replace(needs, dense=dense_bytes(packed), kv=needs.kv.times(2))
     budget = room()
     if budget >= needs.whole():
         return ""

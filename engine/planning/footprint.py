@@ -18,6 +18,7 @@ from ...models.pack import learned_predictor
 from ...models.pack.manifest import Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
 from ...models.packing.pack import PackSpec
+from ..decoder.kv_stores import kept, room_for_past
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,52 @@ def sizes_of(manifest: Manifest, config: Any) -> Sizes:
     return family_sizes(FAMILIES[manifest.architecture.model_type], config)
 
 
-def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
-    """Bytes of a token's keys and values in all layers. element: of a number, where they are no codes of 8 bits."""
-    if bits == 8 and sizes.latent is None:
-        return sum(layers * math.prod(entry_of(2 * heads, size, CODES)) for layers, heads, size in sizes.caching)
-    return sizes.cached * element
+@dataclass(frozen=True, slots=True)
+class KvBytes:
+    """Bytes of keys and values (`kv_stores.py`).
+
+    Attributes:
+        whole: of a token in the layers that keep all. windowed: in those that see the last `sees` tokens.
+    """
+
+    whole: int
+    windowed: int = 0
+    sees: int = 0
+
+    def of(self, tokens: int) -> int:
+        """Of a text, where it is computed."""
+        return self.whole * tokens + self.windowed * min(tokens, kept(self.sees))
+
+    def past(self, tokens: int, ram: int) -> int:
+        """Of what of a text has left windows, and stays in so much RAM."""
+        return min(self.windowed * max(0, tokens - kept(self.sees)), room_for_past(ram))
+
+    def seen(self, tokens: int) -> int:
+        """Read for the token behind such a text."""
+        return self.whole * tokens + self.windowed * min(tokens, self.sees)
+
+    def tokens(self, nbytes: int, window: int) -> int:
+        """Of the longest text that takes no more, within a window."""
+        few = nbytes // (self.whole + self.windowed)
+        if self.windowed and few >= kept(self.sees):
+            few = (nbytes - self.windowed * kept(self.sees)) // self.whole if self.whole else window
+        return max(0, min(few, window))
+
+    def times(self, share: float) -> KvBytes:
+        """Of so many times as many layers."""
+        return KvBytes(math.ceil(self.whole * share), math.ceil(self.windowed * share), self.sees)
+
+
+def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
+    """Of a model. element: bytes of a number, where they are no codes of 8 bits."""
+    if sizes.latent is not None:
+        return KvBytes(sizes.cached * element)
+    each = [
+        (layers, math.prod(entry_of(2 * heads, size, CODES)) if bits == 8 else 2 * heads * size * element)
+        for layers, heads, size in sizes.caching
+    ]
+    windowed = 0 if sizes.recurrent else max(0, min(sizes.windowed, each[0][0])) * each[0][1]
+    return KvBytes(sum(layers * nbytes for layers, nbytes in each) - windowed, windowed, sizes.sees)
 
 
 def state_bytes(sizes: Sizes) -> int:

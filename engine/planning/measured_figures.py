@@ -34,8 +34,7 @@ class Figures:
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
             host_ahead_s: what looking one layer ahead adds there.
-            host_library_s: that of a layer which transformers' modules compute. recurrent_s: what one of gated delta
-            rules adds on the CPU.
+            recurrent_s: what one of gated delta rules adds on the CPU.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
     """
@@ -50,7 +49,6 @@ class Figures:
     packed_expert_s: float
     host_s: float
     host_gpu_s: float
-    host_library_s: float
     recurrent_s: float
     host_pool_s: float
     host_behind_s: float
@@ -75,7 +73,6 @@ def figures() -> Figures:
         packed_expert_s=values["packed_expert_s"],
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
-        host_library_s=values["host_library_ms"] / 1e3,
         recurrent_s=values["recurrent_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
         host_behind_s=values["host_behind_ms"] / 1e3,

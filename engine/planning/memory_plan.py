@@ -21,7 +21,7 @@ from ..decoder.state_store import copies_of, room_for_copies
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
-from .footprint import Footprint, kv_bytes, kv_element, sizes_of, state_bytes
+from .footprint import Footprint, KvBytes, kv_bytes, kv_element, sizes_of, state_bytes
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
@@ -79,7 +79,7 @@ class Needs:
     Attributes:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
-        kv: keys and values of one token, of kv_bits. context: tokens whose keys and values are reserved.
+        kv: keys and values, of kv_bits. context: tokens whose keys and values are reserved.
         captured: what a token's graphs take, with rope's tables for these tokens.
     """
 
@@ -87,7 +87,7 @@ class Needs:
     up: int
     row: int
     rows: int
-    kv: int
+    kv: KvBytes
     layers: int
     experts: int
     neurons: int
@@ -161,7 +161,8 @@ class Needs:
 
     def whole(self) -> int:
         """The bytes for which all rows fit the device."""
-        return self._weights(self.every("gpu")) + self.context * self._kv_as_it_grows()
+        copied = -(-self._context() * min(GROUP, self.layers) // self.layers)
+        return self._weights(self.every("gpu")) + self._context() + copied
 
     def most_rows(self, mix: Mix, budget: int) -> int:
         """Rows that a pool can have in this many bytes; negative if they are not enough for anything else."""
@@ -185,8 +186,10 @@ class Needs:
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
         uses |= {"states": self.states} if self.states else {}
         if mix.gpu == self.layers:
-            tokens = max(0, budget - self._weights(mix)) // self._kv_as_it_grows()
-            most, reserved = tokens * self.kv, min(window, tokens)
+            # As keys and values grow by copying, those of one group of layers exist twice.
+            there = max(0, budget - self._weights(mix)) * self.layers // (self.layers + min(GROUP, self.layers))
+            reserved = self.kv.tokens(there, window)
+            most = self.kv.of(reserved)
             return DeviceShares(mix, self._row_count(), 0, window, reserved, uses, self.kv_bits, most)
         if not self.fits(mix, budget):
             ups = f"{size(up)} for up projections, " if up else ""
@@ -200,20 +203,16 @@ class Needs:
         most = self.most_rows(mix, budget)
         rows = most if rows is None else min(most, rows)
         pool = rows * self.row
-        keys = min(budget - self._fixed(mix) - pool + self._context(), window * self.kv)
+        keys = min(budget - self._fixed(mix) - pool + self._context(), self.kv.of(window))
         uses |= {"pool": pool, "buffers": self._buffers(mix)}
         most = keys + pool - self._working(mix)
-        return DeviceShares(mix, rows, keys, window, min(window, keys // self.kv), uses, self.kv_bits, most)
+        return DeviceShares(mix, rows, keys, window, self.kv.tokens(keys, window), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
         return self.dense + self.captured + self.states + self._ups(mix) + mix.gpu * (self.rows // self.layers)
 
     def _ups(self, mix: Mix) -> int:
         return (mix.gpu + mix.pool) * (self.up // self.layers)
-
-    def _kv_as_it_grows(self) -> int:
-        """Bytes of a token's keys and values if they grow by copying: one group of layers then exists twice."""
-        return self.kv + self.kv * min(GROUP, self.layers) // self.layers
 
     def _working(self, mix: Mix) -> int:
         """The rows that one token can need in one layer of the pool's."""
@@ -223,7 +222,7 @@ class Needs:
         return self._weights(mix) + self._buffers(mix) + self._context()
 
     def _context(self) -> int:
-        return self.context * self.kv
+        return self.kv.of(self.context)
 
     def _buffers(self, mix: Mix) -> int:
         """Some experts' rows, see `DeviceMemory`; of layers in RAM also their up projections, see `Device.bring`."""
@@ -273,7 +272,8 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        uses["context"] = context * kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense))
+        kv = kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense))
+        uses["context"] = kv.of(context) + kv.past(context, ram)
     return uses
 
 
@@ -287,6 +287,8 @@ def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context:
     if mix is not None:
         read = mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
     left = room(ram, takes, beside, kv_bits)
+    if mix is not None and (past := kv_bytes(takes.sizes, kv_bits).past(context, ram)):
+        uses, left = uses | {"context": past}, left - past
     if left < 0:
         return RamShares({**uses, "pages": 0, "lacking": read, "free": _stays(ram)}, 0.0, -left)
     pages = min(left, read)

@@ -223,7 +223,7 @@ class _On:
         """The pool gives way to keys and values of so many tokens."""
         shares, held = self.shares, self.place.held
         if shares.rows and shares.mix is not None and shares.mix.pool:
-            kept = round(held.part * context * kv_bytes(takes.sizes, shares.kv_bits))
+            kept = round(held.part * kv_bytes(takes.sizes, shares.kv_bits).of(context))
             rows = max(0, shares.rows_beside(kept, takes.row))
             held = dataclasses.replace(held, pool=held.pool * rows / shares.rows)
         return dataclasses.replace(self.place, held=held)

@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         context: tokens whose keys and values have room. chosen: the recommended option, None if nothing works.
             options: all widths considered, most exact first. why: sentences. missing: bytes by "ram" or "disk" that the
-            smallest lacks, if nothing works. instead: what would work, in words.
+            smallest lacks, if nothing works.
         download_s, pack_s: seconds, None if there is nothing to fetch or pack, or no rate is known.
     """
 
@@ -49,9 +49,13 @@ class Plan:
     options: tuple[Option, ...]
     why: tuple[str, ...]
     missing: Mapping[str, int] = field(default_factory=dict[str, int])
-    instead: str = ""
     download_s: float | None = None
     pack_s: float | None = None
+
+    @property
+    def instead(self) -> str:
+        """If nothing works: what would, in words. It takes as long as plans of all smaller models."""
+        return "" if self.chosen is not None else _instead(self.machine, self.entry, self.context)
 
 
 def make(
@@ -81,7 +85,7 @@ def make(
         nearest = min(options, key=lambda one: (sum(one.missing.values()), -one.decode.mid))
         missing = nearest.missing or {"ram": nearest.ram["lacking"]}
         why = (reasons.why_not(nearest, missing),)
-        return Plan(entry, machine, context, None, options, why, missing, _instead(machine, entry, context))
+        return Plan(entry, machine, context, None, options, why, missing)
     fetched = entry.download_bytes
     return Plan(
         entry,

@@ -13,7 +13,6 @@ from .footprint import Footprint, divisible
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, Option, option
-from .speed_estimate import one_by_one
 from .worth import ENOUGH, NEWER, READING, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.
@@ -96,7 +95,6 @@ def why(
             _why_compiled(chosen),
             _why_ram(machine, chosen),
             _why_speed(chosen),
-            _why_one_by_one(entry, chosen),
         )
         if sentence
     )
@@ -213,13 +211,6 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
     if chosen.ram_share >= 1:
         return f"Everything that a token reads fits in RAM; {free}."
     return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
-
-
-def _why_one_by_one(entry: CatalogEntry, chosen: Option) -> str:
-    """That a layer before its experts goes one operation after another, and why."""
-    if not one_by_one(entry.sizes, gpu=chosen.place != "cpu"):
-        return ""
-    return "On a GPU, attention through a latent vector is computed one operation after another. That takes longer."
 
 
 def _why_speed(chosen: Option) -> str:

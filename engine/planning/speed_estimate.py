@@ -17,7 +17,15 @@ from ...kernels.rule import Rule
 from ...models.catalog_entry import Recurrent, Sizes
 from ...models.families import FAMILIES
 from ..decoder.state_store import EVERY
-from ..offload.cards import DENSE_LAUNCHES, GATE_LAUNCHES, SANDWICH_LAUNCHES, SHARED_LAUNCHES
+from ..offload.cards import (
+    ASKED_LAUNCHES,
+    CORRECTED_LAUNCHES,
+    DENSE_LAUNCHES,
+    GATE_LAUNCHES,
+    LATENT_LAUNCHES,
+    SANDWICH_LAUNCHES,
+    SHARED_LAUNCHES,
+)
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
@@ -122,7 +130,6 @@ class Speeds:
     node: float = 1.5e-6
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
-    host_library: float = field(default_factory=lambda: figures().host_library_s)
     recurrent: float = field(default_factory=lambda: figures().recurrent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
@@ -151,15 +158,7 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        hosts = (
-            "host",
-            "host_gpu",
-            "host_library",
-            "recurrent",
-            "host_pool",
-            "host_behind",
-            "host_ram",
-        )
+        hosts = "host", "host_gpu", "recurrent", "host_pool", "host_behind", "host_ram"
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
@@ -245,41 +244,24 @@ def decode(
 ) -> Token:
     """The time of one token after `context` others. `curve`: hit rate by pool share, None: as measured."""
     if held.gpu:
-        seen = held.part * context * kv_bytes(takes.sizes, held.kv_bits)
-        far = 0 if held.keys is None else max(0, seen - held.keys)
+        kv = kv_bytes(takes.sizes, held.kv_bits)
+        there, seen = held.part * kv.of(context), held.part * kv.seen(context)
+        far = 0 if held.keys is None or not there else seen * max(0.0, 1 - held.keys / there)
         # The device reads what is in RAM where it is.
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         # A state is read and written, and now and then copied to RAM, for which the device waits.
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
-        token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
-        # Layers with experts have counted it.
-        more = (takes.sizes.decoder_layers - takes.sizes.layers) * _beside_s(takes.sizes, speeds, gpu=True)
-    else:
-        seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
-        token = _on_cpu(takes, work, speeds, held, seen)
-        more = takes.sizes.decoder_layers * _beside_s(takes.sizes, speeds, gpu=False)
-    return dataclasses.replace(token, host=token.host + held.part * more)
+        return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+    seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense)).seen(context)
+    token, states = _on_cpu(takes, work, speeds, held, seen), takes.sizes.recurrent
+    deltas = states.layers if isinstance(states, Recurrent) else 0
+    return dataclasses.replace(token, host=token.host + held.part * deltas * speeds.recurrent)
 
 
-def host_times(speeds: Speeds, sizes: Sizes) -> HostTimes:
+def host_times(speeds: Speeds) -> HostTimes:
     """What plans count for the engine's own code beside a GPU."""
-    own = speeds.host_gpu, speeds.host_ram, speeds.host_pool, speeds.host_behind, figures().host_ahead_s
-    return HostTimes(*own, _beside_s(sizes, speeds, gpu=True))
-
-
-def _beside_s(sizes: Sizes, speeds: Speeds, *, gpu: bool) -> float:
-    """Seconds that a layer's dense part adds, in the mean, where it keeps a state on a CPU, or its operations go one by
-    one.
-    """
-    deltas = sizes.recurrent.layers / sizes.decoder_layers if isinstance(sizes.recurrent, Recurrent) else 0.0
-    if not one_by_one(sizes, gpu=gpu):
-        return 0.0 if gpu else speeds.recurrent * deltas
-    return max(0.0, speeds.host_library - (speeds.host_gpu if gpu else speeds.host))
-
-
-def one_by_one(sizes: Sizes, *, gpu: bool) -> bool:
-    """Whether a layer before its experts is neither one compiled call nor a graph, but torch's operations."""
-    return gpu and sizes.latent is not None
+    own = speeds.host_gpu, speeds.host_ram, speeds.host_pool, speeds.host_behind
+    return HostTimes(*own, figures().host_ahead_s)
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
@@ -349,9 +331,13 @@ class LayerTime:
 
 def dense_launches(sizes: Sizes) -> int:
     """Kernels in the graph of one layer before its experts."""
-    family = FAMILIES.get(sizes.model_type)
+    family, latent = FAMILIES.get(sizes.model_type), sizes.latent
     more = SHARED_LAUNCHES * bool(sizes.shared) + GATE_LAUNCHES * bool(sizes.shared_gate)
-    return DENSE_LAUNCHES + more + SANDWICH_LAUNCHES * (family is not None and family.sandwich)
+    if latent is not None:
+        more += LATENT_LAUNCHES + ASKED_LAUNCHES * bool(latent.queries)
+    if family is not None:
+        more += SANDWICH_LAUNCHES * family.sandwich + CORRECTED_LAUNCHES * bool(family.routing.correction)
+    return DENSE_LAUNCHES + more
 
 
 def layer_time(
@@ -366,17 +352,16 @@ def layer_time(
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
     dense = takes.attention / speeds.gpu + speeds.launch + dense_launches(takes.sizes) * speeds.node
-    more = _beside_s(takes.sizes, speeds, gpu=True)
     if place == "cpu":
-        return _by_cpu(takes, work, speeds, dense, more)
+        return _by_cpu(takes, work, speeds, dense)
     wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
     up = takes.sizes.top_k * work.calls * takes.up / speeds.gpu + launches
     if place == "gpu":
         own = wanted * row * work.read / speeds.gpu + launches
         # The host never waits for the device: the slower of the two counts.
-        return LayerTime(dense, up, own, max(0.0, speeds.host_gpu + more - dense - up - own))
+        return LayerTime(dense, up, own, max(0.0, speeds.host_gpu - dense - up - own))
     hit = at(curve or figures().hits, pool)
-    absent, host = wanted * (1 - hit), speeds.host_pool + max(0.0, more - dense)
+    absent, host = wanted * (1 - hit), speeds.host_pool
     own = wanted * hit * row * work.read / speeds.gpu + launches
     rates = speeds.rates(takes, work)
     end, copied = _absent_end(absent, row, rates, cpu, work)
@@ -387,12 +372,12 @@ def layer_time(
     return LayerTime(dense, up, max(own, end, later), host + later, hit, copied * row, away)
 
 
-def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float, more: float) -> LayerTime:
+def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float) -> LayerTime:
     """A `RamLayer`: the GPU computes up to the router, waits for the CPU, and gets its sum."""
     sizes, calls = takes.sizes, takes.sizes.top_k * work.calls
     compute = _wanted(takes, work) * work.read * speeds.row_s(takes)
     there_and_back = 2 * speeds.link_latency + 4 * speeds.launch
-    host = max(0.0, speeds.host_gpu + more - dense) + speeds.host_ram
+    host = max(0.0, speeds.host_gpu - dense) + speeds.host_ram
     # Disk reads bring neighbouring pages along: of a used expert nearly all is read.
     away = calls * (takes.up + sizes.intermediate * takes.row)
     return LayerTime(dense, calls * speeds.up_s(takes), compute + there_and_back, host, 0.0, 0.0, away)

@@ -6,7 +6,10 @@ At small sizes that call takes as long as two of the two dozen operations that t
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from ctypes import c_void_p
 from math import inf
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ from ..mixers.grouped import Heads
 from ..mixers.latent import Latent
 from ..step import DenseLayer, Mixer, Router, Sandwich, Stepped, Swiglu
 from ..weights import Norm
-from .binding import addresses_of, array_of, check, codes, library, records
+from .binding import array_of, check, codes, library, records
 from .weights import FLOAT32, digits, norm_record, optional, projection_record, required
 
 _STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
@@ -30,13 +33,14 @@ _KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": cod
 
 class Place(NamedTuple):
     """Where a token is: rope (2, D) of its position, those of several D one behind the other, or (N, ...) from that on;
-    and of its text, of each layer, kv
-    (capacity, *entry).
+    and of its text, of each layer, kv (tokens, *entry), whose first entries are of tokens `firsts`, or of the text's
+    first one.
     """
 
     rope: Tensor
     kv: Sequence[Tensor]
     position: int
+    firsts: Sequence[int] = ()
 
 
 class NativeStep:
@@ -73,7 +77,7 @@ class NativeStep:
         self._hidden, self._top_k = hidden, self.layer.router.top_k
         attending = mixer.attending
         self.rope = 0 if attending is None else attending.rope_at + 2 * mixer.turned
-        self._state = 2, mixer.state
+        self._state, self._window = (2, mixer.state), attending.window if attending else None
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
         self.routes, self._closes = router is not None, layer.sandwich is not None
         self.scores = None if router is None else router.scores
@@ -117,16 +121,20 @@ class NativeStep:
         check(self._step(*given))
         return Stepped(stream, hidden, routed, parallel)
 
-    def keeps(self, part: Tensor, capacity: int) -> Tensor:
-        """A text's keys and values, or states, in this layer.
+    def address(self, part: Tensor, first: int, position: int) -> int:
+        """Where a text's states are in this layer, or the entry of its first token is or would be, if `part` begins
+        with that of token `first`.
 
         Raises:
-            ValueError: of another size or form.
+            ValueError: of another size or form, or without what the token at `position` sees.
         """
         if self.stored is None:
-            return required("states", part, self._state)
+            return required("states", part, self._state).data_ptr()
         entry, kept = self.stored
-        return required("kv", part, (capacity, *entry), (kept,))
+        required("kv", part, (len(part) if part.ndim else 0, *entry), (kept,))
+        if not 0 <= first <= max(0, position + 1 - self._window if self._window else 0):
+            raise ValueError(f"position {position} sees entries before token {first}")
+        return part.data_ptr() - first * math.prod(entry) * part.itemsize
 
 
 def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> Any:
@@ -143,11 +151,11 @@ def placed(steps: Sequence[NativeStep], places: Sequence[Place], *more: int) -> 
 
 
 def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
-    own = list(zip(steps, place.kv, strict=False))
-    attended = [part for step, part in own if step.stored is not None]
-    capacity = attended[0].shape[0] if attended and attended[0].ndim else place.position + 1 if own else 0
+    own = list(zip(steps, place.kv, itertools.chain(place.firsts, itertools.repeat(0)), strict=False))
+    rooms = [first + len(part) if part.ndim else 0 for step, part, first in own if step.stored is not None]
+    capacity = min(rooms, default=place.position + 1 if own else 0)
     index("position", place.position, capacity)
-    stores = addresses_of([step.keeps(part, capacity) for step, part in own])
+    stores = (c_void_p * len(own))(*(step.address(part, first, place.position) for step, part, first in own))
     numbers, rope = max((step.rope for step in steps), default=0), place.rope.flatten(len(more))
     rope = required("rope", rope, (*more, numbers or rope.shape[-1]))
     return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position)
@@ -215,30 +223,14 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError("queries and keys must both have norms, or neither")
 
 
-def _check_latent(latent: Latent) -> None:
-    """Refuse heads that are not those of what is cached."""
-    heads = latent.heads
-    _check_heads(heads)
-    alone = heads.q_norm is None and heads.sinks is None and heads.clip is None and heads.num_kv_heads == 1
-    if not alone or heads.cache_dtype == CODES or heads.inside != latent.rank:
-        raise ValueError(
-            "heads do not fit a latent vector: one of keys with its value inside, as numbers, as projected"
-        )
-    if heads.head_dim != latent.rank + latent.turned or min(latent.still, latent.value) < 1:
-        raise ValueError(f"a latent vector of {latent.rank} and a key of {latent.turned} are not {heads.head_dim}")
-    if latent.turned < 2 or latent.turned % 2:
-        raise ValueError(f"rope must turn an even number of values, not {latent.turned}")
-    if (latent.asked is None) != (latent.asked_norm is None):
-        raise ValueError("queries must be made of a vector behind a norm, or of neither")
-
-
 def latent_record(latent: Latent) -> Any:
     """`floe_latent`.
 
     Raises:
         ValueError: tensors of another shape or type.
     """
-    _check_latent(latent)
+    latent.check()
+    _check_heads(latent.heads)
     heads, asked, asking = latent.heads.num_heads, None, 0
     if latent.asked is not None and latent.asked_norm is not None:
         asking = latent.asked_norm.numel()

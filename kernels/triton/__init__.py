@@ -5,8 +5,8 @@ arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py`
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
-`recurrent.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`, `dense.py`,
-`attend.py` and `recur.py` launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
+`latent.py`, `recurrent.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`,
+`dense.py`, `attend.py` and `recur.py` launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 # Products are fused with sums, as the kernels count on; Triton 3.10 changes its default and warns before that.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from .attend import attend_one
+from .attend import attend_one, latent_one
 from .dense import expert_swiglu, linear
 from .listed import add_listed, list_active
 from .operations import gather_rows, land, moe_step, pool_scatter, select, signal_gemv, sparse_swiglu, up_list
@@ -30,6 +30,7 @@ __all__ = [
     "expert_swiglu",
     "gather_rows",
     "land",
+    "latent_one",
     "linear",
     "list_active",
     "moe_step",

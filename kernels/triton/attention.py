@@ -129,6 +129,16 @@ def turned(part, weight, head, d, live, rope, HEADS: tl.constexpr, A: tl.constex
     return x * cos + prepared(part, weight, head, across, live, HEADS, A, ALL) * sin
 
 
+@device_code()
+def weighed(scores, seen, top):
+    """Weights (G, N) of scores of tokens, 0 where they are not seen, what is left of the weights before them, and the
+    largest score (G,) of all.
+    """
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    return tl.exp(scores - highest[:, None]), tl.exp(top - highest), highest
+
+
 @device_code("layer")
 def attend_kernel(
     qkv, rope, addresses, position, q_norm, k_norm, partial, sums, layer,
@@ -176,15 +186,10 @@ def attend_kernel(
         seen = n < end
         there = seen[:, None] & within
         keys = load_entries(entries, n, key_head, d, there, A)
-        scores = tl.sum(q[:, None, :] * keys[None, :, :], 2)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp(top - highest)
-        weights = tl.exp(scores - highest[:, None])
+        weights, fade, top = weighed(tl.sum(q[:, None, :] * keys[None, :, :], 2), seen, top)
         values = load_entries(entries, n, A.kv_heads + key_head, d, there, A)
         total = total * fade + tl.sum(weights, 1)
         out = out * fade[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
-        top = highest
     place = head * SPLITS + split
     tl.store(partial + place[:, None] * A.dim + d[None, :], out, mask=live)
     tl.store(sums + place * 2, top, mask=g < group)

@@ -96,7 +96,8 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
         with launch.on(device):
             gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
                 *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, y, outputs, launch.magic(device)),
-                *(vector, FUNCTIONS.index("plain"), False, False, launch.GEMV_ROWS, launch.block_of(vector.words)),
+                *(vector, FUNCTIONS.index("plain"), False, False, 0, 0),
+                *(launch.GEMV_ROWS, launch.block_of(vector.words)),
             )
         return y
     block = block_rows(x, outputs, x.shape[1] + tokens)

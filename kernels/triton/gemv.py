@@ -21,13 +21,14 @@ from .jit import device_code
 @device_code("neurons")
 def gemv_kernel(
     x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons, magic,
-    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr,
+    FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out (P, F) = s(rows of an expert · x + bias), x spread, s the FUNCTION; with COUNT also kept (P, blocks), how
     many of each block stay.
 
-    Without COUNT call p is token p and there is one matrix: a dense linear layer.
+    Without COUNT call p is token p and there is one matrix: a dense linear layer, of which the call's rows begin at
+    p * EACH + FIRST.
     """
     call = tl.program_id(0)
     block = tl.program_id(1)
@@ -35,7 +36,7 @@ def gemv_kernel(
     expert = tl.load(experts + call) if COUNT else 0
     n = block * ROWS + tl.arange(0, ROWS)
     live = n < neurons
-    row = expert * neurons.to(tl.int64) + n
+    row = expert * neurons.to(tl.int64) + n + (call.to(tl.int64) * EACH + FIRST)
     wanted = live
     if COUNT:  # what no v can reach need not be computed: a call that is left out
         limit = tl.load(thresholds + call)

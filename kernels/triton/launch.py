@@ -41,6 +41,16 @@ def processors(device: torch.device) -> int:
 
 
 @cache
+def cores(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton multiplies numbers of 16 bits by tensor cores: from compute capability 8.0 on. Its interpreter
+    knows no such product of bfloat16.
+    """
+    if device.type == "cuda":
+        return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and not knobs.runtime.interpret)
+
+
+@cache
 def magic(device: torch.device) -> Tensor:
     """The bits of 2**23 as float32, in device memory; see `codes.field`."""
     return torch.tensor([0x4B000000], dtype=torch.int32, device=device)

@@ -89,7 +89,7 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
             *(spread, calls.tokens, calls.experts, thresholds, signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
             *(v, kept, neurons, launch.magic(device), vector, FUNCTIONS.index(signal.layout.function)),
-            *(bias is not None, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
+            *(bias is not None, True, 0, 0, launch.GEMV_ROWS, launch.block_of(vector.words)),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
@@ -130,7 +130,7 @@ def swiglu(
             *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, launch.block_of(other.words)),
         )
         down_kernel[(columns, slices, count)](
-            *(h, place, active.begins, active.ends, rows.data, partial, launch.magic(device)),
+            *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),
             *(down, launch.DOWN_ROWS, width),
         )
         combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](

@@ -79,7 +79,7 @@ def product_kernel(
 
 @device_code()
 def down_kernel(
-    h, place, begins, ends, data, partial, magic,
+    h, place, begins, ends, data, scale, zero, partial, magic,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """partial (P, slices, H): what one slice of a call's neurons adds to y."""
@@ -94,14 +94,14 @@ def down_kernel(
     end = tl.minimum(end, begin + size)
     out = partial + (call.to(tl.int64) * parts + part) * V.n
     if V.fast:
-        _down_words(h, place, begin, end, data, out, block, magic, V, ROWS, BLOCK)
+        _down_words(h, place, begin, end, data, scale, zero, out, block, magic, V, ROWS, BLOCK)
     else:
-        _down_columns(h, place, begin, end, data, out, block, V, ROWS, BLOCK)
+        _down_columns(h, place, begin, end, data, scale, zero, out, block, V, ROWS, BLOCK)
 
 
 @device_code()
 def _down_words(
-    h, place, begin, end, data, out, block, magic,
+    h, place, begin, end, data, scale, zero, out, block, magic,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum over records of h times the columns that a block of their words holds."""
@@ -130,7 +130,7 @@ def _down_words(
             hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
             if V.bits != 16:
                 of_word = group_of(word, group * (fields // sets), V)[None, :]
-                s, z = load_scale(data, data, row[:, None], of_word, both, V)
+                s, z = load_scale(scale, zero, row[:, None], of_word, both, V)
                 hs = hs * s
                 new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
             else:
@@ -148,7 +148,7 @@ def _down_words(
 
 @device_code()
 def _down_columns(
-    h, place, begin, end, data, out, block,
+    h, place, begin, end, data, scale, zero, out, block,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for a block of columns, of codes that do not fill words."""
@@ -159,7 +159,7 @@ def _down_columns(
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(begin, end, ROWS):
         both = (hn != 0.0)[:, None] & within[None, :]
-        total += hn[:, None] * load_values(data, data, data, row[:, None], column[None, :], both, V)
+        total += hn[:, None] * load_values(data, scale, zero, row[:, None], column[None, :], both, V)
         hn, row = _record(h, place, start + ROWS + lane, end)
     tl.store(out + column, tl.sum(total, 0), mask=within)
 

@@ -50,7 +50,7 @@ def _kinds(config: Any) -> list[str]:
 
 
 def _window(config: Any, layer: int) -> int | None:
-    return int(config.sliding_window) if config.layer_types[layer] == _SLIDING else None
+    return int(config.sliding_window) if _kinds(config)[layer] == _SLIDING else None
 
 
 def _parts(config: Any) -> tuple[Any, Wide | None]:
@@ -108,6 +108,8 @@ _GEMMA4 = Sizes(
     biases=30 * (6 * 2816 + 128),
     shared=2112,
     wide=Wide(layers=5, kv_heads=2, head_dim=512, keys_alone=True),
+    windowed=25,
+    sees=1024,
 )
 
 GEMMA4 = Family(
@@ -133,6 +135,7 @@ GEMMA4 = Family(
         "num_key_value_heads": 4,
         "head_dim": 256,
         "global_head_dim": 512,
+        "sliding_window": 512,
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     },

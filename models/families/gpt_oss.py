@@ -25,6 +25,8 @@ def _sizes(layers: int, experts: int) -> Sizes:
         vocab=201088,
         window=131072,
         biases=layers * (64 * (64 + 2 * 8) + 2880 + 64 + experts + experts * (2 * 2880 + 2880)),
+        windowed=layers // 2,
+        sees=128,
     )
 
 
@@ -35,7 +37,8 @@ def _biases(config: Any) -> int:
 
 
 def _window(config: Any, layer: int) -> int | None:
-    return int(config.sliding_window) if config.layer_types[layer] == "sliding_attention" else None
+    kinds = config.layer_types or ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    return int(config.sliding_window) if kinds[layer] == "sliding_attention" else None
 
 
 _CHAT = "harmony messages, from its own chat template; it thinks first"
@@ -55,7 +58,13 @@ GPT_OSS = Family(
         biased=lambda config: (bool(config.attention_bias), bool(config.attention_bias)),
         window=_window,
     ),
-    defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4},
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
     published=(
         CatalogEntry(
             "gpt-oss-20b",

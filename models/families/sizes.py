@@ -31,6 +31,7 @@ class _View(SimpleNamespace):
 
 def sizes_of(family: Family, config: Any) -> Sizes:
     """`config`: transformers' configuration, ours, or a `view`."""
+    windowed, sees = _windows(family, config)
     config, wide = family.parts(config)
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -67,7 +68,26 @@ def sizes_of(family: Family, config: Any) -> Sizes:
         recurrent=_recurrent(config),
         gated_heads=family.gated_heads,
         wide=wide,
+        windowed=windowed,
+        sees=sees,
     )
+
+
+def _windows(family: Family, config: Any) -> tuple[int, int]:
+    """How many layers see a window of their own, and how many tokens the largest of these has.
+
+    Raises:
+        ValueError: kinds of layers that do not fit the layers.
+    """
+    if not isinstance(family.attention, GroupedQuery):
+        return 0, 0
+    longest = getattr(config, "max_position_embeddings", None) or 4096
+    try:
+        each = [family.attention.window(config, layer) for layer in range(config.num_hidden_layers)]
+    except (IndexError, KeyError) as error:
+        raise ValueError("its layer_types are not those of all layers") from error
+    found = [window for window in each if window and window < longest]
+    return len(found), max(found, default=0)
 
 
 def _recurrent(config: Any) -> Recurrent | Convolutions | None:

@@ -18,6 +18,7 @@ from ...kernels.weights import LinearWeights
 from ..errors import PackError
 from ..families import FAMILIES, Family
 from ..pack import quantized_linears
+from ..transformers_import import import_model_code
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
@@ -163,6 +164,7 @@ def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> 
 
 
 def _library(config: Any, dtype: torch.dtype) -> nn.Module:
+    import_model_code()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

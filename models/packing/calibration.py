@@ -42,11 +42,16 @@ def read_tokens(folder: Path, text: str) -> Tensor:
         raise CheckpointError(f"{path} cannot be read", error.cause, "Download that file again.") from error
     if not ids:
         raise CheckpointError(f"{path} makes no tokens of the calibration text", "", "Download that file again.")
+    return torch.tensor(passages(ids))
+
+
+def passages(ids: list[int]) -> list[list[int]]:
+    """As many passages as TEXT_SHAPE says and a text's tokens allow, spread evenly over them."""
     rows, length = TEXT_SHAPE
     length = min(length, len(ids))
     rows = min(rows, len(ids) // length)
     starts = [index * (len(ids) - length) // max(1, rows - 1) for index in range(rows)]
-    return torch.tensor([ids[start : start + length] for start in starts])
+    return [ids[start : start + length] for start in starts]
 
 
 def both_sides(x: Tensor, expert: ExpertTensors, activation: Activation) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,12 @@ from floe_chat.app.setup.setups import Setups
 from floe_chat.engine.planning import rates
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
+from floe_chat.models.packing import calibration
 from floe_chat.models.packing.pack import EXACT
+from textual._compositor import Compositor
+from textual._context import visible_screen_stack
 from textual.css.stylesheet import Stylesheet
+from textual.screen import Screen
 
 from ..helpers import edit_json, make_checkpoint, make_pack
 from ..models.fakehub import FakeHub
@@ -44,6 +48,36 @@ def parsed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stylesheet, "_parse_rules", once)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_tokens() -> Iterator[None]:
+    """What is packed is calibrated on 512 tokens of the built-in text: models of tests need no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "TEXT_SHAPE", (4, 128))
+        yield
+
+
+_paint = Compositor.render_update
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawn_when_read() -> Iterator[None]:
+    """Nobody sees the frames of a screen without a terminal: it is drawn when a test reads it."""
+
+    def unseen(self: Compositor, full: bool = False, screen_stack: list[Screen[Any]] | None = None) -> None:
+        visible_screen_stack.set(screen_stack or [])
+        self._dirty_regions.clear()  # pyright: ignore[reportPrivateUsage]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compositor, "render_update", unseen)
+        yield
+
+
+@pytest.fixture
+def painted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every frame is drawn, for tests of what is painted."""
+    monkeypatch.setattr(Compositor, "render_update", _paint)
 
 
 @pytest.fixture(autouse=True)

@@ -30,8 +30,10 @@ from floe_chat.engine.events import Finished, LayerRows, Loaded, Rows, Rule, Sam
 from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
 from floe_chat.models.pack.dial_loss import DialLoss
+from textual._context import visible_screen_stack
 from textual.geometry import Region
 from textual.pilot import Pilot
+from textual.strip import Strip
 from textual.widget import Widget
 
 LOADED = Loaded(
@@ -296,10 +298,15 @@ async def write(pilot: Pilot[int], text: str) -> None:
     await pilot.press(*("space" if character == " " else character for character in text))
 
 
+def drawn_lines(pilot: Pilot[int]) -> list[Strip]:
+    """The screen's rows, as a terminal shows them."""
+    visible_screen_stack.set(pilot.app._background_screens)  # pyright: ignore[reportPrivateUsage]
+    return pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+
+
 def screen_text(pilot: Pilot[int]) -> str:
     """What the terminal shows, without colours."""
-    strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
-    return "\n".join(strip.text.rstrip() for strip in strips)
+    return "\n".join(strip.text.rstrip() for strip in drawn_lines(pilot))
 
 
 def text_of(widget: Widget) -> str:

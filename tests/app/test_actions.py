@@ -13,6 +13,7 @@ from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups
+from floe_chat.app.widgets.panel.meanings import TERMS
 from textual.screen import Screen
 from textual.widgets import Static
 
@@ -69,3 +70,4 @@ async def test_help_of_the_chat_has_all_of_its_keys_and_commands() -> None:
         page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
         for words in (*(action.does for action in ACTIONS if action.does), *(action.usage for action in COMMANDS)):
             assert words in page
+        assert all(key in page for key in ("Ctrl+Q", "Ctrl+J")) and all(name in page for name, _meaning in TERMS)

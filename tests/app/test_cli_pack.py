@@ -14,8 +14,6 @@ from floe_chat.models.pack.packed_model import PackedModel
 
 from ..helpers import edit_json, explained, run_cli
 
-LOSSLESS = ("--up", "16", "--rows", "16")  # then --dense follows
-
 
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "mine"
@@ -54,14 +52,6 @@ def test_both_roundings_of_a_model_are_compared_with_its_source(tiny_checkpoint:
         assert (rounding == "hqq") == fields["widths"].endswith("by HQQ")
         lost[rounding] = fields["presets"][0]["kl_mean"]
     assert 0 < lost["calibrated"] < lost["hqq"]
-
-
-def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "p"
-    run_cli("pack", str(tiny_checkpoint), str(packed), *LOSSLESS, "--name", "Own Name")
-    asked = run_cli("ask", "hi", "-m", str(packed), "-p", "exact", "--max-tokens", "3", "--seed", "1", "--json")
-    fields = json.loads(asked.out)
-    assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
 
 
 def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(tiny_pack: Path) -> None:
@@ -132,10 +122,20 @@ def test_a_folder_of_somebody_elses_is_left_alone(tiny_checkpoint: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_an_interrupted_pack_says_so_and_can_be_repeated(
+def test_an_interrupted_pack_can_be_repeated_and_runs_exact_under_its_own_name(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), *LOSSLESS)
+    arguments = (
+        "pack",
+        str(tiny_checkpoint),
+        str(tmp_path / "out"),
+        "--up",
+        "16",
+        "--rows",
+        "16",
+        "--name",
+        "Own Name",
+    )
 
     def interrupt(_manifest: Manifest, _folder: Path) -> None:
         raise KeyboardInterrupt
@@ -146,6 +146,11 @@ def test_an_interrupted_pack_says_so_and_can_be_repeated(
     assert ran.code == 130 and "interrupted" in ran.err and "Traceback" not in ran.err
     assert "incomplete" in explained(run_cli("ask", "hi", "-m", str(tmp_path / "out")), 1)
     assert run_cli(*arguments).code == 0
+    asked = run_cli(
+        "ask", "hi", "-m", str(tmp_path / "out"), "-p", "exact", "--max-tokens", "3", "--seed", "1", "--json"
+    )
+    fields = json.loads(asked.out)
+    assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
 
 
 @pytest.mark.parametrize("name", ["\x1b[31m", " ", "a\nb"])

@@ -163,27 +163,11 @@ def test_a_blob_of_ollamas_is_a_gguf_file_by_its_content(home: Path, files: dict
 BITS = ("--up", "3", "--rows", "4", "--dense", "4", "--no-tune")
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source") / "tiny"
-    return one_shard(make_checkpoint(folder, hidden=32, intermediate=64, dtype=torch.float16))
-
-
-@pytest.fixture(scope="module")
-def file(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return convert(source, tmp_path_factory.mktemp("file") / "tiny-Q4_0.gguf", "Q4_0")
-
-
 @pytest.fixture
-def copy(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in LM Studio's folder, in a home of its own."""
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
+def copy(files: dict[str, Path], home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in LM Studio's folder."""
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(12 << 30))
-    folder = tmp_path / ".lmstudio" / "models" / "somebody" / "tiny-GGUF"
-    folder.mkdir(parents=True)
-    return Path(shutil.copyfile(file, folder / file.name))
+    return put(files["Q4_0"], home / ".lmstudio" / "models" / "somebody" / "tiny-GGUF", "tiny-Q4_0.gguf")
 
 
 def test_it_is_packed_if_the_user_agrees(copy: Path, published: Path, hub: FakeHub) -> None:

@@ -20,7 +20,7 @@ from ..helpers import explained, run_cli
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until
 from .test_models_screen import screen, to
-from .wizardry import IMPATIENT, REPO, around, ended, machine_of, reached, see
+from .wizardry import IMPATIENT, REPO, around, ended, machine_of, see
 
 PACK = "floe/tiny-floe"
 
@@ -65,7 +65,6 @@ def interrupted(hub: FakeHub, disk: Path) -> None:
     hub.faults.append(Fault("GET /storage/", times=ALWAYS, rate=20_000))
     with Setup(wish(PACK, "tiny", to=disk), tuning=IMPATIENT) as running:
         running.start()
-        reached(running, "Fetching")
         while not list(disk.glob("tiny/*.part")):
             assert not running.wait(0.005)
     hub.faults.clear()

@@ -62,7 +62,7 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             welcome = text_of(pilot.app.screen.query_one(Welcome))
             assert f"remote. Your questions, the chat before them and attached files are sent to {host}" in welcome
             assert "Nothing you write leaves it" not in screen_text(pilot)
-            for page in ("/help", "/history", "/settings", "/models"):
+            for page in ("/history", "/models"):
                 await order(pilot, page)
                 await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
                 await until(pilot, lambda: f"remote {host}" in screen_text(pilot))

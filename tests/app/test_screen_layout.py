@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from floe_chat.app.client.interface import TextDelta
-from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.engine.events import PrefillProgress, PresetChanged
-from textual.widgets import Static
 
 from .scripted import (
     ROWS,
@@ -20,7 +18,6 @@ from .scripted import (
     screen_text,
     stats,
     status,
-    text_of,
     until,
     write,
 )
@@ -102,15 +99,8 @@ async def test_the_panel_explains_its_words() -> None:
         await until(pilot, lambda: composer(pilot).has_focus and "Rows are the weights" not in screen_text(pilot))
 
 
-async def test_help_and_palette() -> None:
+async def test_the_palette_finds_commands_by_their_words() -> None:
     async with chatting() as (client, pilot):
-        await pilot.press("f1")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-        page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
-        for words in ("Ctrl+Q", "Quit floe-chat; the answer so far is saved", "Ctrl+J", "/rename TITLE", "first token"):
-            assert words in page
-        await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))
         await pilot.press("ctrl+p")
         await write(pilot, "export")
         await until(pilot, lambda: "/export [FILE] · Write this chat to a .md or .json file" in screen_text(pilot))

@@ -214,10 +214,6 @@ def test_what_is_said_of_names_that_are_none(written: str, said: str) -> None:
 
 async def test_other_programs_commands_do_the_same() -> None:
     async with chatting() as (client, pilot):
-        await order(pilot, "/?")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-        await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))
         await finish(pilot, client, await ask(pilot, client, "one"))
         await order(pilot, "/retry")
         await until(pilot, lambda: len(client.asked) == 2)

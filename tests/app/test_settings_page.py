@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from floe_chat.app.actions import OWN
-from floe_chat.app.screens.help import HelpScreen
-from floe_chat.app.screens.settings import SettingsScreen
+from floe_chat.app.screens.settings import SettingsScreen, useless
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
+from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import Finished, LayerRows
 from floe_chat.models import catalog
 from textual.pilot import Pilot
@@ -49,15 +49,12 @@ async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
 
 async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
+    file.write_text('# mine\n[keys]\ntoggle_panel = "f12"\n[sampling]\ntop_p = 7\n')
     async with chatting(settings=file) as (client, pilot):
         await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
         await pilot.press("f12")
-        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-        await pilot.press("escape")
-        await order(pilot, "/settings")
-        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        fields = shown_fields(pilot)
+        await until(pilot, lambda: not pilot.app.screen.query_one(PerformancePanel).display)
+        fields = await opened(pilot)
         fields["sampling.top_k"].focus()
         await write(pilot, "40")
         await pilot.press("enter")
@@ -136,18 +133,19 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
 
 async def test_a_setting_without_effect_says_so() -> None:
     split = dataclasses.replace(ROWS, layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), LayerRows(None, 0.0, 0.0, 0.0, 1.0)))
-    for rows, useless in ((None, {"predictor", "transfer"}), (split, {"predictor"}), (ROWS, set[str]())):
-        async with chatting(size=(100, 30)) as (client, pilot):
-            request = await ask(pilot, client)
-            client.say(Finished(request, "stop", stats(request, rows=rows)))
-            await until(pilot, lambda: status(pilot).state == "ready")
-            fields = await opened(pilot)
-            for name in ("predictor", "transfer", "kv_bits"):
-                fields[f"advanced.{name}"].focus()
-                said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
-                meaning = pilot.app.screen.query_one(".explained", Static)
-                await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
-                assert ("No effect where" in str(meaning.render())) == (name in useless), (rows, name)
+    assert useless(None) == useless(stats(rows=ROWS)) == () != useless(stats(rows=split))
+    assert {"advanced.predictor", "advanced.transfer"} < {*useless(stats())}
+    async with chatting(size=(100, 30)) as (client, pilot):
+        request = await ask(pilot, client)
+        client.say(Finished(request, "stop", stats(request, rows=split)))
+        await until(pilot, lambda: status(pilot).state == "ready")
+        fields = await opened(pilot)
+        for name in ("predictor", "transfer", "kv_bits"):
+            fields[f"advanced.{name}"].focus()
+            said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
+            meaning = pilot.app.screen.query_one(".explained", Static)
+            await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
+            assert ("No effect where" in str(meaning.render())) == (name == "predictor"), name
 
 
 WRONG = (

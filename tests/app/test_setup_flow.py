@@ -26,7 +26,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .made_up import ENTRIES
-from .wizardry import IMPATIENT, REPO, ended, machine_of, reached
+from .wizardry import IMPATIENT, REPO, ended, machine_of, start_until
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -68,9 +68,7 @@ def test_fetched_packed_checked(hub: FakeHub, undisturbed: dict[str, str]) -> No
 
 def test_left_and_taken_up_again(hub: FakeHub, undisturbed: dict[str, str]) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
-        running.start()
-        reached(running, "Packing layer 2")
-        running.pause()
+        start_until(running, "Packing layer 2")
         assert running.progress().state == "paused"
         running.resume()
         running.cancel()
@@ -91,8 +89,7 @@ def test_left_and_taken_up_again(hub: FakeHub, undisturbed: dict[str, str]) -> N
 def test_the_second_of_two_is_told(hub: FakeHub) -> None:
     hub.faults.append(Fault("GET /storage/", times=ALWAYS, rate=20_000))
     with Setup(wish(REPO), tuning=IMPATIENT) as first:
-        first.start()
-        reached(first, "Packing")
+        start_until(first, "Packing").resume()
         with Setup(wish(REPO), tuning=IMPATIENT) as second:
             ended(second.start())
         assert isinstance(second.error, TryAgainError) and "Another" in second.error.title

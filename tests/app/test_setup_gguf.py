@@ -20,7 +20,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from ..families import one_shard
 from ..helpers import explained, make_checkpoint, run_cli
 from ..models.gguf.converting import convert
-from .wizardry import ended, machine_of, reached
+from .wizardry import ended, machine_of, start_until
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -132,8 +132,7 @@ def test_what_cannot_be_set_up_is_refused_at_once(files: dict[str, Path], tmp_pa
 
 def test_left_and_taken_up_again(files: dict[str, Path], undisturbed: dict[str, str]) -> None:
     with Setup(wish(str(files["F16"]))) as running:
-        running.start()
-        reached(running, "Packing layer 2")
+        start_until(running, "Packing layer 2")
         running.cancel()
     (begun,) = unfinished()
     assert begun.local == files["F16"] and begun.fetched.is_dir()
@@ -146,8 +145,7 @@ def test_left_and_taken_up_again(files: dict[str, Path], undisturbed: dict[str, 
 
 def test_forgetting_a_setup_leaves_the_file(files: dict[str, Path]) -> None:
     with Setup(wish(str(files["F16"]))) as running:
-        running.start()
-        reached(running, "Packing layer 1")
+        start_until(running, "Packing layer 1")
         running.cancel()
     (begun,) = unfinished()
     forget(begun)

@@ -18,7 +18,7 @@ from floe_chat.models import catalog
 from floe_chat.models.errors import UsageError
 
 from ..models.fakehub import FakeHub, Fault
-from .wizardry import IMPATIENT, REPO, ended, reached
+from .wizardry import IMPATIENT, REPO, ended, start_until
 
 
 def len_of(content: bytes | None) -> str:
@@ -27,8 +27,7 @@ def len_of(content: bytes | None) -> str:
 
 def test_given_up_leaves_nothing(hub: FakeHub) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
-        running.start()
-        reached(running, "Packing layer 1")
+        start_until(running, "Packing layer 1")
     (begun,) = unfinished()
     forget(begun)
     assert unfinished() == [] and list(catalog.models_folder().iterdir()) == []
@@ -36,8 +35,7 @@ def test_given_up_leaves_nothing(hub: FakeHub) -> None:
 
 def test_the_command_goes_on_with_what_was_begun(hub: FakeHub) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
-        running.start()
-        reached(running, "Packing layer 1")
+        start_until(running, "Packing layer 1")
     runner = CliRunner()
     for widths in (["--up", "8"], ["--rows", "3"], ["--up", "3", "--rows", "4", "--dense", "8"]):
         other = runner.invoke(cli, ["setup", REPO, *widths], standalone_mode=False)

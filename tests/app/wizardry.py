@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +25,7 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from .scripted import until
+from .scripted import drawn_lines, until
 
 REPO = "floe/tiny"
 IMPATIENT = Patience(first_wait=0.01, longest_wait=0.05, sync=0.01)
@@ -102,8 +102,8 @@ def slowly(hub: FakeHub) -> None:
 
 
 def lines(pilot: Pilot[int]) -> list[str]:
-    """The screen's rows, as a terminal shows them."""
-    return [strip.text for strip in pilot.app.screen._compositor.render_strips()]  # pyright: ignore[reportPrivateUsage]
+    """The text of the screen's rows."""
+    return [strip.text for strip in drawn_lines(pilot)]
 
 
 def shown(pilot: Pilot[int]) -> str:
@@ -127,9 +127,17 @@ def ended(running: Setup) -> Setup:
     return running
 
 
-def reached(running: Setup, step: str) -> None:
-    """Until its step begins like that."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not running.progress().step.startswith(step):
-        assert time.monotonic() < deadline and running.error is None, (running.progress(), running.error)
-        time.sleep(0.005)
+def start_until(running: Setup, begins: str) -> Setup:
+    """Start it; it is paused where a step of packing begins like that."""
+    reported, there = running._reported, threading.Event()  # pyright: ignore[reportPrivateUsage]
+
+    def stopping(step: str, share: float, left: float | None = None) -> None:
+        if step.startswith(begins) and not there.is_set():
+            running.pause()
+            there.set()
+        reported(step, share, left)
+
+    running._reported = stopping  # pyright: ignore[reportPrivateUsage]
+    running.start()
+    assert there.wait(DEADLINE_S), (running.progress(), running.error)
+    return running

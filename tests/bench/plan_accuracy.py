@@ -116,7 +116,8 @@ def _estimate(spec: synthetic.Spec, work: TokenWork, speeds: Speeds, count: int)
         share = count / spec.published_layers
         kept = sizes.recurrent and dataclasses.replace(sizes.recurrent, layers=round(share * sizes.recurrent.layers))
         wide = sizes.wide and dataclasses.replace(sizes.wide, layers=round(share * sizes.wide.layers))
-        sizes = dataclasses.replace(sizes, layers=count, dense_layers=0, recurrent=kept, wide=wide)
+        few = {"recurrent": kept, "wide": wide, "windowed": round(share * sizes.windowed)}
+        sizes = dataclasses.replace(sizes, layers=count, dense_layers=0, **few)
     takes = Footprint.of(sizes, PackSpec(spec.up, spec.rows, spec.rows, spec.dense))
     return speed_estimate.decode(takes, work, speeds, Held(gpu=False), context=2 * PROMPT)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Compiled
 from floe_chat.engine.loader import load
 from floe_chat.models.catalog import asset
 from floe_chat.models.packing.pack import EXACT
@@ -38,8 +39,8 @@ def alone(pack: Path, prompt: list[int]) -> tuple[float, float]:
     """Seconds of the prompt and of a token in one process."""
     loaded = load(pack, None, "cpu", lambda _step, _share: None)[0]
     decoder = loaded.decoder
-    assert isinstance(decoder, FusedDecoder)
-    decoder._whole = None  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(decoder, FusedDecoder) and isinstance(decoder.way, Compiled)
+    decoder.way._whole = None  # pyright: ignore[reportPrivateUsage]
     loaded.control.preset, kv, found = preset_of({}), KVCache(), list[float]()
     for ids in (prompt, *([token] for token in prompt[:NEW])):
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
@@ -106,7 +107,7 @@ def _compare(context: Context, loaded: LoadedModel, *, pack: str, preset: str, p
 
 def without_graphs(decoder: FusedDecoder) -> None:
     """Launch everything one by one from now on."""
-    decoder._graphs = decoder._card = None  # pyright: ignore[reportPrivateUsage]
+    decoder.way = Way(decoder)
 
 
 @torch.inference_mode()

@@ -61,7 +61,8 @@ def kernels(context: Context) -> None:
     if not context.real:
         _run(context, "kernels", [str(folder / "test_select.py"), "-k", "triton"], {"TRITON_INTERPRET": "1"})
         return
-    shared = [str(folder / f"test_{name}.py") for name in ("operations", "attend", "state_one", "select", "listed")]
+    names = "operations", "attend", "latent_one", "state_one", "select", "listed"
+    shared = [str(folder / f"test_{name}.py") for name in names]
     _run(context, "kernels", [str(folder / "triton"), *shared, "-k", "triton"], {})
 
 

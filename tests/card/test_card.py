@@ -8,12 +8,17 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-DRIVER = Path(__file__).with_name("driver.py")
+from . import driver
+
+DRIVER = Path(driver.__file__)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -26,6 +31,22 @@ def drive(out: Path, *arguments: str, **environment: str) -> subprocess.Complete
         text=True,
         check=False,
     )
+
+
+Called = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def called(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Called:
+    """The same in this process, but for the stages: its exit code, stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["driver", "--place", "virtual", "--out", str(tmp_path), *arguments])
+        code, printed = driver.main(), capfd.readouterr()
+        return code, printed.out, printed.err
+
+    monkeypatch.setattr(driver, "_make_importable", Mock())
+    return call
 
 
 def result(out: Path, stage: str) -> dict[str, Any]:
@@ -51,13 +72,14 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     assert all(row["tokens s"] > 0 for row in results["decode-8"]["rows"])
 
 
-def test_a_stage_that_passed_is_not_run_again(tmp_path: Path) -> None:
-    assert drive(tmp_path, "link").returncode == 0
+def test_a_stage_that_passed_is_not_run_again(called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert called("link")[0] == 0
     first = result(tmp_path, "link")
-    again = drive(tmp_path, "link")
-    assert again.returncode == 0 and "passed before" in again.stderr and result(tmp_path, "link") == first
-    assert "### link: passed" in again.stdout
-    assert "passed before" not in drive(tmp_path, "link", "--again").stderr
+    monkeypatch.setattr(driver, "_stage", Mock(return_value={**first, "state": "failed"}))
+    code, out, err = called("link")
+    assert code == 0 and "passed before" in err and "### link: passed" in out and result(tmp_path, "link") == first
+    code, _, err = called("link", "--again")
+    assert code == 1 and "passed before" not in err and "link: failed in" in err
 
 
 @pytest.mark.thorough
@@ -85,15 +107,15 @@ def test_llama_bench_is_read(tmp_path: Path) -> None:
     assert [(row["test"], row["tokens s"]) for row in rows] == [("prompt of 512", 99.5), ("decode", 12.5)]
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    unknown = drive(tmp_path, "lnik")
-    assert unknown.returncode == 2 and "lnik" in unknown.stderr
-    assert drive(tmp_path, "--seconds", "0", "link").returncode == 2
-    import torch
-
+def test_what_is_wrong_is_said(called: Called) -> None:
+    code, _, err = called("lnik")
+    assert code == 2 and "lnik" in err
+    with pytest.raises(SystemExit) as ended:
+        called("--seconds", "0", "link")
+    assert ended.value.code == 2
     if not torch.cuda.is_available():
-        without = subprocess.run([sys.executable, "-P", str(DRIVER)], capture_output=True, text=True, check=False)
-        assert without.returncode == 1 and "There is no GPU here" in without.stderr
+        code, _, err = called("--place", "cuda")
+        assert code == 1 and "There is no GPU here" in err
 
 
 def test_where_floe_chat_is_not_installed_its_folders_are_used(tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ REFUSED = (
     *("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"),
     *("lift_fresh", "is_nonzero", "equal", "pin_memory"),
 )
-OPERATIONS = ("select", "moe_step", "attend_one", "delta_one", "convolve_one", "list_active", "add_listed")
+OPERATIONS = (
+    *("select", "moe_step", "list_active", "add_listed"),
+    *("attend_one", "latent_one", "delta_one", "convolve_one"),
+)
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -50,7 +53,8 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-VIEWS = "view", "split", "slice", "select", "unsqueeze", "expand", "to"  # launch nothing; `to` of the type that it is
+# Launch nothing; `to` of the type that it is.
+VIEWS = "view", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "to"
 
 
 class Recording(TorchDispatchMode):

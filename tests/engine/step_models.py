@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Compiled, Way
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.modules import library_model
+from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor, nn
 
 from ..families import YARN
@@ -176,6 +178,7 @@ EACH_HEAD = [name for name, fields in MODELS.items() if name not in STATEFUL and
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random model of a family, weights, biases and norms alike."""
+    import_model_code()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = name.partition("-")[0]
@@ -221,9 +224,9 @@ def feed(decoder: Decoder, kv: KVCache, ids: Sequence[int], pieces: Sequence[int
 def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> FusedDecoder:
     """The lean pass with its compiled step, or by torch's operations alone."""
     lean = choose(model, window)
-    assert isinstance(lean, FusedDecoder) and lean.steps, lean.reason
+    assert isinstance(lean, FusedDecoder) and isinstance(lean.way, Compiled), lean.reason
     if not compiled:
-        lean.steps = []
+        lean.way = Way(lean)
     return lean
 
 

@@ -231,7 +231,7 @@ def test_plans_promise_what_the_replay_of_the_same_parts_takes(demo: Trace, mode
 
 
 def test_the_hosts_time_is_what_plans_count(trace: Trace) -> None:
-    own = host_times(Speeds(1.0), WIDTH.sizes)
+    own = host_times(Speeds(1.0))
     for mix, each in (
         (Mix(gpu=2), own.gpu),
         (Mix(cpu=2), own.gpu + own.ram),

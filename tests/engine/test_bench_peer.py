@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
     "vocab_size": 96,
+    "sliding_window": None,
     "model_type": "mixtral",
 }
 SMALL = PeerSizes.of(SimpleNamespace(**SIZES))

@@ -15,6 +15,7 @@ from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BorrowingStore
+from floe_chat.engine.decoder.ways import Graphs, Way
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import Neighbours
 from floe_chat.engine.loader import LoadedModel
@@ -39,11 +40,9 @@ from .fake_card import VIEWS, Calls, FakeCard, FakeGraph
 from .margins import CLEAR, clear_prompt, prompt_of, watched
 from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, resize
 from .step_models import (
-    EACH_HEAD,
     LIMIT,
     MODELS,
     PRESET,
-    STATEFUL,
     WINDOW,
     Guessing,
     Noting,
@@ -60,7 +59,7 @@ def graphed(model: Any) -> FusedDecoder:
     return decoder
 
 
-@pytest.mark.parametrize("name", [*EACH_HEAD, *STATEFUL])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)
@@ -73,14 +72,15 @@ def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert card.replays == 21 * len(card.captures) and card.waits == 21
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "gemma4_text", "deepseek_v2", "glm4_moe_lite"])
 def test_plans_count_what_a_layer_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To within two: what a library launches for an operation differs, and attention takes two."""
+    """To within two: what a library launches for an operation differs."""
     card, model = FakeCard(monkeypatch), make_model(name)
     graphed(model)
     launched = [operation for operation in card.captures[1].operations() if operation not in VIEWS]
     planned = dense_launches(sizes_of(FAMILIES[name], model.config))
-    assert abs(len(launched) + 1 - planned) <= 2, launched
+    attending = 5 if "latent_one" in launched else 2  # kernels of one operation
+    assert abs(len(launched) - 1 + attending - planned) <= 2, launched
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_token_may_leave_out_the_last_layers(monkeypatch: pytest.MonkeyPatch) 
     model.config.num_hidden_layers = 1
     found = feed(decoder, KVCache(), ids, [1] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "_graphs", None)
+        patch.setattr(decoder, "way", Way(decoder))
         assert relative_rms(found, feed(decoder, KVCache(), ids, [1] * 5)) <= LIMIT
     model.config.num_hidden_layers = layers
     assert torch.equal(feed(decoder, KVCache(), ids, [1] * 5), before) and len(card.captures) == captures + 2
@@ -190,7 +190,7 @@ def test_a_gpus_layers_are_torchs(name: str, dtype: torch.dtype, monkeypatch: py
     model = make_model(name, dtype).cuda()
     decoder, ids = graphed(model), ids_of(24)
     found = feed(decoder, KVCache(), ids, [3, *[1] * 21])
-    decoder._graphs = None  # pyright: ignore[reportPrivateUsage]
+    decoder.way = Way(decoder)
     expected = feed(decoder, KVCache(), ids, [3, *[1] * 21])
     assert relative_rms(found, expected) <= (1e-4 if dtype == torch.float32 else 5e-2)
 
@@ -306,8 +306,8 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
         assert not any(one.on_cpu for one in loaded.telemetry.layers)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe"])
-def test_layers_may_keep_states(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe", "deepseek_v2", "glm4_moe_lite"])
+def test_layers_may_keep_states_or_latent_vectors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pack(families.make(name, tmp_path / "source"), tmp_path / "pack", EXACT)
     loaded = open_model(tmp_path / "pack", "Exact")
     preset = a_preset("", 0.3, lossless=True)
@@ -493,8 +493,8 @@ def test_a_layer_takes_six_calls_and_one_wait(
         feed(loaded.decoder, kv, ids, [1] * len(ids))
         loaded.control.counting, layers = True, len(loaded.telemetry.layers)
         decoder = loaded.decoder
-        assert isinstance(decoder, FusedDecoder)
-        by_layers = decoder._graphs  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(decoder, FusedDecoder) and isinstance(decoder.way, Graphs)
+        by_layers = decoder.way.by_layer
         assert by_layers is not None
         calls = list[int]()
         for count in (1, layers):
@@ -530,7 +530,7 @@ def test_a_token_takes_so_many_calls_besides_its_layers(
             kv.computed([token], preset)
         loaded.control.counting = False
     assert card.waits - waits == 2 * (layers + 1)
-    assert 0 < len(own(seen)) - 6 * layers <= 117, seen.names
+    assert 0 < len(own(seen)) - 6 * layers <= 124, seen.names
 
 
 def test_a_prompt_between_two_tokens_changes_nothing(

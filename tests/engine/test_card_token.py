@@ -82,13 +82,13 @@ def eager(loaded: LoadedModel, compute: Callable[[], Any]) -> tuple[Any, list[di
         return compute(), counted(loaded)
 
 
-STATEFUL = ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe"]
+STATEFUL, LATENT = ["qwen3_next", "qwen3_5_moe_text", "lfm2_moe"], ["deepseek_v2", "glm4_moe_lite"]
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *STATEFUL])
+@pytest.fixture(scope="module", params=[*MODELS, *STATEFUL, *LATENT])
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
-    if request.param in STATEFUL:
+    if request.param in [*STATEFUL, *LATENT]:
         source = families.make(request.param, folder / "source", moe_intermediate_size=30)
         spec = PackSpec(up=3)
     else:

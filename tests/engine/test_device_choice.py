@@ -99,12 +99,12 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     assert needs.dense == (tiny_pack / "dense.safetensors").stat().st_size
     assert needs.up == 2 * (layer.signal.q.nbytes + layer.signal.scale.nbytes + layer.signal.zero.nbytes)
     assert needs.row == layer.rows.data.shape[2]
-    assert needs.kv == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
+    assert needs.kv.whole == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
     working = needs.top_k * needs.neurons * needs.row
     graphs = needs.captured - 512 * 2 * 16 * 2  # rope's table: cosines and sines of a head of 16, in 16 bits
     assert 0 < graphs < 1 << 20
     buffers = RING * needs.neurons * needs.row
-    assert needs.least() - working == needs.dense + needs.captured + needs.up + buffers + 512 * needs.kv
+    assert needs.least() - working == needs.dense + needs.captured + needs.up + buffers + 512 * needs.kv.whole
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -113,19 +113,24 @@ def test_a_token_takes_what_its_stores_do(bits: int, tiny_pack: Path) -> None:
     loaded, told = load(tiny_pack, None, "cpu", silent, advanced=Advanced(kv_bits=str(bits)))
     kv = KVCache()
     loaded.decoder.forward([1, 2, 3], kv)
-    assert kv.nbytes() == BLOCK * needs.kv and needs.kv_bits == bits
+    assert kv.nbytes() == BLOCK * needs.kv.whole and needs.kv_bits == bits
     assert ("keys and values of 8 bits" in told.reason) == (bits == 8)
 
 
 def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     long = replace(needs, context=100)
     least = long.share_out(long.every("pool"), long.least(), 512)
-    assert (least.keys, least.most, least.window, least.reserved) == (100 * needs.kv, 100 * needs.kv, 512, 100)
-    more = long.share_out(long.every("pool"), long.least() + 3 * needs.kv, 512)
-    assert more.keys < 101 * needs.kv  # the pool took what came on top, and gives it back
-    assert more.most == 103 * needs.kv and (more.window, more.reserved) == (512, 100)
+    assert (least.keys, least.most, least.window, least.reserved) == (
+        100 * needs.kv.whole,
+        100 * needs.kv.whole,
+        512,
+        100,
+    )
+    more = long.share_out(long.every("pool"), long.least() + 3 * needs.kv.whole, 512)
+    assert more.keys < 101 * needs.kv.whole  # the pool took what came on top, and gives it back
+    assert more.most == 103 * needs.kv.whole and (more.window, more.reserved) == (512, 100)
     all_of_it = long.share_out(long.every("pool"), 1 << 40, 512)
-    assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv, 512)
+    assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv.whole, 512)
 
 
 def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_ram(needs: Needs) -> None:
@@ -134,12 +139,16 @@ def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_r
 
     def longest(budget: int) -> int:
         shares = long.share_out(long.every("gpu"), budget, 512)
-        assert shares.window == 512 and shares.most is not None and shares.reserved == min(512, shares.most // long.kv)
+        assert (
+            shares.window == 512
+            and shares.most is not None
+            and shares.reserved == min(512, shares.most // long.kv.whole)
+        )
         return shares.reserved
 
     assert longest(long.whole()) == 100
     token = long.whole() - replace(long, context=99).whole()
-    assert token >= long.kv  # as keys and values grow, a part of them is there twice
+    assert token >= long.kv.whole  # as keys and values grow, a part of them is there twice
     assert longest(long.whole() + 3 * token) == 103
     assert longest(1 << 40) == 512
 

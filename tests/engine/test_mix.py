@@ -117,7 +117,7 @@ def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:
     assert needs.share_out(Mix(1, 1, 1), 1 << 40, 512).rows == needs.experts * needs.neurons
     assert needs.share_out(Mix(1, 1, 1), 1 << 40, 512, rows=300).rows == 300
     static = needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)), 512)
-    assert static.rows == 0 and static.keys == needs.context * needs.kv
+    assert static.rows == 0 and static.keys == needs.context * needs.kv.whole
     with pytest.raises(UsageError, match="too little"):
         needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)) - 1, 512)
 

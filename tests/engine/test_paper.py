@@ -375,7 +375,14 @@ CHECKS: dict[str, Callable[[Made], None]] = {
 }
 
 
-SLOW = {"dualsparse-f9", "floe-f8"}
+SLOW = {
+    "dualsparse-f9",
+    "floe-f8",
+    "floe-t5",
+    "floe-t6",
+    "floe-t7",
+    "floe-t8",
+}  # figures 3 and 9 have these tables' code
 CASES = [
     pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name
     for name in {maker: name for name, maker in MAKERS.items()}.values()

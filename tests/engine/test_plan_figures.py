@@ -38,6 +38,5 @@ def test_figures_make_sense() -> None:
     for losses in found.quantization.values():
         assert [losses[bits] for bits in sorted(losses)] == sorted(losses.values(), reverse=True)
     assert 0 < found.host_s < found.host_gpu_s < found.host_behind_s + found.host_pool_s
-    assert found.host_gpu_s < found.host_library_s
     assert Speeds(read=1e9).host_pool == found.host_pool_s
     assert all(entry["command"] and re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"]) for entry in FILE.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine import session
 from floe_chat.engine.events import (
     Cancel,
     Command,
@@ -43,8 +45,9 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture
-def engine(tiny_pack: Path) -> Iterator[Engine]:
-    """An engine with the tiny model loaded."""
+def engine(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine with the tiny model loaded, which says what it has read of a prompt after each part of it."""
+    monkeypatch.setattr(session, "READING_EVERY_S", math.inf)
     with Engine() as engine:
         engine.load(tiny_pack)
         yield engine
@@ -394,6 +397,14 @@ def cancelled(engine: Engine, request: int = 1) -> Finished:
     end = engine.end_of(request)
     assert isinstance(end, Finished) and end.reason == "cancelled", end
     return end
+
+
+def test_it_says_how_far_it_is_within_a_part_of_a_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "READING_EVERY_S", 0)
+    engine.send(asking(1, [5, 6, 7] * 150, tokens=1))
+    engine.end_of(1)
+    done = [event.done for event in engine.seen if isinstance(event, PrefillProgress)]
+    assert done == [128, 256, 256, 353, 450, 450]  # behind each of two layers, then as it is
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])

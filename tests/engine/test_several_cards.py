@@ -176,16 +176,16 @@ def test_keys_and_values_are_with_their_layers_and_take_room_there(pack: Path, n
         prompt = prompt_of(3, 300)
         assert talk(loaded, kv, prompt, 12) == talk(plain, KVCache(), prompt, 12)
         assert isinstance(kv.store, DividedStore)
-        assert kv.nbytes() + kv.spilled() == 512 * needs.kv
+        assert kv.nbytes() + kv.spilled() == 512 * needs.kv.whole
         lent, spilled = [one.lent().numel() for one in pools.each], kv.spilled()
         # Two layers of five are the first card's, three the second's.
-        assert lent[0] + kv.store.parts[0].spilled() == 512 * needs.kv * 2 // 5
-        assert lent[1] + kv.store.parts[1].spilled() == 512 * needs.kv * 3 // 5
+        assert lent[0] + kv.store.parts[0].spilled() == 512 * needs.kv.whole * 2 // 5
+        assert lent[1] + kv.store.parts[1].spilled() == 512 * needs.kv.whole * 3 // 5
         assert any(one.pool.capacity < was for one, was in zip(pools.each, before, strict=True))
         follow = [*prompt, *range(10, 20)]
         assert talk(loaded, kv, follow, 12) == talk(plain, KVCache(), follow, 12)
         assert talk(loaded, kv, prompt_of(4, 20), 5) == talk(plain, KVCache(), prompt_of(4, 20), 5)
-        assert kv.nbytes() + kv.spilled() == 256 * needs.kv and kv.spilled() < spilled
+        assert kv.nbytes() + kv.spilled() == 256 * needs.kv.whole and kv.spilled() < spilled
 
 
 def test_a_parked_conversation_comes_back_to_both_cards(pack: Path, needs: Needs) -> None:

@@ -10,7 +10,7 @@ from floe_chat.kernels import entries
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.entries import CODES
-from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
+from floe_chat.kernels.mixers.grouped import KeptTokens
 
 from ..covering import covering
 from ..helpers import relative_rms
@@ -27,7 +27,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, on_backend: Subject, splits: int, tile:
         return
     from floe_chat.kernels.triton import attend
 
-    def fixed(_device: torch.device, _heads: Heads) -> int:
+    def fixed(_device: torch.device, _beside: int) -> int:
         return splits
 
     monkeypatch.setattr(attend, "splits_of", fixed)

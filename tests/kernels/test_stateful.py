@@ -176,6 +176,19 @@ def test_a_prompt_is_the_definition(sizes: Sizes, tokens: int) -> None:
         assert relative_rms(kept, truth) <= LIMIT
 
 
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_what_has_decayed_to_denormal_numbers_is_zero(tokens: int) -> None:
+    """Each operation on one would take a processor some hundred cycles."""
+    layer = make_layer(SIZES["small"])
+    assert isinstance(layer.mixer, Delta)
+    before = torch.full((layer.mixer.state,), 1e-39)
+    after = torch.full_like(before, NAN)
+    found = native_rule(torch.zeros(tokens, 104), torch.zeros(tokens, 8), before, layer.mixer, after, {})
+    heads = after[3 * SIZES["small"].channels :]
+    assert len(heads) == 4 * 6 * 10 and not heads.any() and not found.any()
+
+
 def test_a_prompt_of_another_form_is_refused() -> None:
     layer = make_layer(SIZES["small"])
     assert isinstance(layer.mixer, Delta)

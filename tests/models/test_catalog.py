@@ -150,6 +150,14 @@ class TestDescribed:
         assert entry.sizes.parameters == weights + 2 * biases
         assert sizes_of(FAMILIES[config.model_type], config) == entry.sizes
 
+    def test_layers_that_see_a_window_are_those_of_transformers_defaults(self) -> None:
+        fields = CONFIGS["gpt-oss-20b"]
+        left_out = {name: value for name, value in fields.items() if name not in ("layer_types", "sliding_window")}
+        assert described(left_out).sizes == described(fields).sizes and described(fields).sizes.windowed == 12
+        for kinds in (["full_attention"], 7):
+            with pytest.raises(CheckpointError, match="does not describe a model"):
+                described(fields | {"layer_types": kinds})
+
     def test_the_smallest_that_can_chat_is_listed_first(self) -> None:
         first, *others = (entry for entry in PUBLISHED if entry.chat)
         assert first.name == "granite-3.1-1b-a400m-instruct" and first.gated is False

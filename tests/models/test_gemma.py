@@ -107,9 +107,9 @@ def test_sizes_are_those_of_what_is_packed_and_cached(name: str, tmp_path: Path)
     assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
     cache = model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
     cached = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert kv_bytes(sizes, 16) == 2 * cached // 3
+    assert kv_bytes(sizes, 16).of(1) == 2 * cached // 3
     coded = sum(layer.keys.shape[1] * 2 * (layer.keys.shape[-1] + 2) for layer in cache.layers)
-    assert kv_bytes(sizes, 8) == coded
+    assert kv_bytes(sizes, 8).of(1) == coded
 
 
 CHANGES: dict[str, tuple[Callable[[Weights], object], str]] = {

@@ -42,7 +42,7 @@ def servings(name: str, context: int) -> tuple[str, list[Serving]]:
     """
     entry = catalog.described(name)
     context = min(context, entry.sizes.window or context)
-    kept = context * kv_bytes(entry.sizes, 16)
+    kept = kv_bytes(entry.sizes, 16).of(context)
     if entry.folder is not None and is_gguf(entry.folder) and not entry.packed:
         file = shlex.quote(str(entry.folder))
         return str(entry.folder), [_llama((), file, entry.folder.stat().st_size + kept, context)]

@@ -104,13 +104,13 @@ def text_ids(pack: Path, file: Path | None) -> list[int]:
         PackError: the tokenizer cannot be used. UsageError: the file cannot be read.
     """
     from ....models.catalog import asset
-    from ....models.packing.calibration import read_tokens
+    from ....models.packing.calibration import passages
     from ....models.tokenizer.chat_process import encode
 
     file = file or _beside(pack)
     text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)
     ids = encode(pack, text)
-    return ids if file is not None else _without(ids, read_tokens(pack, text).tolist())
+    return ids if file is not None or not ids else _without(ids, passages(ids))
 
 
 def _without(ids: list[int], passages: list[list[int]]) -> list[int]:

@@ -31,7 +31,7 @@ def balanced() -> Preset:
 def speeds(card: Card, *, host: bool) -> Speeds:
     """A card's, as the planner has them; host: with the time that our own code takes."""
     found = machine.speeds_of(card, disk=1e9)
-    free = {} if host else dict.fromkeys(("host_gpu", "host_library", "host_pool", "host_behind", "host_ram"), 0.0)
+    free = {} if host else dict.fromkeys(("host_gpu", "host_pool", "host_behind", "host_ram"), 0.0)
     return dataclasses.replace(found, **free)
 
 

@@ -182,7 +182,7 @@ class Stage:
         others: Sequence[tuple[Card, Mix]] = (),
     ) -> None:
         """See `play`."""
-        times = host_times(Speeds(1.0), width.sizes) if host else None
+        times = host_times(Speeds(1.0)) if host else None
         self.card, self.width, self.trace = card, width, trace
         layers, experts = trace.scores.shape[1:]
         packed = [width.layer(table) for table in (trace.thresholds if preset.rule.weighed else trace.plain)]

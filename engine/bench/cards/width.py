@@ -79,7 +79,7 @@ class Width:
     @property
     def fixed(self) -> int:
         """Bytes of the whole model that a card holds besides experts, with keys and values of the usual context."""
-        return self.footprint.dense + CONTEXT * kv_bytes(self.sizes, 16)
+        return self.footprint.dense + kv_bytes(self.sizes, 16).of(CONTEXT)
 
     def layer(self, thresholds: Tensor) -> PackedLayer:
         """A layer of these sizes, without memory."""

@@ -21,7 +21,7 @@ from ....kernels import operations as kernels
 from ....kernels.listed import Total
 from ....kernels.mixers.convolution import Convolution
 from ....kernels.mixers.delta import Delta
-from ....kernels.mixers.grouped import Heads, KeptTokens
+from ....kernels.mixers.grouped import KeptTokens
 from ....kernels.step import Stepped
 from ...events import Notice
 from ...experts.offloaded_layer import OffloadedLayer
@@ -29,6 +29,7 @@ from ...quality_presets import Preset
 from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
 from ..layers import DecoderLayer, Unsupported
+from ..mixers.latent import LatentParts
 from ..token_pass import hooks_of
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
@@ -59,7 +60,7 @@ class TokenRecord:
     def write(self, token: int, position: int, store: GrowingStore, *, counting: bool) -> None:
         """For the next token; the device has done the last one."""
         if (version := store.version()) != self._version:
-            self._written[_ADDRESSES:] = [layer.data_ptr() for layer in store.layers()]
+            self._written[_ADDRESSES:] = store.addresses()
             self._version = version
         self._written[:_ADDRESSES] = token, position, counting
 
@@ -92,8 +93,9 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
         seen = kernels.delta_one(given, mixer.gates(hidden), kept, index, mixer)
     elif isinstance(mixer, Convolution):
         seen = kernels.convolve_one(given, kept, index, mixer)
+    elif isinstance(mixer, LatentParts):
+        seen = kernels.latent_one(*mixer.asking(given), rope, kept, index, mixer.record())
     else:
-        assert isinstance(mixer, Heads), "no kernels of other mixers"
         seen = kernels.attend_one(given, rope, kept, index, mixer, layer.eps)
     return layer.stepped(stream, layer.out.forward(seen))
 

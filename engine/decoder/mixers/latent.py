@@ -42,6 +42,14 @@ class LatentParts:
         sizes = self.heads, self.still, self.turned, self.value
         return Latent(*sizes, self.norm, self.eps, projection(self.made), asked, self.asked_norm)
 
+    def asking(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (T, heads * (still + turned)), and vectors and keys (T, R + turned), by the first projection's."""
+        width = self.heads.head_dim
+        asked, given = projected.split([projected.shape[1] - width, width], 1)
+        if self.asked is not None and self.asked_norm is not None:
+            asked = self.asked(F.rms_norm(asked, self.asked_norm.shape, self.asked_norm, self.eps))
+        return asked, given
+
     @property
     def attending(self) -> Heads:
         """See `Latent`."""
@@ -119,16 +127,13 @@ class LatentAttention:
         latent = self._of[index]
         assert isinstance(latent, LatentParts)
         heads = latent.heads
-        asked, vector, key = projected.split(
-            [projected.shape[1] - heads.head_dim, latent.norm.numel(), latent.turned], 1
-        )
+        asked, given = latent.asking(projected)
+        vector, key = given.split([latent.norm.numel(), latent.turned], 1)
         entry = torch.cat(
             [F.rms_norm(vector, latent.norm.shape, latent.norm, latent.eps), turned(key, self._cos, self._sin)], 1
         )
         place = self._places[index]
         place.copy_(stored(entry[:, None], place.dtype))
-        if latent.asked is not None and latent.asked_norm is not None:
-            asked = latent.asked(F.rms_norm(asked, latent.asked_norm.shape, latent.asked_norm, latent.eps))
         still, moved = asked.view(self.tokens, heads.num_heads, -1).split([latent.still, latent.turned], 2)
         moved = turned(moved, self._cos[:, None], self._sin[:, None])
         seen = heads.values(self._entries[index].to(projected.device), projected.dtype)[:, 0]

@@ -50,8 +50,7 @@ class HostTimes:
 
     Attributes:
         gpu, ram: of a layer whose experts are all on the card, and what one in RAM adds. pool, behind: of one with a
-            pool, until absent rows are asked for, and the rest. ahead: what looking ahead adds. library: what a dense
-            part adds that torch's operations compute one by one.
+            pool, until absent rows are asked for, and the rest. ahead: what looking ahead adds.
     """
 
     gpu: float
@@ -59,7 +58,6 @@ class HostTimes:
     pool: float
     behind: float
     ahead: float
-    library: float = 0.0
 
 
 class VirtualDevice(Device):
@@ -120,7 +118,7 @@ class VirtualDevice(Device):
         """A step's times, each where it comes: when the dense part is under way; with a pool, once the active neurons
         are known, once the sum of the rows that are there is under way, and at last; in RAM, at last.
         """
-        dense = host.library + (0.0 if place == "pool" else host.gpu)
+        dense = 0.0 if place == "pool" else host.gpu
         rest: dict[ExpertsPlace, list[float]] = {
             "gpu": [],
             "cpu": [host.ram],

@@ -207,7 +207,7 @@ def part_needs(needs: Needs, takes: Footprint, layers: int, *, first: bool) -> N
         dense=math.ceil((needs.dense - ends) * share) + (ends if first else 0),
         up=needs.up // needs.layers * layers,
         rows=needs.rows // needs.layers * layers,
-        kv=math.ceil(needs.kv * share),
+        kv=needs.kv.times(share),
         layers=layers,
         captured=math.ceil(needs.captured * share),
     )

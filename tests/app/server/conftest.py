@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpcore2
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn, Question, TextDelta
@@ -13,6 +15,14 @@ from floe_chat.engine.events import Finished, Sampling
 from floe_chat.models.catalog import asset
 
 from .serving import QUESTIONS, Served, serving
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_once() -> Iterator[None]:
+    """Each client of httpx2 reads all certificates, although nothing here is encrypted: it takes 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""`floe-chat serve` as a process: where it listens, and how it ends."""
+"""`floe-chat serve` as a process: where it listens, how it ends or is killed, and a new start on the same port."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from floe_chat.app.cli.serve import listen_at
 
 from ...helpers import explained, run_cli
 
+ENDLESS = {"stream": True, "temperature": 5, "max_tokens": 30_000}
 PROGRAM = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from floe_chat.app.start import command
@@ -47,25 +50,86 @@ def address(process: subprocess.Popen[str]) -> str:
     return found[0]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to another process on Windows")
-def test_an_interrupt_ends_it_in_the_middle_of_an_answer(long_winded: Path, tmp_path: Path) -> None:
-    """It answers who sends the key in the file."""
-    (tmp_path / "key").write_text("a-secret\n")
-    (tmp_path / "key").chmod(0o600)
-    with start("--model", str(long_winded), "--port", "0", "--key-file", str(tmp_path / "key")) as process:
+def contents(*folders: Path) -> dict[str, str]:
+    """Each file below, and what is in it."""
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def children(process: int) -> list[int]:
+    """Of a process, with theirs; none where the system does not say."""
+    listed = Path(f"/proc/{process}/task").glob("*/children")  # by the thread that started them
+    mine = [int(word) for each in listed for word in each.read_text().split()]
+    return [*mine, *(grandchild for child in mine for grandchild in children(child))]
+
+
+def runs(process: int) -> bool:
+    """Whether it does; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def answering(pack: Path, port: str, key: Path) -> Generator[tuple[str, subprocess.Popen[str], Iterator[str]]]:
+    """A server in the middle of an answer: where it is, and the lines that are still to come."""
+    with start("--model", str(pack), "--port", port, "--key-file", str(key)) as process:
         url, headers = address(process), {"Authorization": "Bearer a-secret"}
         assert httpx2.get(f"{url}/models").status_code == 401
         model = httpx2.get(f"{url}/models", headers=headers).json()["data"][0]["id"]
-        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 5}
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **ENDLESS}
         with httpx2.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
             lines = reply.iter_lines()
             assert next(lines)
-            process.send_signal(signal.SIGINT)
-            *_, last = filter(None, lines)
-            assert "the server is ending" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert process.wait(30) == 130
+            yield url, process, lines
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signals to another process on Windows")
+def test_killed_it_starts_again_on_the_same_port_and_an_interrupt_ends_it(long_winded: Path, tmp_path: Path) -> None:
+    """Both in the middle of an answer; the files are as before. It answers who sends the key in the file."""
+    home, before = Path.home(), contents(long_winded)
+    (tmp_path / "key").write_text("a-secret\n")
+    (tmp_path / "key").chmod(0o600)
+    with answering(long_winded, "0", tmp_path / "key") as (url, process, lines):
+        kept, others = contents(home), children(process.pid)
+        assert others or not Path(f"/proc/{process.pid}/task/{process.pid}/children").exists()
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(httpx2.RemoteProtocolError):  # no end that could be taken for one
+            list(lines)
+        assert process.wait(30) == -signal.SIGKILL
+    port = url.rpartition(":")[2].removesuffix("/v1")
+    with answering(long_winded, port, tmp_path / "key") as (again, process, lines):
+        process.send_signal(signal.SIGINT)
+        *_, last = filter(None, lines)
+        assert "the server is ending" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert again == url and process.wait(30) == 130
         assert process.stdout and process.stderr and not process.stdout.read()
         assert process.stderr.read().strip() == "floe-chat: interrupted"
+    assert contents(long_winded) == before and contents(home) == kept
+    for _ in range(600):  # the process of its tokenizer ends with it
+        if not any(map(runs, others)):
+            break
+        time.sleep(0.05)
+    assert not any(map(runs, others))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.name == "nt", reason="no SIGKILL on Windows")
+def test_connections_of_a_killed_server_do_not_hold_its_port(long_winded: Path) -> None:
+    """Clients that have noticed nothing yet, and one that has sent half of a request."""
+    with start("--model", str(long_winded), "--port", "0") as process:
+        url = address(process)
+        host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(5)]
+        idle[0].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
+        assert httpx2.get(f"{url}/models").status_code == 200
+        process.kill()
+        process.wait(30)
+    with start("--model", str(long_winded), "--port", port) as process:
+        assert address(process) == url and httpx2.get(f"{url}/models").status_code == 200
+    for one in idle:
+        one.close()
 
 
 @pytest.mark.parametrize(

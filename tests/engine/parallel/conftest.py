@@ -24,7 +24,7 @@ FAMILIES = {
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Four processes."""
-    started = Processes(4, tmp_path_factory.mktemp("four"))
+    started = Processes(4, tmp_path_factory.mktemp("four"), forked=True)
     yield started
     started.kill()
 

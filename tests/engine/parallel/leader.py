@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -144,8 +145,28 @@ def run(loaded: LoadedModel, kv: KVCache, prompt: list[int], new: int) -> tuple[
             tokens.append(step.token)
 
 
+def fork(size: int, folder: Path) -> None:
+    """Become process 0 of as many as import torch and transformers once; the others as `processes.py` starts them."""
+    from floe_chat.app.start import command
+    from floe_chat.models.transformers_import import import_model_code
+
+    import_model_code()
+    importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    for rank in range(1, size):
+        if os.fork() == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(0, 1)
+            os.dup2(os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+            sys.argv = ["floe-chat", "ask", "unused"]
+            command()
+            os._exit(0)
+
+
 def main() -> None:
     """Until stdin ends."""
+    if sys.argv[1:]:
+        fork(int(sys.argv[1]), Path(sys.argv[2]))
     leader, out = Leader(), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     for line in sys.stdin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -27,9 +28,13 @@ def free_port() -> int:
 
 
 class Processes:
-    """A group of this size. Each process has the environment that torchrun sets."""
+    """A group of this size. Each process has the environment that torchrun sets.
 
-    def __init__(self, size: int, folder: Path, stall: int = 60) -> None:
+    Args:
+        forked: process 0 starts the others, which it can do sooner; `all` has it alone.
+    """
+
+    def __init__(self, size: int, folder: Path, stall: int = 60, *, forked: bool = False) -> None:
         self.size, self._folder, self._count = size, folder, 0
         shared = {
             "WORLD_SIZE": str(size),
@@ -41,8 +46,9 @@ class Processes:
         }
         self.errors = [folder / f"stderr-{rank}" for rank in range(size)]
         self.all: list[subprocess.Popen[str]] = []
-        for rank in range(size):
-            command = [str(HERE / "leader.py")] if rank == 0 else ["-m", "floe_chat.app", "ask", "unused"]
+        for rank in range(1 if forked else size):
+            leader = [str(HERE / "leader.py"), *([str(size), str(folder)] if forked else [])]
+            command = leader if rank == 0 else ["-m", "floe_chat.app", "ask", "unused"]
             environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with self.errors[rank].open("w") as errors:
                 started = subprocess.Popen(
@@ -52,6 +58,7 @@ class Processes:
                     stderr=errors,
                     env=environment,
                     text=True,
+                    start_new_session=True,
                 )
             self.all.append(started)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -114,7 +121,7 @@ class Processes:
         """End those that still run."""
         for process in self.all:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with what it forked
             process.wait(DEADLINE_S)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:

@@ -14,6 +14,7 @@ import pytest
 from floe_chat.engine.parallel.place import Place
 from floe_chat.models.errors import UsageError
 
+from ...helpers import explained, run_cli
 from .processes import DEADLINE_S, free_port
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ def test_a_question(tmp_path: Path):
     first, other = run((*ASK, "--preset", "High"), [tmp_path, tmp_path])
     assert first[0] == other[0] == 0, (first, other)
     assert other[1] == "" and other[2].count("\n") == 1 and "process 1 of 2 serves process 0" in other[2]
-    ((_, alone, _),) = run((*ASK, "--preset", "High"), [tmp_path])
+    alone = run_cli(*ASK, "--preset", "High").out
     assert first[1] == alone and len(alone) > 20
 
 
@@ -82,8 +83,7 @@ def test_packs_that_differ(tmp_path: Path, tiny_pack: Path, exact_pack: Path):
 
 
 def test_what_cannot_be(tmp_path: Path):
-    ((code, _, said),) = run((*ASK, "--parallel", "tp"), [tmp_path])
-    assert code == 2 and "There are no other processes" in said
+    assert "There are no other processes" in explained(run_cli(*ASK, "--parallel", "tp"), 2)
     first, other = run((*ASK, "--parallel", "s-etp:3"), [tmp_path, tmp_path])
     assert first[0] == 2 and "2 processes cannot hold 3 slices" in first[2] and "2 processes cannot hold" in other[2]
 

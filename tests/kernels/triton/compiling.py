@@ -1,8 +1,8 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE[-plain] or state-DTYPE. Tensors have full Mixtral size but are never touched,
-and launches are recorded instead of run.
+2/4/4-bfloat16-all, or attend-DTYPE[-few], state-DTYPE or latent-DTYPE, with -plain as where no tensor cores are used.
+Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from floe_chat.kernels.listed import Listing, Portion, Total
 from floe_chat.kernels.mixers.convolution import Convolution
 from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
+from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
@@ -86,7 +87,8 @@ def recorded(case: str) -> list[Launch]:
     launches: list[Launch] = []
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
-        patches.enter_context(mock.patch.object(attend, "splits_of", return_value=32))
+        patches.enter_context(mock.patch.object(attend, "splits_of", return_value=64 if "latent" in case else 32))
+        patches.enter_context(mock.patch.object(launch, "cores", return_value="plain" not in case))
         for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
@@ -100,10 +102,13 @@ def call_operations(case: str) -> None:
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
     if widths == "attend":
-        call_attention(dtype, few="plain" in options)
+        call_attention(dtype, few="few" in options)
         return
     if widths == "state":
         call_states(dtype)
+        return
+    if widths == "latent":
+        call_latent(dtype)
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
@@ -180,6 +185,18 @@ def call_states(dtype: torch.dtype) -> None:
     kernels.delta_one(torch.empty(1, 12288, dtype=dtype), torch.empty(1, 64, dtype=dtype), kept(), 3, delta)
     short = Convolution(torch.empty(3, 2048, dtype=dtype))
     kernels.convolve_one(torch.empty(1, 6144, dtype=dtype), kept(), 3, short)
+
+
+def call_latent(dtype: torch.dtype) -> None:
+    """Attention like DeepSeek-V2-Lite's and GLM-4.7-Flash's."""
+    for count, still, value, bits in ((16, 128, 128, 8), (20, 192, 256, 4)):
+        heads = Heads(count, 1, 512 + 64, 0.1, cache_dtype=dtype, inside=512)
+        vector, rows = VectorLayout(512, bits, 64), count * (still + value)
+        scales = [torch.empty(rows, 8, dtype=torch.float16) for _ in range(2)]
+        made = Projection(LinearWeights(vector, untouched(rows, 64 * bits), *scales))
+        latent = Latent(heads, still, 64, value, torch.empty(512, dtype=dtype), 1e-6, made)
+        asked, given = (torch.empty(1, size, dtype=dtype) for size in (count * (still + 64), 512 + 64))
+        kernels.latent_one(asked, given, torch.empty(2, 64, dtype=dtype), kept(), 3, latent)
 
 
 def kept() -> KeptTokens:

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = Path(__file__).parent
-SHARED_TESTS = "operations", "attend", "state_one", "select", "listed"  # with the CPU's kernels
+SHARED_TESTS = "operations", "attend", "latent_one", "state_one", "select", "listed"  # with the CPU's kernels
 # Of tests that take seconds under the interpreter, the cases of `make test`; of all others, all.
 SAMPLE = {
     "a_token_is_the_cpus": "nothing",
@@ -32,7 +32,8 @@ SAMPLE = {
     "nothing_to_do": "3_7_40_20",
     "reads_and_writes_the_entries": "plain or all-of-odd or gated-window or sinks-window or olmoe or codes-gemma",
     "a_tile_may_be": "window or odd",
-    "not_a_number_is_seen": "int8",
+    "definition_and_writes_its_entry_alone": "small or odd or plain or least or 8-bit-brain",
+    "not_a_number_is_seen": "int8 or small",
     "parts_of_a_step": "1_1_1_1 or 3_7_40_20",
     "a_step_is_the_formula": "odd",
 }
@@ -90,11 +91,15 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path, pytestco
         pytest.param("2/4/3-bfloat16-general", "86", id="general path", marks=pytest.mark.thorough),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention", marks=pytest.mark.thorough),
-        pytest.param("attend-float16-plain", "89", id="attention of plain heads"),
+        pytest.param("attend-float16-few", "89", id="attention of plain heads"),
         pytest.param("attend-float16", "89", id="attention in float16", marks=pytest.mark.thorough),
         pytest.param("state-bfloat16", "86", id="states"),
         pytest.param("state-float16", "75 80 89 90 100 120", id="states in float16", marks=pytest.mark.thorough),
         pytest.param("attend-float32", "75 90", id="attention in float32", marks=pytest.mark.thorough),
+        pytest.param("latent-bfloat16", "89", id="a latent vector"),
+        pytest.param("latent-float16", "80 86 90 100 120", id="latent, other GPUs", marks=pytest.mark.thorough),
+        pytest.param("latent-float16-plain", "75", id="without tensor cores", marks=pytest.mark.thorough),
+        pytest.param("latent-float32-plain", "75 86", id="a latent vector in float32", marks=pytest.mark.thorough),
     ],
 )
 def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, tmp_path: Path) -> None:
@@ -106,6 +111,8 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
         expected = {"attend_kernel", "join_kernel"}
     if case.startswith("state"):
         expected = {"delta_kernel", "convolve_kernel"}
+    if case.startswith("latent"):
+        expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):

@@ -22,7 +22,10 @@ from ...engine.offloading import offloaded
 from ...helpers import make_checkpoint, make_pack, relative_rms
 from .conftest import INTERPRETED
 
-OPERATIONS = ("select", "moe_step", "attend_one", "delta_one", "convolve_one", "linear", "list_active", "add_listed")
+OPERATIONS = (
+    *("select", "moe_step", "linear", "list_active", "add_listed"),
+    *("attend_one", "latent_one", "delta_one", "convolve_one"),
+)
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
 
 
@@ -41,7 +44,7 @@ def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
     return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
 
 
-@pytest.fixture(scope="module", params=["skips", "skips nothing", "qwen3_next", "lfm2_moe"])
+@pytest.fixture(scope="module", params=["skips", "skips nothing", "qwen3_next", "lfm2_moe", "glm4_moe_lite"])
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     """A pack, and whether to skip anything. Made before a test's memory is poisoned."""
     name, skips = request.param, request.param == "skips"
