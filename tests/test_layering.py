@@ -59,6 +59,7 @@ def test_the_contracts_are_kept(copy: Path) -> None:
     assert f"Analyzed {files} files" in done.stdout
 
 
+@pytest.mark.thorough
 def test_imports_that_point_up_are_noticed(copy: Path) -> None:
     for name, line in BAD_IMPORTS.items():
         with (copy / "floe_chat" / name).open("a", encoding="utf-8") as file:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.families import FAMILIES
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def make_model(family: str) -> Any:
 def without_native(model: Any) -> FusedDecoder:
     """The lean pass by torch's operations."""
     lean = FusedDecoder(model, 2048)
-    lean.steps = []
+    lean.way = Way(lean)
     return lean
 
 

@@ -17,10 +17,10 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
     layer, all_positions = make_layer(sizes), (200, 0, CAPACITY - 1, 64)
     if layer.router is not None:
         layer = replace(layer, router=replace(layer.router, scores=torch.empty(4, sizes.experts)))
-    step = NativeStep(layer)
-    for positions, added in ((all_positions[:1], True), (all_positions[:3], False), (all_positions, True)):
-        inputs = [make_input(sizes, position) for position in positions]
-        given = list(zip(inputs, positions, strict=True))
+    step, made = NativeStep(layer), [(make_input(sizes, position), position) for position in all_positions]
+    for texts, added in ((1, True), (3, False), (4, True)):
+        inputs = [(x, more, rope, kv.clone()) for (x, more, rope, kv), _ in made[:texts]]
+        given = list(zip(inputs, all_positions, strict=False))
         torch.set_num_threads(1)
         alone = [step(x, more if added else None, rope, kv.clone(), at) for (x, more, rope, kv), at in given]
         scores = None if step.scores is None else step.scores[:1].clone()
@@ -35,9 +35,8 @@ def test_texts_together_are_each_alone(sizes: Sizes) -> None:
             for part, own in zip(together.routed, one.routed, strict=True):
                 assert torch.equal(part[row], own[0])
         if scores is not None and step.scores is not None:
-            assert torch.equal(step.scores[len(positions) - 1], scores[0])
-        for (_, _, rope, kv), position in given:
-            kept = make_input(sizes, position)[3]
+            assert torch.equal(step.scores[texts - 1], scores[0])
+        for ((_, _, rope, kv), position), ((*_, kept), _) in zip(given, made, strict=False):
             assert torch.equal(kv[:position].nan_to_num(9), kept[:position].nan_to_num(9))
             assert not torch.equal(kv[position].nan_to_num(9), kept[position].nan_to_num(9)) and len(rope)
 

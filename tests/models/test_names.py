@@ -278,7 +278,7 @@ class TestReasons:
 def test_whatever_is_typed_has_an_answer() -> None:
     draw = random.Random(5)
     seeds = [entry.name for entry in PUBLISHED] + [OLMOE, "https://hf.co/a/b", "demo", "qwen3", "x.gguf", "~u/x"]
-    for _ in range(400):
+    for _ in range(100):
         text = list(draw.choice(seeds))
         for _ in range(draw.randrange(1, 6)):
             text[draw.randrange(len(text)) : draw.randrange(len(text) + 1)] = draw.choice(

@@ -103,7 +103,7 @@ def call_operations(case: str) -> None:
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
     if widths == "attend":
-        call_attention(dtype, few="plain" in options)
+        call_attention(dtype, few="few" in options)
         return
     if widths == "state":
         call_states(dtype)

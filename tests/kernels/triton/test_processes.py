@@ -33,7 +33,8 @@ SAMPLE = {
     "reads_and_writes_the_entries": "plain or all-of-odd or gated-window or sinks-window or olmoe or codes-gemma",
     "writes_its_entry_alone": "glm or plain-brain or 8-bit-position31",
     "a_tile_may_be": "window or odd",
-    "not_a_number_is_seen": "int8",
+    "definition_and_writes_its_entry_alone": "small or odd or plain or least or 8-bit-brain",
+    "not_a_number_is_seen": "int8 or small",
     "parts_of_a_step": "1_1_1_1 or 3_7_40_20",
     "a_step_is_the_formula": "odd",
 }
@@ -91,7 +92,7 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path, pytestco
         pytest.param("2/4/3-bfloat16-general", "86", id="general path", marks=pytest.mark.thorough),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention", marks=pytest.mark.thorough),
-        pytest.param("attend-float16-plain", "89", id="attention of plain heads"),
+        pytest.param("attend-float16-few", "89", id="attention of plain heads"),
         pytest.param("attend-float16", "89", id="attention in float16", marks=pytest.mark.thorough),
         pytest.param("state-bfloat16", "86", id="states"),
         pytest.param("state-float16", "75 80 89 90 100 120", id="states in float16", marks=pytest.mark.thorough),
