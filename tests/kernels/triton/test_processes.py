@@ -31,7 +31,6 @@ SAMPLE = {
     "reaches_its_own_token": "gelu",
     "nothing_to_do": "3_7_40_20",
     "reads_and_writes_the_entries": "plain or all-of-odd or gated-window or sinks-window or olmoe or codes-gemma",
-    "writes_its_entry_alone": "glm or plain-brain or 8-bit-position31",
     "a_tile_may_be": "window or odd",
     "definition_and_writes_its_entry_alone": "small or odd or plain or least or 8-bit-brain",
     "not_a_number_is_seen": "int8 or small",
