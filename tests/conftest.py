@@ -77,6 +77,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_tokens() -> Iterator[None]:
+    """What is packed is calibrated on 512 tokens of the built-in text: models of tests need no more."""
+    from floe_chat.models.packing import calibration
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "TEXT_SHAPE", (4, 128))
+        yield
+
+
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Names of folders that do not exist yet; numbered here, since pytest looks through all of them each time."""

@@ -12,7 +12,6 @@ from floe_chat.app.setup.setups import Setups
 from floe_chat.engine.planning import rates
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
-from floe_chat.models.packing import calibration
 from floe_chat.models.packing.pack import EXACT
 from textual._compositor import Compositor
 from textual._context import visible_screen_stack
@@ -47,14 +46,6 @@ def parsed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stylesheet, "_parse_rules", once)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def few_tokens() -> Iterator[None]:
-    """What is packed is calibrated on 512 tokens of the built-in text: models of tests need no more."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "TEXT_SHAPE", (4, 128))
         yield
 
 

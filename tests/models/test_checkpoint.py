@@ -14,6 +14,7 @@ from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.checkpoint_files import INDEX, FolderShelf
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing import calibration
 from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from safetensors import safe_open
@@ -320,7 +321,8 @@ def test_calibration_tokens_are_passages_of_the_text(source: Path, text: str) ->
         return
     tokens = read_tokens(source, text)
     assert tokens.ndim == 2 and tokens.dtype == torch.int64
-    assert tokens.shape[1] == min(256, len(text)) and 1 <= tokens.shape[0] <= 16
+    rows, length = calibration.TEXT_SHAPE
+    assert tokens.shape[1] == min(length, len(text)) and 1 <= tokens.shape[0] <= rows
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(source: Path) -> None:

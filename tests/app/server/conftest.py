@@ -16,13 +16,13 @@ from floe_chat.models.catalog import asset
 
 from .serving import QUESTIONS, Served, serving
 
+_certificates = cache(httpcore2.default_ssl_context)
 
-@pytest.fixture(scope="session", autouse=True)
-def certificates_once() -> Iterator[None]:
+
+@pytest.fixture(autouse=True)
+def certificates_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each client of httpx2 reads all certificates, although nothing here is encrypted: it takes 30 ms."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
-        yield
+    monkeypatch.setattr(httpcore2, "default_ssl_context", _certificates)
 
 
 @pytest.fixture(scope="session")
