@@ -79,11 +79,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_tokens() -> Iterator[None]:
-    """What is packed is calibrated on 512 tokens of the built-in text: models of tests need no more."""
+    """What is packed is calibrated on 1,024 tokens of a text, the least allowed: models of tests need no more."""
     from floe_chat.models.packing import calibration
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "TEXT_SHAPE", (4, 128))
+        patch.setattr(calibration, "TEXT_SHAPE", (4, 256))
         yield
 
 
