@@ -343,7 +343,7 @@ class GrowingStore:
 
     def seen(self, start: int, end: int) -> list[Tensor]:
         """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, *entry); of layers that
-        see a window those that are there.
+        see a window, as far as they are there.
         """
         return [
             group.narrow(1, max(start, first) - first, end - max(start, first)) for group, first in self._groups_from()
@@ -376,7 +376,7 @@ class GrowingStore:
         ]
 
     def entries_copied(self, first: int) -> list[Tensor]:
-        """Layer by layer, (length, *entry), in RAM; of those that see a window from `first` on."""
+        """Layer by layer, (length, *entry), in RAM; of layers with a window from `first` on."""
         windows = iter(self._windows_copied(first))
         return [
             next(windows) if self.layout.is_windowed(number) else layer[: self.length].to("cpu", copy=True)

@@ -107,7 +107,7 @@ class KvBytes:
     """Bytes of keys and values (`kv_stores.py`).
 
     Attributes:
-        whole: of a token in the layers that keep all. windowed: in those that see the last `sees` tokens.
+        whole: of a token in the layers that keep all. windowed: in layers that see the last `sees` tokens.
     """
 
     whole: int

@@ -166,9 +166,9 @@ def _join(parts: tuple[Tensor, ...], dim: int, splits: int, *, sinks: bool = Fal
     join_kernel[(len(parts[0]),)](*parts, dim, splits, columns, sinks, gated, num_warps=warps)
 
 
-def splits_of(device: torch.device, beside: int) -> int:
-    """Into how many splits positions are cut, of `beside` programs each: a power of two. Fixed, since it is part of a
+def splits_of(device: torch.device, programs: int) -> int:
+    """Into how many splits positions are cut, of so many programs each: a power of two. Fixed, since it is part of a
     captured launch.
     """
-    programs = PROGRAMS_PER_PROCESSOR * launch.processors(device)
-    return min(MOST_SPLITS, triton.next_power_of_2(-(-programs // beside)))
+    wanted = PROGRAMS_PER_PROCESSOR * launch.processors(device)
+    return min(MOST_SPLITS, triton.next_power_of_2(-(-wanted // programs)))
