@@ -60,7 +60,8 @@ async def test_stopping_stays_in_reach_on_a_narrow_terminal() -> None:
 
 
 async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with showing("wizard-machine", (100, 34), monkeypatch) as pilot:
+    async with showing("wizard-machine", (100, 34), monkeypatch) as stage:
+        pilot = stage.pilot
         await click(pilot, "Enter continues")
         await see(pilot, "Speed: ")
         await click(pilot, "Esc back")
@@ -74,10 +75,12 @@ async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_asked_before_something_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with showing("models", (100, 34), monkeypatch) as pilot:
+    async with showing("models", (100, 34), monkeypatch) as stage:
+        pilot = stage.pilot
         await click(pilot, "olmoe")  # a click on a line chooses it
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
-    async with showing("models-remove", (100, 34), monkeypatch) as pilot:
+    async with showing("models-remove", (100, 34), monkeypatch) as stage:
+        pilot = stage.pilot
         await click(pilot, "N or Esc cancels")
         await see(pilot, "X deletes it")
         await click(pilot, "X deletes it")
