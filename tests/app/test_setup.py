@@ -376,13 +376,12 @@ def test_a_checkpoint_is_left_and_taken_up_again(hub: FakeHub, undisturbed_check
 
 
 def test_the_second_of_two_is_told(hub: FakeHub) -> None:
-    hub.faults.append(Fault("GET /storage/", times=ALWAYS, rate=20_000))
     with Setup(wish(REPO), tuning=IMPATIENT) as first:
-        start_until(first, "Packing").resume()
+        start_until(first, "Packing")
         with Setup(wish(REPO), tuning=IMPATIENT) as second:
             ended(second.start())
         assert isinstance(second.error, TryAgainError) and "Another" in second.error.title
-        assert first.error is None and first.progress().state == "working"
+        assert first.error is None and first.progress().state == "paused"
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
