@@ -16,7 +16,6 @@ from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import AnswerStats, Message
 from floe_chat.app.screens.history import when
 from floe_chat.app.setup.disk_use import files
-from floe_chat.app.text import units
 from floe_chat.app.text.plain_text import printable
 from floe_chat.app.text_files import is_outside, listing, matching, meant, outside
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
@@ -337,19 +336,6 @@ def test_fences_are_held_until_they_close(text: str, held: str, step: int) -> No
     ready = "".join(splitter.feed(text[start : start + step]) for start in range(0, len(text), step))
     assert ready + splitter.held == text
     assert splitter.held.endswith(held) and bool(splitter.held) == bool(held)
-
-
-def test_figures_in_words() -> None:
-    assert [units.rate(value) for value in (None, 0.5, 6.128, 61.34, 613.4)] == ["—", "0.500", "6.13", "61.3", "613"]
-    assert [units.size(value) for value in (None, 0, 999, 1000, 1.31e9, 4.2e15)] == [
-        "—",
-        "0 B",
-        "999 B",
-        "1.00 kB",
-        "1.31 GB",
-        "4,200 TB",
-    ]
-    assert (units.share(0.384), units.seconds(0.123), units.seconds(12.34)) == ("38 %", "123 ms", "12.3 s")
 
 
 def test_small_pictures() -> None:

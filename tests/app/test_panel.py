@@ -234,12 +234,6 @@ def test_a_stack_fills_its_width_and_hides_no_part(width: int) -> None:
         assert all(abs(count - share) < 5 for share, count in zip(exact, cells, strict=True))
 
 
-def test_a_stack_is_to_scale() -> None:
-    assert stack([62, 20, 12, 4, 2], 50) == [31, 10, 6, 2, 1]
-    assert stack([1, 1, 1], 10) == [4, 3, 3]
-    assert stack([1, 2], 0) == [0, 0] and stack([], 9) == []
-
-
 @pytest.mark.parametrize("rows", ANY.values(), ids=ANY.keys())
 @pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.__name__)
 def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:

@@ -21,8 +21,6 @@ from floe_chat.app.widgets.chat.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.chat.turns import UserTurn
-from floe_chat.app.widgets.common.hints import rows
-from floe_chat.app.widgets.common.keys import key_name
 from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
 from floe_chat.app.widgets.panel import status_line
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
@@ -722,27 +720,3 @@ async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> No
         await see(pilot, "Models folder")
         await click_on(pilot, "Ctrl+D demo model")
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
-
-
-async def test_asked_before_something_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with showing("models", (100, 34), monkeypatch) as stage:
-        pilot = stage.pilot
-        await click_on(pilot, "olmoe")  # a click on a line chooses it
-        await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
-    async with showing("models-remove", (100, 34), monkeypatch) as stage:
-        pilot = stage.pilot
-        await click_on(pilot, "N or Esc cancels")
-        await see(pilot, "X deletes it")
-        await click_on(pilot, "X deletes it")
-        await see(pilot, "Y deletes")
-
-
-def test_hints_are_rows_of_names_of_keys() -> None:
-    assert [key_name(key) for key in ("ctrl+p", "f1", "escape", "q", "pageup,up")] == [
-        "Ctrl+P",
-        "F1",
-        "Esc",
-        "q",
-        "PageUp",
-    ]
-    assert rows(("Enter chooses", "Esc back", "S stops"), 24) == [["Enter chooses", "Esc back"], ["S stops"]]

@@ -26,7 +26,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.setup import setups
 from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.ready_words import claims
 from floe_chat.app.setup.setups import Setups, look_up
@@ -409,21 +408,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     assert running.error is not None and "5 bit" in running.error.title
 
 
-def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def refuse(_folder: Path, needed: int) -> None:
-        asked.append(needed)
-        raise FloeError("The disk is too small")
-
-    monkeypatch.setattr("floe_chat.models.hub.download.check_room", refuse)
-    with Setup(wish(REPO)) as running:
-        ended(running.start())
-    assert running.error is not None and running.error.title == "The disk is too small"
-    assert hub.sent("model-") < asked[0]  # headers at the most
-    assert not running.wish.folder.exists()
-
-
 def test_left_between_packing_and_the_end(hub: FakeHub) -> None:
     with Setup(wish(REPO)) as running:
         assert ended(running.start()).error is None
@@ -626,28 +610,6 @@ def test_what_cannot_be_set_up_is_refused_at_once(files: dict[str, Path], tmp_pa
     assert "is not set up" in explained(run_cli("ask", "--model", str(files["F16"]), "hello"), 2)
     with pytest.raises(UsageError, match="cannot be called"):
         wish(str(files["F16"]), "../x")
-
-
-def test_a_file_is_left_and_taken_up_again(files: dict[str, Path], undisturbed_file: dict[str, str]) -> None:
-    with Setup(wish(str(files["F16"]))) as running:
-        start_until(running, "Packing layer 2")
-        running.cancel()
-    (begun,) = unfinished()
-    assert begun.local == files["F16"] and begun.fetched.is_dir()
-    with Setup(begun) as again:
-        assert ended(again.start()).error is None
-        assert "Continuing the interrupted pack." in again.progress().notices
-    assert digest(begun.folder) == undisturbed_file and not begun.fetched.exists()
-    assert setups.look_up(begun).sizes.model_type == "mixtral"
-
-
-def test_forgetting_a_setup_leaves_the_file(files: dict[str, Path]) -> None:
-    with Setup(wish(str(files["F16"]))) as running:
-        start_until(running, "Packing layer 1")
-        running.cancel()
-    (begun,) = unfinished()
-    forget(begun)
-    assert not unfinished() and files["F16"].is_file() and not list(catalog.models_folder().iterdir())
 
 
 # The note of a setup that was begun: what is continued and given up by it, and what is never used or deleted
@@ -895,12 +857,6 @@ def test_headers_say_why(
     looked = [request.range for request in hub.requests if request.storage]
     assert looked == ["bytes=0-262143"]
     assert not list(catalog.models_folder().rglob("*.safetensors*"))
-
-
-def test_the_same_model_unchanged_is_set_up(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(qwen, tmp_path, monkeypatch), Setup(Wish(REPO, "tiny"), tuning=IMPATIENT) as running:
-        ended(running.start())
-    assert running.error is None
 
 
 # Setups that are killed at seeded moments have the same bytes in the end; FLOE_KILLS: how often

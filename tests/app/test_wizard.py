@@ -11,7 +11,6 @@ from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.setup.wish import unfinished
 from floe_chat.app.widgets.setup.progress import ProgressStep
-from floe_chat.engine.planning.plan import offers
 from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import CatalogEntry, ReadyPack
 from floe_chat.models.pack.manifest import Manifest
@@ -28,7 +27,6 @@ from .wizardry import (
     around,
     entry_of,
     lines,
-    machine_of,
     paste,
     results,
     see,
@@ -231,25 +229,6 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
         await see(pilot, "tiny is ready")
     widths = PackedModel.open(catalog.find("tiny")).manifest.widths
     assert (widths.up, widths.gate, widths.down) != (4, 4, 4)
-
-
-async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setups) -> None:
-    async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 60)) as pilot:
-        await see(pilot, "Enter continues")
-        await pilot.press("enter")
-        await see(pilot, "Slower answers", "● 3/4/4", "First at reading speed")
-        found = offers(machine_of(24 << 30))
-        order = [one.entry.name for one in found if one.entry.name in catalog_names(pilot)]
-        assert catalog_names(pilot) == order and order[0] == "qwen3-30b-a3b-instruct-2507"
-        assert "thinks first" in shown(pilot) and "for code" in shown(pilot)
-        await pilot.press("end")
-        await see(pilot, "Mixtral, OLMoE, Qwen3 MoE", "work: from the hub")
-
-
-def catalog_names(pilot: Pilot[int]) -> list[str]:
-    """Names of listed models on the screen, from top to bottom."""
-    known = {entry.name for entry in catalog.PUBLISHED}
-    return [line.split()[0] for line in lines(pilot) if line.split() and line.split()[0] in known]
 
 
 async def test_any_model_by_id_folder_or_file(published: Path, hub: FakeHub, setups: Setups, tmp_path: Path) -> None:
