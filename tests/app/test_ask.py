@@ -27,22 +27,10 @@ from .scripted import LOADED, ScriptedClient, stats
 
 SHORT = ("--max-tokens", "6", "--seed", "1")
 FIGURES = {
-    "answer": str,
-    "thinking": str,
-    "stop_reason": str,
-    "model": str,
-    "preset": str,
-    "backend": str,
-    "remote": type(None),
-    "seed": int,
-    "prompt_tokens": int,
-    "new_tokens": int,
-    "thinking_tokens": int,
-    "first_token_s": float,
-    "decode_tokens_per_s": float,
-    "active_neurons": float,
-    "bytes_per_token": float,
-    "rows": type(None),
+    **dict.fromkeys(("answer", "thinking", "stop_reason", "model", "preset", "backend"), str),
+    **dict.fromkeys(("seed", "prompt_tokens", "new_tokens", "thinking_tokens"), int),
+    **dict.fromkeys(("first_token_s", "decode_tokens_per_s", "active_neurons", "bytes_per_token"), float),
+    **dict.fromkeys(("remote", "rows"), type(None)),
 }
 
 
@@ -80,12 +68,9 @@ def test_words_file_and_pipe_make_the_question_in_this_order(tiny_pack: Path, tm
     together = ask(tiny_pack, whole, "--json", *SHORT)
     assert prompt_tokens(pieces) == prompt_tokens(together)
     assert json.loads(pieces.out)["answer"] == json.loads(together.out)["answer"]
-
-
-def test_instructions_come_before_the_question(tiny_pack: Path) -> None:
-    without, with_them = (ask(tiny_pack, "hi", "--json", *SHORT, *more) for more in ((), ("--system", "be brief")))
+    briefly = ask(tiny_pack, whole, "--json", *SHORT, "--system", "be brief")
     # The test template writes the instructions and a line break: one token a byte.
-    assert prompt_tokens(with_them) == prompt_tokens(without) + len("be brief\n")
+    assert prompt_tokens(briefly) == prompt_tokens(together) + len("be brief\n")
 
 
 BAD_OPTIONS = (
@@ -305,37 +290,27 @@ def asked(client: Thinker, thinking: str, form: Form = "text", *, saved: bool = 
     return ask_command.ask(client, Asked("hi", ChatSetup(), 100, saved=saved, thinking=thinking), form)
 
 
-@pytest.mark.parametrize(
-    ("thinking", "err"), [("fold", ""), ("show", "They ask\nme.\n\n"), ("off", "")], ids=["fold", "show", "off"]
-)
-def test_thinking_is_not_on_stdout(thinking: str, err: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert asked(Thinker(), thinking) == 0
-    assert capsys.readouterr() == ("Yes.\n", err)
-
-
-@pytest.mark.parametrize(("kind", "told"), [("less", "asked to think less"), ("always", "has no switch")])
-def test_a_model_that_has_to_think_says_so(kind: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked(Thinker(kind), "off")
-    out, err = capsys.readouterr()
-    assert out == "Yes.\n" and told in err
-
-
-def test_json_has_both_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    for thinking in ("fold", "show"):
-        asked(Thinker(), thinking, "json")
-        out, err = capsys.readouterr()
-        fields = json.loads(out)
-        assert (fields["answer"], fields["thinking"], fields["thinking_tokens"]) == ("Yes.", "They ask\nme.", 5)
-        assert err == ""
-
-
-def test_lines_of_json_show_thinking_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_thinking_is_on_stdout_as_json_alone_and_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    for thinking, err in (("fold", ""), ("show", "They ask\nme.\n\n"), ("off", "")):
+        assert asked(Thinker(), thinking) == 0
+        assert capsys.readouterr() == ("Yes.\n", err)
     answer = [{"text": "Yes"}, {"text": "."}]
-    asked(Thinker(), "fold", "lines")
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()][:-1] == answer
-    asked(Thinker(), "show", "lines")
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert shown[:-1] == [{"thinking": "They ask\n"}, {"thinking": "me."}, *answer] and shown[-1]["answer"] == "Yes."
+    shown = [{"thinking": "They ask\n"}, {"thinking": "me."}, *answer]
+    for thinking, pieces in (("fold", answer), ("show", shown)):
+        asked(Thinker(), thinking, "json")
+        whole = json.loads(capsys.readouterr().out)
+        assert (whole["answer"], whole["thinking"], whole["thinking_tokens"]) == ("Yes.", "They ask\nme.", 5)
+        asked(Thinker(), thinking, "lines")
+        out, err = capsys.readouterr()
+        *came, last = (json.loads(line) for line in out.splitlines())
+        assert came == pieces and {**last, "seed": 0} == {**whole, "seed": 0} and err == ""
+
+
+def test_a_model_that_has_to_think_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, told in (("less", "asked to think less"), ("always", "has no switch")):
+        asked(Thinker(kind), "off")
+        out, err = capsys.readouterr()
+        assert out == "Yes.\n" and told in err
 
 
 def test_an_answer_that_ended_in_its_thinking_says_so_and_is_saved(capsys: pytest.CaptureFixture[str]) -> None:

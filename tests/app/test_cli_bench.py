@@ -33,18 +33,12 @@ from ..helpers import edit_json, explained, make_pack, run_cli
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--quick", "--runs", "2", "--threads", "1")
 ROW_FIELDS = {
-    "name": str,
-    "ms": float,
+    **dict.fromkeys(("name", "note"), str),
+    **dict.fromkeys(("ms",), float),
+    **dict.fromkeys(("floor", "peer"), str | None),
+    **dict.fromkeys(("spread", "gb_s", "of_floor", "speedup", "tokens_s"), float | None),
     "runs": int,
-    "spread": float | None,
     "noisy": bool,
-    "gb_s": float | None,
-    "floor": str | None,
-    "of_floor": float | None,
-    "peer": str | None,
-    "speedup": float | None,
-    "tokens_s": float | None,
-    "note": str,
 }
 
 
@@ -91,21 +85,6 @@ def test_progress_goes_to_a_terminals_stderr_and_is_wiped() -> None:
     check_fields(json.loads(ran.out))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--threads", "0"], ["--threads", "9999"], ["--runs", "0"], ["--device", "tpu"]],
-    ids=" ".join,
-)
-def test_bad_options_of_kernels_are_usage_errors(options: list[str]) -> None:
-    explained(run_cli("bench", "kernels", "--device", "cpu", *options), 2)
-
-
-def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
-    assert "CUDA" in told and "--device cpu" in told
-
-
 def test_an_answer_is_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -121,12 +100,6 @@ def test_an_answer_is_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "cannot be read" in explained(run_cli("bench", "offload", "--trace", str(tmp_path / "none")), 2)
 
 
-@pytest.mark.parametrize("options", [["--threads", "1"], ["--runs", "3"]], ids=" ".join)
-def test_a_gpu_has_no_threads(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "--device cpu" in explained(run_cli("bench", "kernels", *options), 2)
-
-
 def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
@@ -134,11 +107,16 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         asked.append(quick)
         return ResultTable("kernels", "cuda", {"gpu": "Some Card"}, (), ())
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
+    assert "CUDA" in told and "--device cpu" in told
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu.run", measured)
     ran = run_cli("bench", "kernels", "--quick")
     assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out
     assert json.loads(ran.out.splitlines()[-1])["device"] == "cuda"
+    for options in (("--threads", "1"), ("--runs", "3")):  # a GPU has none
+        assert "--device cpu" in explained(run_cli("bench", "kernels", *options), 2)
 
 
 def test_the_table_fits_and_marks_what_is_noisy() -> None:
@@ -302,29 +280,36 @@ def test_transfer_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -
     assert ran.code == 0 and "were not measured: " in ran.out and "memcpy" in ran.out
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["nonesuch"], "no model 'nonesuch'"),
-        (["--synthetic", "nonesuch"], "no synthetic model"),
-        (["--synthetic", "tiny", "--layers", "0"], "0 layers"),
-        (["--synthetic", "tiny", "--dense", "3"], "dense cannot be 3 bit"),
-        (["demo", "--synthetic", "tiny"], "Leave out demo"),
-        (["--layers", "2"], "--layers is for a synthetic model"),
-        (["--dense", "4"], "--synthetic"),
-        (["--preset", "nonesuch"], "no preset"),
-        (["--preset", "exact"], "cannot run Exact"),
-        (["--sparsity", "140%"], "not a share"),
-        (["--tokens", "100000"], "leaves no room"),
-        (["--threads", "9999"], "9999 threads"),
-        (["--peer", "/nonesuch/python"], "cannot be run"),
-        (["--peer", sys.executable], "cannot run llama.cpp"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options_are_usage_errors(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+DECODE = "decode --device cpu"
+BAD = [
+    ("kernels --device cpu --threads 0", "threads"),
+    ("kernels --device cpu --runs 0", "runs"),
+    ("kernels --device tpu", "tpu"),
+    (f"{DECODE} nonesuch", "no model 'nonesuch'"),
+    (f"{DECODE} --synthetic nonesuch", "no synthetic model"),
+    (f"{DECODE} --synthetic tiny --layers 0", "0 layers"),
+    (f"{DECODE} --synthetic tiny --dense 3", "dense cannot be 3 bit"),
+    (f"{DECODE} demo --synthetic tiny", "Leave out demo"),
+    (f"{DECODE} --layers 2", "--layers is for a synthetic model"),
+    (f"{DECODE} --dense 4", "--synthetic"),
+    (f"{DECODE} --preset nonesuch", "no preset"),
+    (f"{DECODE} --preset exact", "cannot run Exact"),
+    (f"{DECODE} --sparsity 140%", "not a share"),
+    (f"{DECODE} --tokens 100000", "leaves no room"),
+    (f"{DECODE} --threads 9999", "9999 threads"),
+    (f"{DECODE} --peer /nonesuch/python", "cannot be run"),
+    (f"{DECODE} --peer {sys.executable}", "cannot run llama.cpp"),
+    ("share demo --prompt 100000", "do not fit the window"),
+    ("share demo --preset Fast --sparsity 50%", "exclude each other"),
+    ("share demo --preset Best", "as published: FloE 80 %"),
+    ("share demo --vram much", "much"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_usage_errors(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
-    assert words in explained(run_cli("bench", "decode", "--device", "cpu", *options), 2)
+    assert words in explained(run_cli("bench", *options.split()), 2)
 
 
 def test_a_model_without_a_peer_of_its_widths_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,18 +352,3 @@ def test_a_run_to_post_on_a_simulated_card_says_so_and_its_rows_add_up() -> None
     assert (found["preset"]["name"], found["preset"]["rule"]["sparsity"]) == (CUSTOM, 0.5)
     parts = [found["rows"][name] for name in ("ready", "coming", "copied", "on_cpu", "left_out", "in_place")]
     assert sum(parts) == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (["--prompt", "100000"], "do not fit the window"),
-        (["--preset", "Fast", "--sparsity", "50%"], "exclude each other"),
-        (["--preset", "Best"], "as published: FloE 80 %"),
-        (["--device", "abacus"], "abacus"),
-        (["--vram", "much"], "much"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_what_cannot_be_shared_is_a_usage_error(options: list[str], part: str) -> None:
-    assert part in explained(run_cli("bench", "share", "demo", *options), 2)

@@ -24,14 +24,6 @@ from floe_chat.models.catalog import asset
 from .serving import QUESTIONS, Served, serving, user
 
 
-def test_answers_are_those_of_the_chat(demo: Served, expected: dict[str, str]) -> None:
-    for question, answer in expected.items():
-        reply = demo.client().chat.completions.create(model="demo", messages=user(question), max_tokens=200)
-        assert reply.choices[0].message.content == answer
-        assert reply.choices[0].finish_reason == "stop" and reply.usage is not None
-        assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-
-
 def test_pieces_make_the_answer(demo: Served, expected: dict[str, str]) -> None:
     question = QUESTIONS[0]
     given: Any = {"model": "demo", "messages": user(question), "stream": True}
@@ -51,11 +43,13 @@ async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: di
         question = QUESTIONS[number % len(QUESTIONS)]
         if number % 2:
             reply = await client.chat.completions.create(model="demo", messages=user(question), user=str(number))
+            assert reply.choices[0].finish_reason == "stop" and reply.usage is not None
+            assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
             return question, reply.choices[0].message.content or ""
         pieces = await client.chat.completions.create(model="demo", messages=user(question), stream=True)
         return question, "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
-    for question, answer in await asyncio.gather(*map(ask, range(14))):
+    for question, answer in await asyncio.gather(*map(ask, range(9))):
         assert answer == expected[question]
 
 
@@ -183,26 +177,13 @@ def test_another_model_is_not_here(demo: Served) -> None:
     assert httpx2.get(f"{demo.url}/models/other").status_code == 404
 
 
-def asking(text: bytes) -> bytes:
-    return b'{"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "' + text + b'"}]}'
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        pytest.param(b"", 400, id="empty"),
-        pytest.param(b"[1]", 400, id="list"),
-        pytest.param(asking(b"\xff\xfe"), 400, id="not-utf-8"),
-        pytest.param(asking(b"\\ud800"), 400, id="half-a-pair"),
-        pytest.param(b"[" * 200_000, 400, id="deep"),
-        pytest.param(b'{"a":' * 200_000, 400, id="deep-objects"),
-        pytest.param(asking(b"word " * 2_000_000), 400, id="10-mb"),
-        pytest.param(asking(b"x" * (33 << 20)), 413, id="too-long"),
-    ],
-)
-def test_bodies_of_any_kind_get_an_answer(demo: Served, body: bytes, status: int) -> None:
-    reply = demo.post(body)
-    assert reply.status_code == status and reply.json()["error"]["message"]
+def test_bodies_of_any_kind_get_an_answer(demo: Served) -> None:
+    begun, end = b'{"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "', b'"}]}'
+    wrong = [begun + text + end for text in (b"\xff\xfe", b"\\ud800", b"word " * 2_000_000)]
+    too_long = begun + b"x" * (33 << 20) + end
+    for body in (b"", b"[1]", *wrong, b"[" * 200_000, b'{"a":' * 200_000, too_long):
+        reply = demo.post(body)
+        assert reply.status_code == (413 if body is too_long else 400) and reply.json()["error"]["message"], body[:99]
 
 
 def test_the_description_knows_its_own_examples() -> None:
@@ -496,21 +477,17 @@ def test_an_answer_of_a_form(demo: Served, temperature: float, stream: bool) -> 
         assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
 
 
-def test_an_answer_is_any_object(demo: Served) -> None:
+def test_any_object_is_a_form_and_some_schemas_cannot_be_followed(demo: Served) -> None:
     body = {"messages": user("?"), "response_format": {"type": "json_object"}, "max_tokens": 40}
     choice = demo.post(body).json()["choices"][0]
     text = choice["message"]["content"]
     assert text.startswith("{") and (choice["finish_reason"] == "length" or isinstance(json.loads(text), dict))
-    assert demo.post({"messages": user("?"), "max_tokens": 4}).json()["choices"][0]["message"]["content"][0] != "{"
-
-
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, {"$ref": "http://page.example/x"}, {"pattern": "("}])
-def test_a_schema_that_cannot_be_followed(demo: Served, schema: dict[str, Any]) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    reply = demo.post({"messages": user("?"), "response_format": form, "max_tokens": 4})
-    error = reply.json()["error"]
-    assert reply.status_code == 400 and error["param"] == "response_format.json_schema.schema"
-    assert "schema" in error["message"] and "%json" not in error["message"]
+    for schema in ({"type": "objekt"}, {"$ref": "http://page.example/x"}, {"pattern": "("}):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        reply = demo.post({"messages": user("?"), "response_format": form, "max_tokens": 4})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"] == "response_format.json_schema.schema"
+        assert "schema" in error["message"] and "%json" not in error["message"]
 
 
 # Our client before our server: a chat on another machine is the chat
