@@ -378,21 +378,3 @@ def test_an_answer_is_as_long_as_was_asked_for(with_template: Opened) -> None:
     assert client.count(text) in range(1, 16)  # five tokens, of which broken characters are shown as three bytes
     client.submit(Question(HI, GREEDY, 5))
     assert thought(client, 1)[3].reason == "length"
-
-
-def test_the_next_turn_reuses_what_it_has_in_common_with_the_last(with_template: Opened) -> None:
-    client = with_template(OPENS)
-    first = client.submit(Question(HI, GREEDY, 8))
-    found, _, _, _ = thought(client, 12)
-    talk = [*HI, PromptTurn("assistant", "yes", found), PromptTurn("user", "on")]
-    submitted = client.submit(Question(talk, GREEDY, 8))
-    reused = thought(client, 1)[3].stats.reused_tokens
-    assert first.prompt_tokens is not None
-    # Thinking is not sent back: the prompts part where the first one opens it.
-    assert first.prompt_tokens - len("<think>") <= reused < first.prompt_tokens
-    client.submit(Question(talk, GREEDY, 8))
-    again = thought(client, 8)
-    fresh = with_template(OPENS)
-    fresh.submit(Question(talk, GREEDY, 8))
-    assert again[0][:6] == thought(fresh, 8)[0][:6]
-    assert client.context_of(talk, 8) == (submitted.prompt_tokens, 0)

@@ -187,23 +187,6 @@ def test_a_text_that_cannot_be_used(tiny_pack: Path, tiny_checkpoint: Path, text
     assert "UTF-8" in told if b"\xff" in content else f"has {len(content)} tokens; a window takes 63" in told
 
 
-def test_a_tokenizer_that_cannot_be_read(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    pack = Path(shutil.copytree(tiny_pack, tmp_path / "packed"))
-    (pack / "tokenizer.json").write_text("{")
-    assert "The tokenizer at" in explained(run_eval(pack, tiny_checkpoint), 1)
-
-
-def test_an_interrupted_evaluation_says_so(
-    tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_arguments: object, **_named: object) -> Evaluation:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluate, "run", interrupt)
-    ran = run_eval(tiny_pack, tiny_checkpoint)
-    assert (ran.code, ran.out) == (130, "") and "interrupted" in ran.err
-
-
 def test_extreme_figures_fit_the_table_and_json() -> None:
     wild = Divergence(10**6, 123456.7, float("inf"), 1e-12, 12.3, 99.9, 1.0, 0.9999)
     row = PresetLoss("No sparsity", NOTHING, wild, (None, 31, 31, 31), None, None)

@@ -113,8 +113,8 @@ def test_a_stopped_answer_can_be_written_on(history: History) -> None:
     assert (failed.state, failed.text) == ("failed", "so f")
 
 
-def test_what_a_model_thought_is_saved_beside_its_answer(history: History) -> None:
-    question = history.ask(history.begin(SETUP), None, "count")
+def test_what_a_model_thought_is_saved_beside_its_answer_and_forked(history: History) -> None:
+    question = history.ask(chat := history.begin(SETUP), None, "count", [Attachment("a.txt", "text")])
     with history.answering(question, "demo", "Fast") as answer:
         answer.think("Let me ")
         answer.think("count.")
@@ -129,20 +129,12 @@ def test_what_a_model_thought_is_saved_beside_its_answer(history: History) -> No
     assert (whole.text, whole.thought) == ("one", "Let me count. Done.")
     assert whole.stats is not None and whole.stats.thought_tokens == 4
     copy = history.fork(whole.id)
-    assert [message.thought for message in settled(history).tree(copy).messages] == ["", whole.thought]
     assert answer.id in [hit.message for hit in history.search("one")] and not history.search("Let me")
-
-
-def test_closing_ends_running_answers(tmp_path: Path) -> None:
-    history = History(tmp_path / "history.db")
-    question = history.ask(history.begin(SETUP), None, "hi")
-    answer = history.answering(question, "demo", "")
-    answer.append("as far as this")
-    assert history.close()
-    again = History(tmp_path / "history.db")
-    (found,) = again.messages([answer.id])
-    assert (found.state, found.text) == ("stopped", "as far as this")
-    assert again.close()
+    history.delete(chat)  # a fork lives by itself
+    asked, given = settled(history).tree(copy).messages
+    assert (asked.attachments, asked.thought) == ((Attachment("a.txt", "text"),), "")
+    assert (given.thought, given.stats) == (whole.thought, whole.stats) and history.conversation(copy).setup == SETUP
+    assert not {asked.id, given.id} & {question, answer.id}
 
 
 def test_another_history_over_the_same_file_is_noticed(tmp_path: Path) -> None:
@@ -202,21 +194,6 @@ def test_what_another_floe_chat_deleted_is_back_when_somebody_goes_on_with_it(tm
     assert settled(other).messages([rejected.id]) and len(other.conversations()) == 1
     history.close()
     other.close()
-
-
-def test_a_fork_lives_by_itself(history: History) -> None:
-    chat = history.begin(SETUP)
-    first = history.ask(chat, None, "one", [Attachment("a.txt", "text")])
-    second = answered(history, first, "two")
-    history.ask(chat, second.id, "three")
-    fork = history.fork(second.id)
-    head = settled(history).conversation(fork).head
-    assert texts(history, head) == ["one", "two"] and history.conversation(fork).setup == SETUP
-    copied = history.messages(history.branch(head))
-    assert copied[0].attachments == (Attachment("a.txt", "text"),) and copied[1].stats == STATS
-    assert not {message.id for message in copied} & {first, second.id}
-    history.delete(chat)
-    assert texts(settled(history), head) == ["one", "two"]
 
 
 def test_the_list_is_paged_newest_first(history: History) -> None:

@@ -856,12 +856,3 @@ def test_a_python_without_full_text_search_is_told(file: Path, monkeypatch: pyte
     with pytest.raises(FloeError):
         history.search("works")
     history.close()
-
-
-def test_an_interrupt_in_the_middle_of_a_change_keeps_nothing_of_it(file: Path) -> None:
-    store = open_history(file).store
-    with pytest.raises(KeyboardInterrupt), store.transaction():
-        store.add_conversation(new_id(), SETUP)
-        raise KeyboardInterrupt
-    assert store.conversations() == []
-    store.close()

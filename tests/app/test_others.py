@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.others import OthersScreen
@@ -18,7 +17,6 @@ from textual.pilot import Pilot
 from .scripted import (
     LOADED,
     ScriptedClient,
-    app_for,
     chatting,
     click,
     composer,
@@ -154,25 +152,6 @@ async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
         await see(pilot, "▸3", "gamma")
         await click(pilot, opened.query(AnswerTurn).last())
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
-
-
-async def test_the_engine_answers_three_times(tiny_pack: Path, tmp_path: Path) -> None:
-    client, history = ChatClient(tiny_pack), History(tmp_path / "history.db")
-    app = app_for(client, max_new_tokens=30, history=history)
-    try:
-        async with app.run_test(size=WIDE) as pilot:
-            await until(pilot, lambda: status(pilot).state == "ready")
-            await order(pilot, "one")
-            await until(pilot, lambda: len(texts(pilot)) == 2 and status(pilot).state == "ready")
-            await order(pilot, "/others")
-            await see(pilot, "1 ● ended", "2 ● ended", "3 ● ended")
-            await pilot.press("2")
-            await until(pilot, lambda: page(pilot) is None and "3/4" in screen_text(pilot))
-            answers = saved(history)
-            assert len(answers) == 4 and {state for _, state in answers} == {"complete"}
-            assert texts(pilot) == ["one", answers[2][0]] and head(history) == answers[2][0]
-    finally:
-        client.close()
 
 
 # What tests of answers side by side read and ask for

@@ -13,8 +13,6 @@ import pytest
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.engines import Engines
 from floe_chat.app.client.interface import Client
-from floe_chat.app.client.remote.address import Address, Key
-from floe_chat.app.client.remote.client import Patience, RemoteClient
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
@@ -27,7 +25,6 @@ from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Sampling
 from floe_chat.models import catalog
-from floe_chat.models.errors import FloeError
 from floe_chat.models.packing.pack import PackSpec
 from textual.pilot import Pilot
 
@@ -322,26 +319,6 @@ async def test_a_server_that_does_not_answer_changes_nothing_and_one_that_does_s
     history.close()
 
 
-async def test_from_a_server_to_a_local_model_that_cannot_be_loaded(here: ChatClient) -> None:
-    (catalog.models_folder() / "broken").mkdir()
-    for file in (catalog.models_folder() / "mine").iterdir():
-        (catalog.models_folder() / "broken" / file.name).write_bytes(file.read_bytes())
-    (catalog.models_folder() / "broken" / "config.json").write_text("{}")
-    with serving(ModelServer(models("far"), Reply(parts=said({"content": "Hello"})))) as server:
-        first = RemoteClient(Address.parse(server.url), Key(), patience=Patience(30, 0.01))
-        async with chatting(first) as pilot:
-            await choose(pilot, "broken")
-            await see(pilot, "far answers again")
-            await order(pilot, "hi")
-            await until(pilot, lambda: "Hello" in shown(pilot) and is_ready(pilot, "far"))
-            assert f"remote {first.remote}" in screen_text(pilot).splitlines()[-1]
-            assert len([one for one in server.asked if one.body is None]) == 1  # it was connected all the time
-            await choose(pilot, "mine")
-            await until(pilot, lambda: is_ready(pilot, "mine"))
-            chat_of(pilot).controller.model.switch(first.chosen)
-            await until(pilot, lambda: is_ready(pilot, "far"))
-
-
 async def test_a_server_is_chosen_while_the_first_model_still_loads(here: ChatClient) -> None:
     keep(SavedServer("lab", f"http://127.0.0.1:{unused_port()}/v1"))
     engines = Engines(here, ChatClient)
@@ -402,10 +379,3 @@ def test_of_two_names_of_one_server_one_is_forgotten() -> None:
         keep(SavedServer(name, "http://127.0.0.1:1/v1"))
     forget("lab")
     assert [one.name for one in servers()] == ["home"]
-
-
-def test_an_address_written_by_hand_is_refused_before_anything_changes(here: ChatClient) -> None:
-    engines = Engines(here, ChatClient)
-    with pytest.raises(FloeError, match="is not the address"):
-        engines.open(SavedServer("odd", "ftp://example.org"))
-    assert engines.chosen == here.chosen and not engines.remote

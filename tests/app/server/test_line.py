@@ -406,15 +406,6 @@ def test_going_while_waiting_leaves_the_line(slow: Served) -> None:
     assert slow.desk.counts.answers == {"failed": 1}
 
 
-def test_going_while_the_prompt_is_read_ends_it(slow: Served) -> None:
-    whole = asking(slow, messages=user("word " * 6_000), stream=True, max_tokens=1)
-    made = connected(slow, head(len(whole)) + whole)
-    slow.until("floe_running", 1)
-    made.close()
-    slow.until("floe_running", 0)
-    assert slow.desk.counts.answers == {"failed": 1} and slow.desk.counts.new_tokens == 0
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_going_in_the_middle_of_an_answer_ends_it(slow: Served, stream: bool) -> None:
     whole = asking(slow, stream=stream, max_tokens=30_000, temperature=5)

@@ -377,13 +377,6 @@ def test_a_body_in_pieces_and_any_content_type(demo: Served) -> None:
     assert httpx2.post(f"{demo.url}/chat/completions", content=pieces, timeout=60).status_code == 200
 
 
-def test_a_body_with_a_mark_of_its_coding(demo: Served) -> None:
-    body = json.dumps({"model": "demo", **HI})
-    assert demo.post(body.encode("utf-8-sig")).status_code in (200, 400)
-    for coding in ("utf-16", "utf-32"):
-        assert demo.post(body.encode(coding)).status_code == 400
-
-
 @pytest.mark.parametrize("depth", [50, 5_000])
 def test_deep_values_of_a_field(demo: Served, depth: int) -> None:
     """JSON within a request that is otherwise right: in a field that nobody knows, and in a schema."""
