@@ -150,15 +150,6 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
     assert PackedModel.open(catalog.find("tiny"))
 
 
-def test_the_first_run_is_known(tmp_path: Path, mine: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    assert not first_run(settings)
-    remove("mine")
-    assert first_run(settings)
-    settings.touch()
-    assert not first_run(settings)
-
-
 def test_only_models_of_the_models_folder_are_removed(tmp_path: Path, mine: Path) -> None:
     linked = Path(shutil.copytree(mine, tmp_path / "elsewhere"))
     (catalog.models_folder() / "linked").symlink_to(linked)

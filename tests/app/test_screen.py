@@ -437,9 +437,6 @@ async def test_a_link_is_copied_instead_of_opened() -> None:
 # The panel, the layouts and the pages over the chat
 
 
-_WORDS = ("Look here:", "pass_me_by")
-
-
 async def test_layouts_and_the_panel_key() -> None:
     async with chatting() as (client, pilot):
         request = await ask(pilot, client)
@@ -491,33 +488,6 @@ async def test_the_palette_finds_commands_by_their_words() -> None:
         await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
         await pilot.press("enter")
         await until(pilot, lambda: client.wanted == ["Exact"])
-
-
-async def test_code_stays_where_it_is_when_its_fence_closes() -> None:
-    def places() -> tuple[int, int, int] | None:
-        """The column of the code, the rows from the text before it, and that text's column.
-
-        None while blocks change: what is in the middle of that is not painted on a terminal.
-        """
-        found = [(y, row.index(words)) for words in _WORDS for y, row in enumerate(lines(pilot)) if words in row]
-        if len(found) < len(_WORDS):
-            return None
-        said, code = found
-        return code[1], code[0] - said[0], said[1]
-
-    async with chatting() as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, f"{_WORDS[0]}\n\n```python\n{_WORDS[1]}\n"))
-        await until(pilot, lambda: places() is not None)
-        streaming = places()
-        client.say(TextDelta(request, "```\n"))
-        await until(pilot, lambda: "copy" in screen_text(pilot) and places() is not None)
-        assert places() == streaming
-        await finish(pilot, client, request)
-        turn = pilot.app.query_one(AnswerTurn)
-        await pilot.app.workers.wait_for_complete([worker for worker in pilot.app.workers if worker.node is turn])
-        await until(pilot, lambda: "42 tokens" in screen_text(pilot) and places() is not None)
-        assert places() == streaming
 
 
 async def test_prose_stays_narrow_where_code_may_be_wide() -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ import pytest
 from floe_chat.app.actions import OWN
 from floe_chat.app.screens.settings import SettingsScreen, useless
 from floe_chat.app.settings.file import change, change_soon, documented, read, settings_file, with_installed_model
-from floe_chat.app.settings.settings import KEYS, Persona, SettingKey, Settings, fill
+from floe_chat.app.settings.settings import KEYS, Persona, Settings, fill
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel.figures import PanelFigures
 from floe_chat.app.widgets.panel.panel import PerformancePanel
-from floe_chat.engine.events import Advanced, Finished, LayerRows, Load, Loaded, Sampling
-from floe_chat.engine.ranges import SAMPLING, check
+from floe_chat.engine.events import Advanced, Finished, LayerRows, Load, Loaded
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 from textual.pilot import Pilot
@@ -199,21 +197,6 @@ def test_the_command_line_comes_before_settings_and_those_before_defaults() -> N
         fill(options, set(), Settings(persona="Nobody"))
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.name.startswith("sampling.")], ids=lambda key: key.name)
-def test_what_a_sampling_setting_accepts_the_engine_accepts(key: SettingKey) -> None:
-    values = SAMPLING[key.field]
-    infinite = (float("nan"), float("inf"))
-    for value in (values.low, values.high, 0.0, 0, 0.5, 1, 1e-9, 7.0, -1.0, 11.0, *infinite, True):
-        given = replace(Sampling(), **{key.field: value})
-        if not key.trouble(value):
-            check(given)
-        else:
-            with pytest.raises(UsageError, match=f"{key.field} cannot be"):
-                check(given)
-    assert [value in values for value in (values.high, values.high + 1, values.low - 1)] == [True, False, False]
-    assert (values.low in values) != values.above_low
-
-
 def test_what_is_typed_is_read_as_the_setting_means_it() -> None:
     keys = {key.name: key for key in KEYS}
     assert keys["sampling.temperature"].typed(" 0.5 ") == 0.5 and keys["sampling.top_k"].typed("") is None
@@ -324,13 +307,13 @@ def test_any_prompt_survives_a_round_trip(file: Path) -> None:
 def test_two_programs_change_different_things_at_once(file: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from floe_chat.app.settings.file import change\n"
-        "for n in range(1, 26): change(Path(sys.argv[1]), {sys.argv[2]: n})"
+        "for n in range(1, 16): change(Path(sys.argv[1]), {sys.argv[2]: n})"
     )
     names = ("sampling.top_k", "chat.max_tokens")
     both = [subprocess.Popen([sys.executable, "-c", script, str(file), name]) for name in names]
     assert [process.wait(60) for process in both] == [0, 0]
     settings = read(file).settings
-    assert (settings.top_k, settings.max_tokens) == (25, 25) and told(file) == []
+    assert (settings.top_k, settings.max_tokens) == (15, 15) and told(file) == []
 
 
 def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
