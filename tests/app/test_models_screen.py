@@ -97,12 +97,7 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
         await pilot.press("v")
         await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 differs")
         await pilot.press("x")
-        await see(
-            pilot,
-            f"mine, {units.size(size)}",
-            "with everything in it",
-            "Y deletes",
-        )
+        await see(pilot, f"mine, {units.size(size)}", "with everything in it", "Y deletes")
         await pilot.press("escape")
         await see(pilot, "Installed")
         assert mine.is_dir()

@@ -343,15 +343,6 @@ def test_small_figures_do_not_look_like_none() -> None:
     assert units.size_of(3.2e9, 4e9) == "3.20 of 4.00 GB" and units.size_of(5, 40) == "5 of 40 B"
 
 
-def test_shares_by_layer_tell_what_was_not_measured() -> None:
-    shown = figures(ROWS)
-    label, bars = draw.by_layer(shown, "recall", (None, 0.5, 1.0, 0.0), 32, top=1.0)
-    assert label.plain == "recall              0 % to 100 %" and bars.plain == "····▄▄▄▄████    "
-    assert draw.by_layer(shown, "recall", (), 32)[0].plain.endswith("— not yet")
-    many = draw.by_layer(shown, "recall", (0.2, 0.8) * 40, 32)
-    assert all(line.cell_length == 32 for line in many)
-
-
 def test_each_of_several_cards_has_its_memory_and_its_link() -> None:
     shown = figures(CARDS)
     assert value(memory.memory, shown, "card 1, weights") == units.size(5.5 * 2**30)

@@ -26,7 +26,6 @@ from floe_chat.app.widgets.panel import status_line
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Failed, Finished, Loading, PrefillProgress, PresetChanged
-from floe_chat.engine.session import NO_ROOM
 from floe_chat.models.errors import FloeError
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_process import ChatProcess
@@ -325,15 +324,6 @@ async def test_refused_question_comes_back() -> None:
         assert client.asked[1] == (PromptTurn("system", "Be brief."), PromptTurn("user", "long"))
 
 
-async def test_a_chat_that_left_gpu_memory_is_said_to_be_slower() -> None:
-    async with chatting(size=(80, 24)) as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(NO_ROOM, TextDelta(request, "still writing"))
-        await see(pilot, "This chat no longer fits in GPU", "is now read from", "still writing")
-        (toast,) = pilot.app.screen.query("Toast")
-        assert not toast.region.overlaps(composer(pilot).region)
-
-
 async def test_what_the_model_no_longer_sees_is_marked() -> None:
     async with chatting() as (client, pilot):
         for dropped in (0, 2, 2):
@@ -608,10 +598,7 @@ async def test_the_choice_is_applied_at_once_and_saved(tmp_path: Path) -> None:
         assert client.think
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [("less", "cannot answer without thinking"), ("optional", "")],
-)
+@pytest.mark.parametrize(("kind", "told"), [("less", "cannot answer without thinking"), ("optional", "")])
 async def test_a_model_that_cannot_do_without_says_so(kind: str, told: str, tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"
     client.kind = kind

@@ -14,19 +14,7 @@ from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from .scripted import (
-    ScriptedClient,
-    ask,
-    chatting,
-    composer,
-    finish,
-    order,
-    ready,
-    screen_text,
-    text_of,
-    until,
-    write,
-)
+from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, text_of, until, write
 from .wizardry import shown
 
 
