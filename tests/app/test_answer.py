@@ -95,7 +95,7 @@ async def test_pieces_make_the_whole(name: str) -> None:
         shown = live.query_one(AnswerMarkdown)
         left = text
         while left:
-            piece, left = left[: (size := drawn.randint(1, 9))], left[size:]
+            piece, left = left[: (size := drawn.randint(1, 16))], left[size:]
             live.turn.feed(piece)
             if drawn.random() < 0.4:  # sooner than the turn itself would
                 ready, live.turn._ready = live.turn._ready, ""  # pyright: ignore[reportPrivateUsage]
@@ -330,9 +330,6 @@ def test_no_answer_renders_control_characters(text: str) -> None:
 
 def test_control_characters_become_visible() -> None:
     assert printable("a\x1b[2J\tb\r\nc\rd\x9b\x7f\ud800é") == "a\ufffd[2J\tb\nc\nd\ufffd\ufffd\ufffdé"
-
-
-# Lines that fold go on below their own beginning
 
 
 # Folders are counted while others work in them

@@ -98,16 +98,6 @@ def test_the_documented_file_means_the_defaults_and_so_does_each_of_its_lines(fi
     assert max(map(len, documented().split("\n"))) <= 90
 
 
-def test_every_key_is_documented_with_a_default_that_it_accepts() -> None:
-    assert {key.name for key in KEYS} == GOOD.keys() | {"chat.persona"}
-    said = " ".join(documented().replace("\n# ", " ").split())
-    for key in KEYS:
-        assert key.description.endswith(".") and not key.trouble(key.example), key.name
-        assert (key.default is None) == bool(key.unset) and getattr(Settings(), key.field) == key.default
-        assert key.description in said
-    assert all(action.does in documented() for action in OWN.values())
-
-
 def test_a_new_file_is_the_documented_one_with_the_values_in_their_places(file: Path) -> None:
     change(file, GOOD | {"keys.quit": "f10, ctrl+q"})
     settings = read(file).settings
