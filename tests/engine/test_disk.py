@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_what_lands_is_what_the_file_has(files: list[RowFile], chunk: int) -> No
     """Ascending rows with and without gaps, rows in any order, the first and the last, many transfers at once."""
     draw = np.random.default_rng(chunk)
     link = link_to(files, chunk)
-    for _ in range(6):
+    for _ in range(3):
         target = torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8)
         sent: list[tuple[Transfer, RowFile]] = []
         first = 0
@@ -156,18 +157,22 @@ def opened(pack: Path, room: int, patch: pytest.MonkeyPatch, reserve: int = 0) -
     return loaded, told.reason
 
 
-def _always(*_given: object) -> tuple[float, float]:
-    return 0.0, 1.0
+@pytest.fixture(scope="module")
+def asked(pack: Path) -> tuple[list[int], list[int]]:
+    """A prompt without a close decision, and its answer from RAM."""
+    whole = open_model(pack)
+    return clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens, PROMPTS)
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_answers_are_those_of_a_pack_in_ram(
-    pack: Path, needs: Needs, share: float, monkeypatch: pytest.MonkeyPatch
+    pack: Path, needs: Needs, asked: tuple[list[int], list[int]], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = open_model(pack)
-    prompt, want = clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens, PROMPTS)
+    prompt, want = asked
     room = needs.least() + int(share * (needs.whole() - needs.least()))
-    monkeypatch.setattr(disk_tier, "disk_reads", _always)  # even where the system's cache would do
+    monkeypatch.setattr(
+        disk_tier, "disk_reads", Mock(return_value=(0.0, 1.0))
+    )  # even where the system's cache would do
     loaded, reason = opened(pack, room, monkeypatch)
     assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
     assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
