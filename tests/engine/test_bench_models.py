@@ -77,7 +77,7 @@ def named(table: ResultTable, title: str) -> Section:
     return next(section for section in table.sections if title in section.title)
 
 
-@pytest.mark.parametrize("widths", [{}, {"up": 4, "rows": 8, "dense": 4}, {"up": 16, "rows": 16, "dense": 16}], ids=str)
+@pytest.mark.parametrize("widths", [{"up": 4, "rows": 8, "dense": 4}, {"up": 16, "rows": 16, "dense": 16}], ids=str)
 def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[str, int]) -> None:
     subject = make(**widths)
     assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)

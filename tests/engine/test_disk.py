@@ -128,7 +128,7 @@ def test_a_missing_file_is_an_error_and_closes_the_others(files: list[RowFile], 
     assert count("fd") <= before
 
 
-SHARES = (0.0, 0.3, 0.9)
+SHARES = (0.0, 0.5)
 """Of the memory between the least that works and all of the pack."""
 PROMPTS = [prompt_of(seed, 9)[1:] for seed in range(3, 63)]
 """Short, since so many neurons come close to thresholds; with no token in common, which may bring one to its own."""
@@ -170,9 +170,8 @@ def test_answers_are_those_of_a_pack_in_ram(
 ) -> None:
     prompt, want = asked
     room = needs.least() + int(share * (needs.whole() - needs.least()))
-    monkeypatch.setattr(
-        disk_tier, "disk_reads", Mock(return_value=(0.0, 1.0))
-    )  # even where the system's cache would do
+    # Even where the system's cache would do.
+    monkeypatch.setattr(disk_tier, "disk_reads", Mock(return_value=(0.0, 1.0)))
     loaded, reason = opened(pack, room, monkeypatch)
     assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
     assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
