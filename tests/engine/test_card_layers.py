@@ -528,7 +528,7 @@ def test_a_token_takes_so_many_calls_besides_its_layers(
 
 
 LAYERS = 3
-TEXTS = [prompt_of(seed, 6) for seed in range(3, 103)]
+TEXTS = [prompt_of(seed, 5) for seed in range(3, 103)]
 TWO = "throttled:4gb,throttled:4gb"
 MIXES = {
     "pools": Mix(pool=LAYERS),
