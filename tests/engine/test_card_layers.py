@@ -368,11 +368,10 @@ def test_limits_change_without_another_capture(
             before = len(card.captures)
 
 
-def test_rows_that_moved_are_added_up_by_other_graphs(
-    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_happens_between_tokens(loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that moved are added up by other graphs, a layer that somebody watches is called, and a stop is seen."""
     expected, _ = whole(loaded, PLAIN, ids)
-    card = FakeCard(monkeypatch)
+    card, seen = FakeCard(monkeypatch), list[int]()
     with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
         assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
         captures, before = len(card.captures), shared.memory.rows
@@ -381,24 +380,26 @@ def test_rows_that_moved_are_added_up_by_other_graphs(
         assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
         assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
 
-
-def test_a_layer_that_somebody_watches_is_called(
-    loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, _ = whole(loaded, PLAIN, ids)
-    card, seen = FakeCard(monkeypatch), list[int]()
-    with offloaded(loaded, PLAIN, 0.3, predict=False):
-        fed(loaded, ids)
-        waits, experts = card.waits, loaded.model.model.layers[1].mlp.experts
-
         def see(_module: Any, _given: Any, _output: Any) -> None:
             seen.append(1)
 
-        handle = experts.register_forward_hook(see)
+        waits, wait = card.waits, FakeGraph.wait
+        handle = loaded.model.model.layers[1].mlp.experts.register_forward_hook(see)
         assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
         assert len(seen) == len(ids) and card.waits == waits + len(ids)
         handle.remove()
-        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE and card.waits > waits + 2 * len(ids)
+
+        def stop(graph: FakeGraph) -> None:
+            loaded.control.cancelled.set()
+            wait(graph)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGraph, "wait", stop)
+            with pytest.raises(Cancelled):
+                loaded.decoder.forward([1], KVCache())
+        assert card.waits == waits + len(ids) + 1  # at the next layer
+        loaded.control.cancelled.clear()
+        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE and card.waits > waits + 3 * len(ids)
 
 
 def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) -> None:
@@ -454,26 +455,6 @@ def test_the_chat_says_that_it_became_slower(
         assert relative_rms(fed(loaded, ids)[0], wanted) <= CLOSE
         assert card.waits == len(ids) * (layers + 2) and "CUDA out of memory" in loaded.control.notices[0].cause
         assert len(loaded.control.notices) == 1
-
-
-def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = whole(loaded, PLAIN, ids)
-    card = FakeCard(monkeypatch)
-    with offloaded(loaded, PLAIN, 0.3, predict=False):
-        fed(loaded, ids)
-        waits, wait = card.waits, FakeGraph.wait
-
-        def stop(graph: FakeGraph) -> None:
-            loaded.control.cancelled.set()
-            wait(graph)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(FakeGraph, "wait", stop)
-            with pytest.raises(Cancelled):
-                loaded.decoder.forward([1], KVCache())
-        assert card.waits == waits + 1
-        loaded.control.cancelled.clear()
-        assert relative_rms(fed(loaded, ids)[0], expected) <= CLOSE
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
