@@ -161,7 +161,13 @@ def test_a_lane_that_was_misjudged_is_found_out(
     assert played() > 1.15 * right  # so it is the correction that does it
 
 
-def test_whole_experts_that_stay_are_not_moved_again(trace: Trace) -> None:
+def test_naive_moves_all_that_is_chosen_and_others_not_again_what_stays(trace: Trace) -> None:
+    found = baselines.naive(card("sim:rtx3060-12gb", study=True), MIXTRAL, trace, WARM)
+    width = MIXTRAL.at(16, 16, 16)
+    assert found.moved == pytest.approx(2 * width.expert_bytes * width.layers)
+    assert width.expert_bytes == pytest.approx(3 * 4096 * 14336 * 2, rel=0.001)
+    seconds = found.moved / card("sim:rtx3060-12gb", study=True).link_bytes_s
+    assert found.busy == pytest.approx(seconds, rel=0.01) and found.seconds > seconds
     large = dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=200 << 30)
     little = dataclasses.replace(large, vram_bytes=6 << 30)
     moved = [baselines.mixtral_offloading(one, MIXTRAL, trace, WARM).moved for one in (large, little)]
