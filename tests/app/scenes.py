@@ -50,11 +50,12 @@ I should say that only a few of them run, and show the formula.
 
 @dataclasses.dataclass(slots=True)
 class Stage:
-    """What a scene has to play with."""
+    """What a scene has to play with; `played` are the steps that led to what the screen shows."""
 
     pilot: Pilot[int]
     client: ScriptedClient
     setups: Setups
+    played: tuple[Step, ...] = ()
 
     @property
     def app(self) -> FloeChatApp:
@@ -79,8 +80,21 @@ class Stage:
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
+    async def show(self, name: str) -> None:
+        """Play a scene: its own steps alone where it begins like the one before, whose pages are left."""
+        steps = SCENES[name]
+        common = 0
+        while steps[: common + 1] == self.played[: common + 1] and common < len(steps):
+            common += 1
+        while common < len(self.played) and len(self.app.screen_stack) > 1:
+            await self.press("escape")
+        for step in steps[common:]:
+            await step(self)
+        self.played = steps
+        await still(self.pilot)
 
-Scene = Callable[[Stage], Awaitable[None]]
+
+Step = Callable[[Stage], Awaitable[None]]
 
 
 # The chat
@@ -135,13 +149,11 @@ async def _error(stage: Stage) -> None:
 
 
 async def _selected(stage: Stage) -> None:
-    await _answered(stage)
     await stage.press("ctrl+up")
     await until(stage.pilot, lambda: bool(stage.app.query(".-selected")))
 
 
 async def _others(stage: Stage) -> None:
-    await _answered(stage)
     await stage.chat.do("others")
     stage.client.say(TextDelta(2, ANSWER[:200]), stats(2), ThoughtDelta(3, THOUGHT, 31), TextDelta(3, ANSWER))
     await stage.see("▸1 ● writing · 42 tokens", "2 ● writing", "3 ● waiting")
@@ -162,22 +174,19 @@ async def _rows(stage: Stage) -> None:
 
 
 async def _panel_of_two_lines(stage: Stage) -> None:
-    await _rows(stage)
     stage.chat.dashboard.show_panel("compact")
     await stage.see("hits 62 %")
 
 
 async def _explained(stage: Stage) -> None:
-    await _rows(stage)
     await stage.press("tab", "down")
 
 
 # Pages over the chat
 
 
-def _page(key: str, *words: str) -> Scene:
+def _page(key: str, *words: str) -> Step:
     async def open_it(stage: Stage) -> None:
-        await _streaming(stage, rows=ROWS, layers=32)
         await stage.press(key)
         await stage.see(*words)
 
@@ -195,7 +204,6 @@ async def _history(stage: Stage) -> None:
 
 
 async def _search(stage: Stage) -> None:
-    await _history(stage)
     await write(stage.pilot, "drift")
     await stage.see("Floes drift with the wind")
     await until(stage.pilot, lambda: "2 messages" not in shown(stage.pilot))
@@ -244,19 +252,16 @@ async def _machine(stage: Stage) -> None:
 
 
 async def _choice(stage: Stage) -> None:
-    await _machine(stage)
     await stage.press("enter")
     await stage.see("● ", "Speed: ")
 
 
 async def _folder(stage: Stage) -> None:
-    await _choice(stage)
     await stage.press("f")
     await stage.see("Models folder", "are free")
 
 
 async def _token(stage: Stage) -> None:
-    await _folder(stage)
     await stage.press("enter")
     await stage.see("needs a token", "hf_")
 
@@ -266,7 +271,7 @@ async def _resume(stage: Stage) -> None:
     await stage.see("Unfinished setups", "Set up another model")
 
 
-def _setup(state: str, *words: str) -> Scene:
+def _setup(state: str, *words: str) -> Step:
     async def show(stage: Stage) -> None:
         stage.setups.setup = running(progress(state))
         stage.app.push_screen(WizardScreen(stage.setups))
@@ -280,45 +285,45 @@ async def _too_small(stage: Stage) -> None:
     await stage.see("enlarge it")
 
 
-SCENES: dict[str, Scene] = {
-    "chat-empty": _empty,
-    "chat-loading": _loading,
-    "chat-reading": _reading,
-    "chat-streaming": _streaming,
-    "chat-answered": _answered,
-    "chat-thought": _thought,
-    "chat-selected": _selected,
-    "chat-error": _error,
-    "chat-commands": _commands,
-    "others": _others,
-    "panel-full": _rows,
-    "panel-compact": _panel_of_two_lines,
-    "panel-explained": _explained,
-    "help": _page("f1", "Function keys"),
-    "palette": _page("ctrl+p", "Search for commands"),
-    "settings": _settings,
-    "this-chat": _page("f5", "System prompt", "temperature"),
-    "quality": _page("f4", "Custom", "58.9 tokens/s"),
-    "experts": _page("f9", "recall", "precision"),
-    "history": _history,
-    "history-search": _search,
-    "models": _models,
-    "models-remove": _remove,
-    "models-server": _server,
-    "wizard-resume": _resume,
-    "wizard-machine": _machine,
-    "wizard-choice": _choice,
-    "wizard-folder": _folder,
-    "wizard-token": _token,
-    "wizard-working": _setup("working", "Setting up"),
-    "wizard-done": _setup("done", "is ready"),
-    "wizard-failed": _setup("failed", "R tries again"),
-    "too-small": _too_small,
+SCENES: dict[str, tuple[Step, ...]] = {
+    "chat-empty": (_empty,),
+    "settings": (_settings,),
+    "history": (_history,),
+    "history-search": (_history, _search),
+    "models-remove": (_remove,),
+    "models-server": (_server,),
+    "models": (_models,),
+    "chat-commands": (_commands,),
+    "too-small": (_too_small,),
+    "chat-loading": (_loading,),
+    "chat-reading": (_reading,),
+    "chat-streaming": (_streaming,),
+    "chat-answered": (_answered,),
+    "chat-selected": (_answered, _selected),
+    "others": (_answered, _others),
+    "chat-thought": (_thought,),
+    "chat-error": (_error,),
+    "panel-full": (_rows,),
+    "help": (_rows, _page("f1", "Function keys")),
+    "palette": (_rows, _page("ctrl+p", "Search for commands")),
+    "this-chat": (_rows, _page("f5", "System prompt", "temperature")),
+    "quality": (_rows, _page("f4", "Custom", "58.9 tokens/s")),
+    "experts": (_rows, _page("f9", "recall", "precision")),
+    "panel-explained": (_rows, _explained),
+    "panel-compact": (_rows, _panel_of_two_lines),
+    "wizard-machine": (_machine,),
+    "wizard-choice": (_machine, _choice),
+    "wizard-folder": (_machine, _choice, _folder),
+    "wizard-token": (_machine, _choice, _folder, _token),
+    "wizard-resume": (_resume,),
+    "wizard-working": (_setup("working", "Setting up"),),
+    "wizard-done": (_setup("done", "is ready"),),
+    "wizard-failed": (_setup("failed", "R tries again"),),
 }
 
 
 @asynccontextmanager
-async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pilot[int]]:
+async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Stage]:
     """The program with a scene on its screen."""
     monkeypatch.setattr(models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("floe_chat.models.hub.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
@@ -341,9 +346,9 @@ async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPa
             if name != "chat-loading":
                 client.say(LOADED)
                 await until(pilot, lambda: status(pilot).state == "ready")
-            await SCENES[name](Stage(pilot, client, setups))
-            await still(pilot)
-            yield pilot
+            stage = Stage(pilot, client, setups)
+            await stage.show(name)
+            yield stage
     finally:
         history.close()
         catalog.use_models_folder(None)

@@ -90,32 +90,14 @@ ROWS = Rows(
     ),
 )
 
-_COUNTED = (
-    *(
-        "ready",
-        "hits",
-        "coming",
-        "copied",
-        "on_cpu",
-        "left_out",
-        "expert_hits",
-        "recall",
-        "precision",
-        "substituted",
-        "dropped",
-    ),
-    *(
-        "moved_per_token",
-        "waited_per_token",
-        "link_bytes_s",
-        "link_busy",
-        "link_hidden",
-        "expert_recall",
-        "expert_precision",
-    ),
+UNCOUNTED = dataclasses.replace(
+    ROWS,
+    **{
+        field.name: () if isinstance(value, tuple) else None
+        for field in dataclasses.fields(ROWS)
+        if isinstance(value := getattr(ROWS, field.name), tuple | float) and field.name != "link_peak"
+    },
 )
-_BY_LAYER = ("layers", "recalls", "precisions", "expert_recalls", "expert_precisions")
-UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), **dict.fromkeys(_BY_LAYER, ()))
 
 
 def stats(

@@ -58,6 +58,7 @@ def answered(client: ChatClient) -> tuple[str, Finished]:
 
 
 def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
+    client.cancel()  # what is not there
     texts: list[str] = []
     for number in (1, 2):
         submitted = client.submit(Question(HI, GREEDY, 8))
@@ -66,6 +67,19 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
         assert finished.request == number and finished.stats.prompt_tokens == AROUND + 2
         texts.append(text)
     assert texts[0] == texts[1] != ""
+    client.submit(Question(HI, GREEDY, 400))
+    with pytest.raises(TryAgainError, match="still"):
+        client.submit(Question(HI, GREEDY, 8))
+    client.cancel()
+    assert answered(client)[1].reason == "cancelled"
+    begun = "once upon"  # an answer that goes on where it ended
+    held = client.count(begun)
+    assert held and client.count("") == 0
+    submitted = client.submit(Question(HI, GREEDY, 8, begun))
+    assert submitted.prompt_tokens == AROUND + 2 + held
+    rest, finished = answered(client)
+    assert finished.reason == "length" and finished.stats.prompt_tokens == submitted.prompt_tokens
+    assert rest != texts[0]
 
 
 def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> None:
@@ -131,18 +145,6 @@ def test_an_interrupt_while_a_prompt_is_made_leaves_no_trace(
     assert answered(client)[0] == expected
 
 
-def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
-    begun = "once upon"
-    held = client.count(begun)
-    assert held and client.count("") == 0
-    submitted = client.submit(Question(HI, GREEDY, 8, begun))
-    assert submitted.prompt_tokens == AROUND + 2 + held
-    rest, finished = answered(client)
-    assert finished.reason == "length" and finished.stats.prompt_tokens == submitted.prompt_tokens
-    client.submit(Question(HI, GREEDY, 8))
-    assert answered(client)[0] != rest
-
-
 def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_words(client: ChatClient) -> None:
     asked = (*HI, PromptTurn("assistant", "there"), PromptTurn("user", ""))
     submitted = client.submit(Question(asked, GREEDY, 1))
@@ -172,70 +174,41 @@ def test_presets_with_what_they_cost(client: ChatClient) -> None:
     assert until(client, Failed)[0].exit_code == 2
 
 
-def test_a_second_question_has_to_wait(client: ChatClient) -> None:
-    client.cancel()  # what is not there
-    client.submit(Question(HI, GREEDY, 400))
-    with pytest.raises(TryAgainError, match="still"):
-        client.submit(Question(HI, GREEDY, 8))
-    client.cancel()
-    _, finished = answered(client)
-    assert finished.reason == "cancelled"
-    client.submit(Question(HI, GREEDY, 4))
-    assert answered(client)[1].reason == "length"
-
-
 def turns(count: int, length: int) -> list[PromptTurn]:
     """A conversation of `count` questions with answers between them, `length` characters each."""
     return [PromptTurn(("user", "assistant")[i % 2], chr(97 + i % 26) * length) for i in range(2 * count - 1)]
 
 
-def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
-    # The window holds 512; 70 are kept for the answer. Without three messages the rest would fit, but begin with
+@pytest.mark.parametrize("system", [(), (PromptTurn("system", "s" * 50),)], ids=["bare", "instructions"])
+def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient, system: tuple[PromptTurn, ...]) -> None:
+    """Instructions never do."""
+    # The window holds 512; some are kept for the answer. Without three messages the rest would fit, but begin with
     # an answer to nothing.
-    submitted = client.submit(Question(turns(4, 100), GREEDY, 70))
-    assert submitted.dropped == 4 and (submitted.prompt_tokens or 999) <= 442
+    room = 70 if not system else 100
+    submitted = client.submit(Question([*system, *turns(4, 100)], GREEDY, room))
+    assert submitted.dropped == 4 and (submitted.prompt_tokens or 999) <= 512 - room
     answered(client)
-    alone = client.submit(Question(turns(4, 100)[4:], GREEDY, 70))
+    alone = client.submit(Question([*system, *turns(4, 100)[4:]], GREEDY, room))
     assert (alone.dropped, alone.prompt_tokens) == (0, submitted.prompt_tokens)
-    answered(client)
 
 
-def test_instructions_never_leave(client: ChatClient) -> None:
-    system = PromptTurn("system", "s" * 50)
-    with_system = client.submit(Question([system, *turns(4, 100)], GREEDY, 100))
-    answered(client)
-    assert with_system.dropped == 4
-    alone = client.submit(Question([system, *turns(4, 100)[4:]], GREEDY, 100))
-    assert alone.prompt_tokens == with_system.prompt_tokens
-    answered(client)
-
-
-def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(client: ChatClient) -> None:
+def test_what_is_too_long_is_explained_and_the_next_is_answered(client: ChatClient) -> None:
     with pytest.raises(UsageError) as caught:
         client.submit(Question([*turns(2, 10)[:2], PromptTurn("user", "x" * 600)], GREEDY, 8))
     assert "512" in caught.value.cause and caught.value.hint
-    client.submit(Question(HI, GREEDY, 4))
+    with pytest.raises(UsageError, match="message is too long") as caught:
+        client.submit(Question([PromptTurn("user", "word " * 3_000_000)], GREEDY, 4))
+    assert "more text than fits" in caught.value.cause  # it was not read
+    with pytest.raises(UsageError, match="system prompt is too long"):
+        client.submit(Question([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4))
+    old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
+    assert client.submit(Question([*old, *HI], GREEDY, 4)).dropped == 4
     assert answered(client)[1].reason == "length"
 
 
-def break_tokenizer(pack: Path) -> None:
-    (pack / "tokenizer.json").write_text("{}")
-
-
-@pytest.mark.parametrize(("damage", "code"), [(break_tokenizer, 1), (shutil.rmtree, 2)])
-def test_a_model_that_cannot_be_used_is_told_once(
-    tiny_pack: Path, tmp_path: Path, damage: Callable[[Path], None], code: int
-) -> None:
-    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
-    damage(pack)
-    if pack.exists():
-        reseal(pack)
-    client = ChatClient(pack, None, "cpu")
-    client.start()
-    failed, _ = until(client, Failed, Loaded)
-    assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == code
-    with pytest.raises(TryAgainError):
-        client.submit(Question(HI, GREEDY, 8))
+def test_a_model_that_cannot_be_used_is_told_once(tmp_path: Path) -> None:
+    client, failed = opened(tmp_path / "missing")
+    assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == 2
     client.close()
     assert not [update for update in client.poll() if isinstance(update, Failed | Loaded)]
 
@@ -250,6 +223,12 @@ def test_a_client_can_be_closed_at_any_time(tiny_pack: Path) -> None:
     assert not [update for update in loading.poll() if isinstance(update, Failed)]
 
 
+def opened(pack: Path) -> tuple[ChatClient, Loaded | Failed]:
+    client = ChatClient(pack, None, "cpu")
+    client.start()
+    return client, until(client, Loaded, Failed)[0]
+
+
 def crafted(pack: Path, folder: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of a pack by somebody who crafts one: one JSON file is changed, and all checksums are right."""
     shutil.copytree(pack, folder)
@@ -258,21 +237,8 @@ def crafted(pack: Path, folder: Path, name: str, change: Callable[[Any], None]) 
     return folder
 
 
-def opened(pack: Path) -> tuple[ChatClient, Loaded | Failed]:
-    client = ChatClient(pack, None, "cpu")
-    client.start()
-    return client, until(client, Loaded, Failed)[0]
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}, "added_tokens": []},
-    ],
-    ids=["precompiled", "merge"],
-)
-def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path, tokenizer: dict[str, Any]) -> None:
+def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path) -> None:
+    tokenizer = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
     pack = crafted(tiny_pack, tmp_path / "pack", "tokenizer.json", lambda fields: fields.update(tokenizer))
     client, failed = opened(pack)
     assert isinstance(failed, Failed) and "tokenizer" in failed.title and str(pack) in failed.hint
@@ -331,16 +297,6 @@ def test_a_tokenizer_that_fails_in_an_answer_ends_it(tiny_pack: Path, tmp_path: 
     client.close()
 
 
-def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
-    with pytest.raises(UsageError, match="message is too long") as caught:
-        client.submit(Question([PromptTurn("user", "word " * 3_000_000)], GREEDY, 4))
-    assert "more text than fits" in caught.value.cause
-    with pytest.raises(UsageError, match="system prompt is too long"):
-        client.submit(Question([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4))
-    old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
-    assert client.submit(Question([*old, *HI], GREEDY, 4)).dropped == 4
-
-
 # The client with a model that thinks: thinking is apart, does not count as answer, and is not sent back
 
 
@@ -358,9 +314,8 @@ def with_template(tiny_pack: Path, tmp_path: Path) -> Iterator[Opened]:
     clients: list[ChatClient] = []
 
     def open_it(template: str) -> ChatClient:
-        pack = Path(shutil.copytree(tiny_pack, tmp_path / str(len(clients))))
-        edit_json(pack / "tokenizer_config.json", lambda fields: fields.update(chat_template=template))
-        reseal(pack)
+        folder = tmp_path / str(len(clients))
+        pack = crafted(tiny_pack, folder, "tokenizer_config.json", lambda fields: fields.update(chat_template=template))
         clients.append(ChatClient(pack, None, "cpu"))
         clients[-1].start()
         until(clients[-1], Loaded)
@@ -403,6 +358,15 @@ def test_thinking_comes_apart_and_has_room_of_its_own(with_template: Opened) -> 
     client.submit(Question(HI, GREEDY, 8))
     found, tokens, text, finished = thought(client, 20)
     assert (found, tokens, finished.reason) == ("", 0, "length") and text and finished.stats.new_tokens == 8
+    client.think = True  # an answer goes on inside and after its thinking
+    plain = client.submit(Question(HI, GREEDY, 4)).prompt_tokens
+    thought(client, 1)
+    inside = client.submit(Question(HI, GREEDY, 4, thought="They say")).prompt_tokens
+    assert thought(client, 1)[2] == "" and plain is not None and inside is not None
+    assert inside == plain + len("They say")
+    after = client.submit(Question(HI, GREEDY, 4, "Yes", thought="They say")).prompt_tokens
+    text, finished = answered(client)
+    assert text and finished.reason == "length" and after == inside + len("\n</think>\n\nYes")
 
 
 def test_an_answer_is_as_long_as_was_asked_for(with_template: Opened) -> None:
@@ -414,33 +378,3 @@ def test_an_answer_is_as_long_as_was_asked_for(with_template: Opened) -> None:
     assert client.count(text) in range(1, 16)  # five tokens, of which broken characters are shown as three bytes
     client.submit(Question(HI, GREEDY, 5))
     assert thought(client, 1)[3].reason == "length"
-
-
-def test_the_next_turn_reuses_what_it_has_in_common_with_the_last(with_template: Opened) -> None:
-    client = with_template(OPENS)
-    first = client.submit(Question(HI, GREEDY, 8))
-    found, _, _, _ = thought(client, 12)
-    talk = [*HI, PromptTurn("assistant", "yes", found), PromptTurn("user", "on")]
-    submitted = client.submit(Question(talk, GREEDY, 8))
-    reused = thought(client, 1)[3].stats.reused_tokens
-    assert first.prompt_tokens is not None
-    # Thinking is not sent back: the prompts part where the first one opens it.
-    assert first.prompt_tokens - len("<think>") <= reused < first.prompt_tokens
-    client.submit(Question(talk, GREEDY, 8))
-    again = thought(client, 8)
-    fresh = with_template(OPENS)
-    fresh.submit(Question(talk, GREEDY, 8))
-    assert again[0][:6] == thought(fresh, 8)[0][:6]
-    assert client.context_of(talk, 8) == (submitted.prompt_tokens, 0)
-
-
-def test_an_answer_goes_on_inside_and_after_its_thinking(with_template: Opened) -> None:
-    client = with_template(OPENS)
-    plain = client.submit(Question(HI, GREEDY, 4)).prompt_tokens
-    thought(client, 1)
-    inside = client.submit(Question(HI, GREEDY, 4, thought="They say")).prompt_tokens
-    assert thought(client, 1)[2] == "" and plain is not None and inside is not None
-    assert inside == plain + len("They say")
-    after = client.submit(Question(HI, Sampling(temperature=0), 4, "Yes", thought="They say")).prompt_tokens
-    text, finished = answered(client)
-    assert text and finished.reason == "length" and after == inside + len("\n</think>\n\nYes")

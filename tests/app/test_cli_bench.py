@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import platform
+import shutil
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,31 +14,35 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.app.cli.bench.table import text
-from floe_chat.engine.bench import synthetic
+from floe_chat.engine.bench import synthetic, transfer
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
+from floe_chat.engine.bench.peer import llama
+from floe_chat.engine.bench.subject import from_pack
+from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
+from floe_chat.engine.quality import text_windows
+from floe_chat.engine.quality_presets import CUSTOM
+from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
+from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import explained, run_cli
+from .. import families
+from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
+from ..helpers import edit_json, explained, make_pack, run_cli
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--quick", "--runs", "2", "--threads", "1")
 ROW_FIELDS = {
-    "name": str,
-    "ms": float,
+    **dict.fromkeys(("name", "note"), str),
+    **dict.fromkeys(("ms",), float),
+    **dict.fromkeys(("floor", "peer"), str | None),
+    **dict.fromkeys(("spread", "gb_s", "of_floor", "speedup", "tokens_s"), float | None),
     "runs": int,
-    "spread": float | None,
     "noisy": bool,
-    "gb_s": float | None,
-    "floor": str | None,
-    "of_floor": float | None,
-    "peer": str | None,
-    "speedup": float | None,
-    "tokens_s": float | None,
-    "note": str,
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time, for every model."""
 
@@ -57,6 +65,7 @@ def check_fields(fields: dict[str, Any]) -> None:
         assert all(isinstance(row[name], kind) for name, kind in ROW_FIELDS.items()), row
 
 
+@pytest.mark.usefixtures("tiny")
 def test_the_table_comes_first_and_json_is_the_last_line() -> None:
     ran = run_cli(*QUICK)
     assert (ran.code, ran.err) == (0, "")
@@ -69,35 +78,11 @@ def test_the_table_comes_first_and_json_is_the_last_line() -> None:
         assert section["title"] in table and all(row["name"] in table for row in section["rows"])
 
 
+@pytest.mark.usefixtures("tiny")
 def test_progress_goes_to_a_terminals_stderr_and_is_wiped() -> None:
     ran = run_cli(*QUICK, "--json", terminal=True)
     assert "round 5 of 5" in ran.err and ran.err.endswith(" \r") and "\n" not in ran.err
     check_fields(json.loads(ran.out))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--threads", "0"], ["--threads", "9999"], ["--runs", "0"], ["--runs", "x"], ["--device", "tpu"], ["--nonesuch"]],
-    ids=" ".join,
-)
-def test_bad_options_are_usage_errors(options: list[str]) -> None:
-    explained(run_cli("bench", "kernels", "--device", "cpu", *options), 2)
-
-
-COMMANDS = ("kernels", "transfer", "decode", "prefill", "offload")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str) -> None:
-    ran = run_cli("bench", command, "--help")
-    assert ran.code == 0 and f"Example: floe-chat bench {command}" in ran.out
-    assert command in run_cli("bench", "--help").out
-
-
-def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
-    assert "CUDA" in told and "--device cpu" in told
 
 
 def test_an_answer_is_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,12 +100,6 @@ def test_an_answer_is_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "cannot be read" in explained(run_cli("bench", "offload", "--trace", str(tmp_path / "none")), 2)
 
 
-@pytest.mark.parametrize("options", [["--threads", "1"], ["--runs", "3"]], ids=" ".join)
-def test_a_gpu_has_no_threads(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "--device cpu" in explained(run_cli("bench", "kernels", *options), 2)
-
-
 def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
@@ -128,11 +107,16 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         asked.append(quick)
         return ResultTable("kernels", "cuda", {"gpu": "Some Card"}, (), ())
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
+    assert "CUDA" in told and "--device cpu" in told
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu.run", measured)
     ran = run_cli("bench", "kernels", "--quick")
     assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out
     assert json.loads(ran.out.splitlines()[-1])["device"] == "cuda"
+    for options in (("--threads", "1"), ("--runs", "3")):  # a GPU has none
+        assert "--device cpu" in explained(run_cli("bench", "kernels", *options), 2)
 
 
 def test_the_table_fits_and_marks_what_is_noisy() -> None:
@@ -145,16 +129,13 @@ def test_the_table_fits_and_marks_what_is_noisy() -> None:
     assert max(map(len, lines)) <= 100
     assert any("23 % !" in line and "1.80x dense int4" in line and "1.23 s" in line for line in lines)
     assert any("0.0123 ms" in line and "33.3 GB/s" in line and "!" not in line for line in lines)
+    for cores in (None, 0.1, 0.94):
+        shown = text(ResultTable("kernels", "cpu", {}, (Section("All", (plain,), cores),), ()))
+        assert ("kept 0.9 cores busy" in shown) == (cores == 0.94)
     assert any("one run" in line and "1,230 tok/s" in line and line.endswith("goal: less") for line in lines)
 
 
-@pytest.mark.parametrize(("cores", "warned"), [(None, False), (0.1, False), (0.94, True)])
-def test_a_section_that_others_disturbed_says_so(cores: float | None, warned: bool) -> None:
-    quiet = Row("read (floor)", 1.0, 5, 0.0, False, 30.0, None, None, None, None, None)
-    shown = text(ResultTable("kernels", "cpu", {}, (Section("All", (quiet,), cores),), ()))
-    assert ("kept 0.9 cores busy" in shown) is warned
-
-
+@pytest.mark.usefixtures("tiny")
 def test_a_second_run_is_compared_with_another_release(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run_cli(*QUICK)
     assert "nothing to compare with" in first.out
@@ -176,9 +157,194 @@ def test_a_second_run_is_compared_with_another_release(own_folders: Path, monkey
     assert [json.loads(line)["version"] for line in kept.read_text().splitlines() if line.endswith("}")][-1] != "0.0.9"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_a_history_that_cannot_be_kept_is_no_failure(own_folders: Path) -> None:
     for parent in (own_folders / ".local" / "state", own_folders / "Library"):
         parent.parent.mkdir(parents=True, exist_ok=True)
         parent.write_text("a file where a folder should be")
     ran = run_cli(*QUICK, "--json")
     assert ran.code == 0 and "not saved" in ran.err and json.loads(ran.out)
+
+
+# `floe-chat bench decode`, `prefill`, `transfer` and `share` on tiny models, and what they refuse
+
+
+TINY: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+ONCE = ("--runs", "1", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take no time."""
+    monkeypatch.setitem(synthetic.MODELS, "tiny", described(TINY).sizes)
+    monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
+    monkeypatch.setattr(transfer, "MIXTRAL", Shapes(128, 400, cache=0))
+    monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr("floe_chat.engine.bench.speed.WARM", 0)
+
+
+@pytest.mark.parametrize("bench", ["decode", "prefill"])
+def test_a_synthetic_model_is_measured(bench: str) -> None:
+    options = ("--synthetic", "tiny", "--layers", "2", "--up", "4", "--rows", "8", "--dense", "4", "--tokens", "12")
+    ran = run_cli("bench", bench, *options, "--device", "cpu", "--quick", *ONCE)
+    assert (ran.code, ran.err) == (0, "")
+    fields = json.loads(ran.out.splitlines()[-1])
+    assert (fields["bench"], fields["device"]) == (bench, "cpu")
+    assert fields["facts"]["model"] == "tiny, 2 layers, up 4, gate and down 8, attention 4 bits"
+    assert fields["facts"]["prompt"] == "12 tokens"
+    names = {row["name"] for section in fields["sections"] for row in section["rows"]}
+    assert names <= {read_floor.READ, "Balanced"} and "Balanced" in names
+    assert "% active" in ran.out or bench == "prefill"
+
+
+def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    (tmp_path / "gguf.py").write_text(FAKE_GGUF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wide = described(TINY | {"hidden_size": 256, "num_local_experts": 8}).sizes
+    monkeypatch.setitem(synthetic.MODELS, "wide", wide)
+    files = ("--peer", sys.executable, "--peer-files", str(tmp_path / "files"))
+    options = ("--synthetic", "wide", "--device", "cpu", "--quick", "--tokens", "40", "--runs", "1", *files)
+    ran = run_cli("bench", "decode", *options)
+    assert ran.code == 0 and "llama-cpp-python 9.9.9" in ran.out, ran
+    assert len(list((tmp_path / "files").iterdir())) == 4
+    first = json.loads(ran.out.splitlines()[-1])
+    assert "llama.cpp Q4_K_M" in ran.out or "was lost in noise" in first["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("quality", "name"),
+    [(("-p", "fast"), "Fast"), (("--drop", "40%", "--major", "0.8"), CUSTOM)],
+    ids=["preset", "hand"],
+)
+def test_a_pack_is_measured_at_the_quality_that_was_named(tiny_pack: Path, quality: tuple[str, ...], name: str) -> None:
+    fields = json.loads(run_cli("bench", "decode", str(tiny_pack), "--device", "cpu", *quality, *ONCE, "--json").out)
+    assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, name}
+
+
+HYBRIDS = {
+    "qwen3_next": ["linear_attention"] * 3 + ["full_attention"],
+    "qwen3_5_moe": ["linear_attention"] * 3 + ["full_attention"],
+    "qwen3_5_moe_text": ["linear_attention"] * 3 + ["full_attention"],
+    "gpt_oss": ["sliding_attention", "full_attention"],
+    "gemma4": ["sliding_attention", "full_attention"],
+    "gemma4_text": ["sliding_attention", "full_attention"],
+    "lfm2_moe biases": ["conv", "conv", "full_attention"],
+}
+
+
+_SAMPLE = "qwen3_5_moe", "lfm2_moe biases"  # two kinds of mixers, and a model within another
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in _SAMPLE else pytest.param(family, marks=pytest.mark.thorough) for family in HYBRIDS]
+)
+def test_a_hybrid_is_measured_by_whole_periods(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = HYBRIDS[family]
+    layers = {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}
+    monkeypatch.setitem(families.MODELS, family, families.MODELS[family] | layers)
+    pack = tmp_path / "pack"
+    make_pack(families.make(family, tmp_path / "source"), pack, PackSpec())
+    # By themselves gpt-oss's layers are of one kind: a window takes nothing away from so short a prompt.
+    assert from_pack(pack, "cpu", "A text.").fewest == (1 if family == "gpt_oss" else len(kinds))
+    bench = "prefill" if family == "qwen3_5_moe" else "decode"
+    ran = run_cli("bench", bench, str(pack), "--device", "cpu", "-p", "Balanced", "--tokens", "9", *ONCE)
+    assert (ran.code, ran.err) == (0, ""), ran
+    assert "one layer by" in ran.out or "was lost in noise" in ran.out
+    text = tmp_path / "text.txt"
+    text.write_text("Whole periods of layers. " * 4)
+    monkeypatch.setattr(text_windows, "WINDOW", 64)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
+    ran = run_cli("eval", str(pack), "-p", "Balanced", "--tokens", "64", "--text", str(text), "--json")
+    assert ran.code == 0 and json.loads(ran.out.splitlines()[-1])["presets"][0]["kl_mean"] >= 0, ran
+
+
+def test_transfer_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ran = run_cli("bench", "transfer", "--quick", *ONCE)
+    assert ran.code == 0 and "were not measured: " in ran.out and "memcpy" in ran.out
+
+
+DECODE = "decode --device cpu"
+BAD = [
+    ("kernels --device cpu --threads 0", "threads"),
+    ("kernels --device cpu --runs 0", "runs"),
+    ("kernels --device tpu", "tpu"),
+    (f"{DECODE} nonesuch", "no model 'nonesuch'"),
+    (f"{DECODE} --synthetic nonesuch", "no synthetic model"),
+    (f"{DECODE} --synthetic tiny --layers 0", "0 layers"),
+    (f"{DECODE} --synthetic tiny --dense 3", "dense cannot be 3 bit"),
+    (f"{DECODE} demo --synthetic tiny", "Leave out demo"),
+    (f"{DECODE} --layers 2", "--layers is for a synthetic model"),
+    (f"{DECODE} --dense 4", "--synthetic"),
+    (f"{DECODE} --preset nonesuch", "no preset"),
+    (f"{DECODE} --preset exact", "cannot run Exact"),
+    (f"{DECODE} --sparsity 140%", "not a share"),
+    (f"{DECODE} --tokens 100000", "leaves no room"),
+    (f"{DECODE} --threads 9999", "9999 threads"),
+    (f"{DECODE} --peer /nonesuch/python", "cannot be run"),
+    (f"{DECODE} --peer {sys.executable}", "cannot run llama.cpp"),
+    ("share demo --prompt 100000", "do not fit the window"),
+    ("share demo --preset Fast --sparsity 50%", "exclude each other"),
+    ("share demo --preset Best", "as published: FloE 80 %"),
+    ("share demo --vram much", "much"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD)
+def test_bad_options_are_usage_errors(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert words in explained(run_cli("bench", *options.split()), 2)
+
+
+def test_a_model_without_a_peer_of_its_widths_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "version_of", str)
+    monkeypatch.setitem(synthetic.MODELS, "odd", described(TINY | {"hidden_size": 272}).sizes)
+    told = explained(run_cli("bench", "decode", "--synthetic", "odd", "--device", "cpu", "--peer", "python"), 2)
+    assert "no llama.cpp model" in told
+
+
+SHARE = ("--prompt", "24", "--tokens", "8", "--answers", "2")
+
+
+def test_a_run_to_post_names_no_person_and_no_private_model(tiny_pack: Path, tmp_path: Path) -> None:
+    """Where the pack lies, what it is called and what was packed stay here."""
+    folder = Path(shutil.copytree(tiny_pack, tmp_path / "Alices diary"))
+    edit_json(folder / "manifest.json", lambda fields: fields.update(name="Alices diary"))
+    ran = run_cli("bench", "share", str(folder), "--device", "cpu", *SHARE, "-p", "floe80")
+    assert (ran.code, ran.err) == (0, "")
+    found: dict[str, Any] = json.loads(ran.out)
+    manifest = Manifest.read(folder)
+    here = (str(tmp_path), str(Path.home()), platform.node() or "-none")
+    for private in ("Alice", "diary", manifest.source.name, *here):
+        assert private not in ran.out, private
+    assert found["model"]["name"] is None
+    assert found["model"]["architecture"] == dataclasses.asdict(manifest.architecture)
+    assert found["preset"]["name"] == "FloE 80 %" and "its weights are up 2" in found["preset"]["note"]
+    assert len(found["figures"]["tokens_s_of_each"]) == 2 and found["run"]["prompt_tokens"] == 24
+    low, high = sorted(found["figures"]["tokens_s_of_each"])
+    assert low <= found["figures"]["tokens_s"] <= high and 0 < found["figures"]["active_neurons"] < 1
+    assert found["rows"] is None and not found["simulated"]
+    assert len(ran.out) < 4000
+
+
+def test_a_run_to_post_on_a_simulated_card_says_so_and_its_rows_add_up() -> None:
+    card = ("--device", "sim:rtx3060-12gb", "--vram", "10mb")
+    ran = run_cli("bench", "share", "demo", *card, *SHARE, "--sparsity", "50%")
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    assert found["simulated"] and found["model"]["name"] == "demo" and found["run"]["vram_limit"] == 10 << 20
+    assert (found["preset"]["name"], found["preset"]["rule"]["sparsity"]) == (CUSTOM, 0.5)
+    parts = [found["rows"][name] for name in ("ready", "coming", "copied", "on_cpu", "left_out", "in_place")]
+    assert sum(parts) == pytest.approx(1, abs=1e-5)

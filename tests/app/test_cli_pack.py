@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 
-from ..helpers import edit_json, explained, run_cli
+from ..helpers import edit_json, explained, make_checkpoint, run_cli
 
 
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -23,17 +23,20 @@ def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert manifest.name == "mine" and manifest.source.name == tiny_checkpoint.name
     asked = run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3", "--json")
     assert asked.code == 0 and json.loads(asked.out)["model"] == "mine"
+    told = explained(run_cli("ask", "hi", "-m", str(packed), "-p", "exact"), 2)
+    assert "attention 4 bits" in told and "--dense 16" in told
 
 
-def test_what_is_too_little_to_calibrate_on_is_rounded_by_hqq(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_too_little_to_calibrate_on_is_rounded_by_hqq(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1, experts=2)
     text = tmp_path / "short.txt"
     text.write_text("A short text.")
-    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "p"), "--text", str(text), "--dense", "16")
+    arguments = ("pack", str(source), str(tmp_path / "p"), "--text", str(text), "--dense", "16")
     told = explained(run_cli(*arguments, "--rounding", "calibrated"), 2)
     assert "too short to calibrate" in told and not (tmp_path / "p").exists()
     ran = run_cli(*arguments, "--signal", "up", "--up", "2", "--rows", "16")
     assert ran.code == 0 and "13 tokens" in ran.err and "rounded by HQQ" in ran.err and "16 bits by HQQ" in ran.err
-    asked_for = ("pack", str(tiny_checkpoint), str(tmp_path / "q"), "--dense", "16", "--rounding", "hqq")
+    asked_for = ("pack", str(source), str(tmp_path / "q"), "--dense", "16", "--rounding", "hqq")
     assert run_cli(*asked_for, "--signal", "up", "--up", "2", "--rows", "16", "--name", "p").code == 0
     one, other = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()} for name in "pq"
@@ -41,78 +44,32 @@ def test_what_is_too_little_to_calibrate_on_is_rounded_by_hqq(tiny_checkpoint: P
     assert one == other
 
 
-def test_both_roundings_of_a_model_are_compared_with_its_source(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    lost: dict[str, float] = {}
-    for rounding in ("calibrated", "hqq"):
-        pack = str(tmp_path / rounding)
-        widths = ("--up", "2", "--rows", "2", "--dense", "16", "--rounding", rounding)
-        assert run_cli("pack", str(tiny_checkpoint), pack, *widths).code == 0
-        ran = run_cli("eval", pack, "--source", str(tiny_checkpoint), "-p", "no sparsity", "--tokens", "512", "--json")
-        fields = json.loads(ran.out)
-        assert (rounding == "hqq") == fields["widths"].endswith("by HQQ")
-        lost[rounding] = fields["presets"][0]["kl_mean"]
-    assert 0 < lost["calibrated"] < lost["hqq"]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda source: [path.unlink() for path in source.iterdir()],
+    "dense model": lambda source: edit_json(source / "config.json", lambda fields: fields.update(model_type="llama")),
+    "pickle": lambda source: [path.rename(path.with_suffix(".bin")) for path in source.glob("*.safetensors")],
+    "damaged shard": lambda source: os.truncate(min(source.glob("*.safetensors")), 100),
+    "no tokenizer": lambda source: (source / "tokenizer.json").unlink(),
+}
 
 
-def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(tiny_pack: Path) -> None:
-    told = explained(run_cli("ask", "hi", "-m", str(tiny_pack), "-p", "exact"), 2)
-    assert "attention 4 bits" in told and "--dense 16" in told
-
-
-@pytest.fixture
-def source(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
-
-
-def _drop_architecture(fields: dict[str, Any]) -> None:
-    fields["model_type"] = "llama"
-
-
-@pytest.mark.parametrize(
-    "kind", ["missing", "empty", "dense-model", "pickle", "damaged-shard", "no-tokenizer", "a-pack"]
-)
-def test_checkpoints_that_cannot_be_packed_are_explained(
-    source: Path, tiny_pack: Path, tmp_path: Path, kind: str
-) -> None:
-    shard = min(source.glob("*.safetensors"))
-    given = source
-    match kind:
-        case "missing":
-            given = tmp_path / "missing"
-        case "empty":
-            given = tmp_path / "empty"
-            given.mkdir()
-        case "dense-model":
-            edit_json(source / "config.json", _drop_architecture)
-        case "pickle":
-            for path in source.glob("*.safetensors"):
-                path.rename(path.with_suffix(".bin"))
-        case "damaged-shard":
-            os.truncate(shard, 100)
-        case "no-tokenizer":
-            (source / "tokenizer.json").unlink()
-        case _:
-            given = tiny_pack
-    code = 2 if kind in ("missing", "empty") else 1  # nothing is there: a wrong name
-    explained(run_cli("pack", str(given), str(tmp_path / "out")), code)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_checkpoints_that_cannot_be_packed_are_explained(tiny_checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    DAMAGES[kind](source)
+    # Nothing is there: a wrong name.
+    explained(run_cli("pack", str(source), str(tmp_path / "out")), 2 if kind == "empty" else 1)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--rounding", "gptq"],
-        ["--up", "5"],
-        ["--rows", "1"],
-        ["--dense", "3"],
-        ["--dense", "x"],
-        ["--up", "two"],
-        ["--nonesuch"],
-    ],
-    ids=" ".join,
-)
-def test_bad_options_of_pack_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:
-    explained(run_cli("pack", str(tiny_checkpoint), str(tmp_path / "out"), *options), 2)
+def test_bad_options_of_pack_are_usage_errors(tiny_checkpoint: Path, tiny_pack: Path, tmp_path: Path) -> None:
+    for options in ("--rounding gptq", "--up 5", "--rows 1", "--dense 3"):
+        explained(run_cli("pack", str(tiny_checkpoint), str(tmp_path / "out"), *options.split()), 2)
+    for name in ("\x1b[31m", " ", "a\nb"):
+        arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), "--name", name)
+        assert "cannot be called" in explained(run_cli(*arguments), 2)
+    explained(run_cli("pack", str(tiny_pack), str(tmp_path / "out")), 1)
+    explained(run_cli("pack", str(tmp_path / "missing"), str(tmp_path / "out")), 2)
     assert not (tmp_path / "out").exists()
 
 
@@ -125,17 +82,8 @@ def test_a_folder_of_somebody_elses_is_left_alone(tiny_checkpoint: Path, tmp_pat
 def test_an_interrupted_pack_can_be_repeated_and_runs_exact_under_its_own_name(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (
-        "pack",
-        str(tiny_checkpoint),
-        str(tmp_path / "out"),
-        "--up",
-        "16",
-        "--rows",
-        "16",
-        "--name",
-        "Own Name",
-    )
+    widths = ("--up", "16", "--rows", "16", "--name", "Own Name")
+    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), *widths)
 
     def interrupt(_manifest: Manifest, _folder: Path) -> None:
         raise KeyboardInterrupt
@@ -146,17 +94,9 @@ def test_an_interrupted_pack_can_be_repeated_and_runs_exact_under_its_own_name(
     assert ran.code == 130 and "interrupted" in ran.err and "Traceback" not in ran.err
     assert "incomplete" in explained(run_cli("ask", "hi", "-m", str(tmp_path / "out")), 1)
     assert run_cli(*arguments).code == 0
-    asked = run_cli(
-        "ask", "hi", "-m", str(tmp_path / "out"), "-p", "exact", "--max-tokens", "3", "--seed", "1", "--json"
-    )
-    fields = json.loads(asked.out)
+    asked = ("ask", "hi", "-m", str(tmp_path / "out"), "-p", "exact", "--max-tokens", "3", "--seed", "1", "--json")
+    fields = json.loads(run_cli(*asked).out)
     assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
-
-
-@pytest.mark.parametrize("name", ["\x1b[31m", " ", "a\nb"])
-def test_a_name_that_cannot_be_shown_is_refused(source: Path, tmp_path: Path, name: str) -> None:
-    assert "cannot be called" in explained(run_cli("pack", str(source), str(tmp_path / "out"), "--name", name), 2)
-    assert not (tmp_path / "out").exists()
 
 
 # `floe-chat transform`: a checkpoint of finer experts that packs and answers, and what it says when it cannot
@@ -172,16 +112,6 @@ def test_transform_then_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> 
     assert asked.code == 0 and json.loads(asked.out)["model"] == "packed"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--parts", "3"], ["--parts", "2", "--order", "size"], ["--parts", "2", "--text", "x.txt"]],
-    ids=" ".join,
-)
-def test_bad_options_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:
-    explained(run_cli("transform", str(tiny_checkpoint), str(tmp_path / "out"), *options), 2)
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_cannot_be_transformed_is_explained(tiny_checkpoint: Path, tiny_pack: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for source, code in ((tmp_path / "missing", 2), (tmp_path / "model.gguf", 2), (tiny_pack, 1)):
@@ -189,5 +119,7 @@ def test_what_cannot_be_transformed_is_explained(tiny_checkpoint: Path, tiny_pac
             command = ("transform", str(source), str(tmp_path / "out"), "--parts", "2", "--order", order)
             explained(run_cli(*command), code)
     same = str(tiny_checkpoint)
+    for options in ("", "--parts 3", "--parts 2 --order size", "--parts 2 --text x.txt"):
+        explained(run_cli("transform", same, str(tmp_path / "out"), *options.split()), 2)
     assert "into its source" in explained(run_cli("transform", same, same, "--parts", "2"), 2)
     assert not (tmp_path / "out").exists()

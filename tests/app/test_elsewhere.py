@@ -71,10 +71,6 @@ def ollama(file: Path, folder: Path, name: str = "tiny-moe", tag: str = "instruc
     return blob
 
 
-def test_nothing_is_found_where_nothing_is(home: Path, files: dict[str, Path]) -> None:
-    assert elsewhere.folders() == [] and elsewhere.programs() == "" and elsewhere.copies(entry(files)) == []
-
-
 def test_copies_are_found_in_all_folders_the_most_exact_first(home: Path, files: dict[str, Path]) -> None:
     studio = put(files["F16"], home / ".lmstudio" / "models" / "somebody" / "tiny-moe-GGUF")
     blob = ollama(files["Q4_0"], home / ".ollama" / "models")
@@ -122,25 +118,14 @@ def test_of_models_of_the_same_sizes_the_name_decides(
     assert [one.entry.name for one in elsewhere.copies(thinking)] == ["tiny-moe-thinking"]
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"layers": 3}',
-        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../etc/passwd"}]}',
-        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": 7}]}',
-        "[" * 100_000,
-    ],
-)
-def test_manifests_of_a_stranger_lead_nowhere(home: Path, files: dict[str, Path], manifest: str) -> None:
+def test_what_is_no_model_is_passed_over(home: Path, files: dict[str, Path]) -> None:
+    assert elsewhere.folders() == [] and elsewhere.programs() == "" and elsewhere.copies(entry(files)) == []
     ollama(files["F16"], home / ".ollama" / "models")
-    (home / ".ollama/models/manifests/registry.ollama.ai/library/tiny-moe/instruct").write_text(manifest)
-    assert elsewhere.copies() == []
-
-
-def test_files_that_are_no_models_are_passed_over(home: Path, files: dict[str, Path]) -> None:
+    layer = '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": %s}]}'
+    strange = ("", "[]", "{}", '{"layers": 3}', layer % '"sha256:../../../etc/passwd"', layer % "7", "[" * 100_000)
+    for manifest in strange:
+        (home / ".ollama/models/manifests/registry.ollama.ai/library/tiny-moe/instruct").write_text(manifest)
+        assert elsewhere.copies() == [], manifest[:60]
     folder = home / ".lmstudio" / "models"
     put(files["F16"], folder).write_bytes(b"GGUF" + bytes(200))
     (folder / "notes.txt").write_text("hello")
@@ -179,20 +164,17 @@ def test_it_is_packed_if_the_user_agrees(copy: Path, published: Path, hub: FakeH
     assert copy.is_file() and not [one for one in hub.requests if "safetensors" in str(one)]
 
 
-@pytest.mark.parametrize("answers", ["n\ny\n", "y\n\ny\n"], ids=["no look", "as a rule not"])
-def test_it_is_left_alone_if_the_user_does_not(copy: Path, published: Path, hub: FakeHub, answers: str) -> None:
-    done = run_cli("setup", REPO, "--name", "tiny", *BITS, stdin=answers.encode(), terminal=True)
-    assert done.code == 0, done.err
-    assert ("of LM Studio: " in done.err) == answers.startswith("y")
+def test_it_is_left_alone_if_the_user_does_not(
+    copy: Path, published: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_cli("setup", REPO, "--name", "tiny", *BITS, stdin=b"y\n\ny\n", terminal=True)
+    assert done.code == 0 and "of LM Studio: " in done.err, done.err
     assert Manifest.read(catalog.models_folder() / "tiny").source.rounding == ""
-
-
-def test_nobody_looks_unasked(copy: Path, published: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def looked(_entry: object = None) -> None:
-        pytest.fail("looked")
-
-    monkeypatch.setattr("floe_chat.app.setup.elsewhere.copies", looked)
-    done = run_cli("setup", REPO, "--name", "tiny", *BITS, "--yes")
+    # Nobody looks without a yes, nor unasked.
+    monkeypatch.setattr("floe_chat.app.setup.elsewhere.copies", lambda _entry=None: pytest.fail("looked"))  # pyright: ignore
+    done = run_cli("setup", REPO, "--name", "no", *BITS, stdin=b"n\nn\n", terminal=True)
+    assert "of LM Studio: " not in done.err
+    done = run_cli("setup", REPO, "--name", "unasked", *BITS, "--yes")
     assert done.code == 0 and "LM Studio" not in done.err
 
 

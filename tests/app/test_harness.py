@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import shutil
+import string
 import subprocess
 import sys
 import threading
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-import torch
+from floe_chat.engine.loader import load
+from floe_chat.models.errors import FloeError, UsageError
 
-from ..helpers import Ran, edit_json, edit_tensors, explained, reseal, run_cli
+from ..helpers import Ran, edit_json, explained, reseal, run_cli
 
 if TYPE_CHECKING:
+    from floe_chat.app.cli.harness.harness_model import PackLM
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
 TEXT = "A crane stood with its arm raised against a grey sky – and nobody came. "
@@ -50,14 +54,7 @@ ROLLING = {
     "doc_to_target": "{{text}}",
     "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
 }
-DIALLED = (
-    ("--sparsity", "70%"),
-    ("--sparsity", "70%", "--lenient"),
-    ("--product", "80%"),
-    ("--drop", "90%"),
-    ("--major", "90%"),
-    ("--alpha", "90%"),
-)
+DIALLED = ("--sparsity 70%", "--sparsity 70% --lenient", "--product 80%", "--drop 90%", "--major 90%", "--alpha 90%")
 QUESTIONS = [
     {"question": f"What is {n}?", "choices": ["a router", "an expert of the layer", "nothing"], "answer": n % 3}
     for n in range(9)
@@ -168,7 +165,7 @@ def test_every_dial_of_eval_is_measured(tiny_pack: Path, tasks: Path) -> None:
     plain = measured("-p", "no sparsity", "-p", "floe80", "--sparsity", "0")
     assert list(plain) == ["No sparsity", "FloE 80 %", "Custom"]
     assert plain["Custom"] == pytest.approx(plain["No sparsity"], rel=1e-5) and plain["FloE 80 %"] != plain["Custom"]
-    others = [measured(*options)["Custom"] for options in DIALLED]
+    others = [measured(*options.split())["Custom"] for options in DIALLED]
     assert len({*others, plain["Custom"]}) == len(DIALLED) + 1, "each dial changes something"
     stored = {bits: measured("-p", "no sparsity", "--kv-bits", bits)["No sparsity"] for bits in ("16", "8")}
     assert stored["16"] == pytest.approx(plain["No sparsity"], rel=1e-3)
@@ -203,26 +200,18 @@ def test_groups_and_names_that_mean_nothing(
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "part"),
+    ("options", "part"),
     [
-        ([], 2, "--tasks"),
-        (["--tasks", ","], 2, "no task to run"),
-        (["--tasks", "tiny_choice", "--preset", "Best"], 2, "Balanced"),
-        (["--tasks", "tiny_choice", "--preset", "Exact"], 2, "--dense 16"),
-        (["--tasks", "tiny_choice", "--limit", "0"], 2, "--limit"),
-        (["--tasks", "tiny_choice", "--device", "abacus"], 2, "--device cpu"),
-        (["--tasks", "tiny_choice", "--tasks-folder", "nonesuch"], 2, "no folder nonesuch"),
-        (["--tasks", "tiny_choice", "--sparsity", "170%"], 2, "not a share"),
-        (["--tasks", "tiny_choice", "--alpha", "30%", "--kv-bits", "8"], 2, "cannot be measured together"),
+        ("", "--tasks"),
+        ("--tasks ,", "no task to run"),
+        ("--tasks tiny_choice --preset Best", "Balanced"),
+        ("--tasks tiny_choice --limit 0", "--limit"),
+        ("--tasks tiny_choice --tasks-folder nonesuch", "no folder nonesuch"),
+        ("--tasks tiny_choice --alpha 30% --kv-bits 8", "cannot be measured together"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_options_are_explained(tiny_pack: Path, tasks: Path, options: list[str], code: int, part: str) -> None:
-    assert part in explained(run_harness(tiny_pack, tasks, *options), code)
-
-
-def test_a_model_that_does_not_exist(tasks: Path) -> None:
-    assert "nonesuch" in explained(run_harness("nonesuch", tasks, "--tasks", "tiny_choice"), 2)
+def test_bad_options_are_explained(tiny_pack: Path, tasks: Path, options: str, part: str) -> None:
+    assert part in explained(run_harness(tiny_pack, tasks, *options.split()), 2)
 
 
 def test_a_papers_table_about_tasks_answers_them_by_its_rules(tiny_pack: Path, tasks: Path, tmp_path: Path) -> None:
@@ -259,35 +248,18 @@ def test_a_base_model_has_no_chat_template(tiny_pack: Path, tasks: Path, tmp_pat
     assert "Leave out --chat" in explained(run_harness(pack, tasks, "--tasks", "tiny_choice", "--chat"), 2)
 
 
-def test_a_pack_that_computes_nonsense_is_named(tiny_pack: Path, tasks: Path, tmp_path: Path) -> None:
-    pack = Path(shutil.copytree(tiny_pack, tmp_path / "pack"))
-    edit_tensors(
-        pack, lambda name, tensor: torch.full_like(tensor, torch.nan) if name == "model.norm.weight" else tensor
-    )
-    reseal(pack)
-    told = explained(run_harness(pack, tasks, "--tasks", "tiny_choice"), 1)
-    assert "model.norm.weight" in told and "floe-chat verify" in told, told
-
-
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         ({"dataset_kwargs": {"data_files": {"test": "nonesuch.jsonl"}}}, "nonesuch.jsonl"),
         ({"doc_to_text": "{{"}, "Template"),
-        ({"nonesuch": 1}, "nonesuch"),
         ({"dataset_path": "floe/nonesuch", "dataset_kwargs": {}}, "Add --download"),
     ],
-    ids=["no data", "template", "field", "data on the Hub"],
+    ids=["no data", "template", "data on the Hub"],
 )
 def test_tasks_that_cannot_be_run(tiny_pack: Path, tmp_path: Path, change: dict[str, Any], part: str) -> None:
     write_task(tmp_path, "tiny_bad", CHOICE | change, QUESTIONS)
     assert part in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_bad"), 1)
-
-
-def test_data_that_is_not_json(tiny_pack: Path, tmp_path: Path) -> None:
-    write_task(tmp_path, "tiny_bad", CHOICE, QUESTIONS)
-    (tmp_path / "tiny_bad.jsonl").write_text("\x00")
-    assert "The tasks cannot be loaded" in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_bad"), 1)
 
 
 SCORING = """
@@ -305,22 +277,12 @@ def test_a_task_may_not_reach_the_network_by_itself(tiny_pack: Path, tmp_path: P
     assert "needs the network" in told and "Add --download" in told
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"unsafe_code": True}, "code that the model writes"),
-        (
-            {"metric_list": [{"metric": "floe/nonesuch", "hf_evaluate": True, "aggregation": "mean"}]},
-            "floe/nonesuch, code",
-        ),
-    ],
-    ids=["the model's", "the Hub's"],
-)
-def test_tasks_that_run_programs_are_refused(
-    tiny_pack: Path, tmp_path: Path, change: dict[str, Any], part: str
-) -> None:
-    write_task(tmp_path, "tiny_unsafe", ANSWER | change, QUESTIONS)
-    assert part in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_unsafe"), 2)
+def test_tasks_that_run_programs_are_refused(tiny_pack: Path, tmp_path: Path) -> None:
+    metrics = [{"metric": "floe/nonesuch", "hf_evaluate": True, "aggregation": "mean"}]
+    own = "code that the model writes", {"unsafe_code": True}
+    for part, change in (own, ("floe/nonesuch, code", {"metric_list": metrics})):
+        write_task(tmp_path, "tiny_unsafe", ANSWER | change, QUESTIONS)
+        assert part in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_unsafe"), 2)
 
 
 def test_a_library_that_would_run_programs_is_too_old(
@@ -399,3 +361,125 @@ def test_data_is_fetched_only_when_the_person_allows_it_and_kept(
     assert all("/floe/tiny" in path for path in Hub.asked), f"it asked for something else too: {Hub.asked}"
     again = run_harness(tiny_pack, tmp_path, "--tasks", "tiny_far", "--json")
     assert again == ran
+
+
+# The class that the harness calls, beside the harness's own for transformers models
+
+
+@pytest.fixture(scope="module", params=["plain", "start token"])
+def both(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, exact_pack: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PackLM, HFLM]:
+    """The pack without rounding through our class, the checkpoint through theirs; with both kinds of tokenizer."""
+
+    from floe_chat.app.cli.harness.harness_model import PackLM, read_tokenizer
+
+    checkpoint, pack = tiny_checkpoint, exact_pack
+    if request.param == "start token":
+        base = tmp_path_factory.mktemp("start")
+        checkpoint = Path(shutil.copytree(tiny_checkpoint, base / "checkpoint"))
+        pack = Path(shutil.copytree(exact_pack, base / "pack"))
+        start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        processor = {
+            "type": "TemplateProcessing",
+            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        }
+        for folder in (checkpoint, pack):
+            edit_json(folder / "tokenizer.json", lambda fields: fields.update(post_processor=processor))
+        reseal(pack)
+    theirs = by_transformers(checkpoint)
+    loaded, _ = load(pack, "Exact", "cpu", lambda _step, _share: None, library=True)
+    ours = PackLM(loaded, *read_tokenizer(pack), told=lambda _step: None)
+    assert ours.tok_encode("A")[:1] == ([1] if request.param == "start token" else ours.tok_encode("A"))
+    return ours, theirs
+
+
+def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, args, 0, ("task", index, 1)) for index, args in enumerate(arguments)]
+
+
+@pytest.mark.parametrize("chunk", [1024, 100], ids=["one pass", "several passes"])
+def test_likelihoods_are_those_of_transformers(
+    both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from floe_chat.app.cli.harness import harness_model
+
+    ours, theirs = both
+    monkeypatch.setattr(harness_model, "CHUNK", chunk)
+    wanted = requests(
+        "loglikelihood",
+        *((TEXT[:length], char) for length in range(2, 14) for char in string.ascii_letters + string.punctuation),
+        ("Spaces go to the right  ", "side"),
+        ("", TEXT),
+        ("", "<s>again"),
+        ("<s>[INST] Hi [/INST]", "Hello"),
+        ("Grüße – 你", "好"),
+        (LONG, "the end"),
+        ("the beginning", LONG[:490]),
+        ("\n", "after nothing"),
+    )
+    *found, after_nothing = ours.loglikelihood(wanted)
+    expected = theirs.loglikelihood(wanted[:-1])
+    for request, got, right in zip(wanted, found, expected, strict=False):
+        assert got[0] == pytest.approx(right[0], abs=1e-4, rel=1e-6), request.args
+        assert got[1] == right[1], request.args
+    assert {greedy for _, greedy in found} == {True, False}
+    assert after_nothing[0] < 0, "theirs stops at a context that is all white space"
+
+
+@pytest.mark.parametrize("chunk", [1024, 100], ids=["one pass", "several passes"])
+def test_texts_longer_than_the_window_are_read_as_transformers_does(
+    both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from floe_chat.app.cli.harness import harness_model
+
+    ours, theirs = both
+    monkeypatch.setattr(harness_model, "CHUNK", chunk)
+    wanted = requests("loglikelihood_rolling", (LONG,), (TEXT,), ("",), (LONG[:512],))
+    found, expected = ours.loglikelihood_rolling(wanted), theirs.loglikelihood_rolling(wanted)
+    assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)  # sums of up to 1480 terms
+
+
+def test_answers_are_those_of_transformers(both: tuple[PackLM, HFLM]) -> None:
+    ours, theirs = both
+    wanted = requests(
+        "generate_until",
+        (TEXT, {"until": ["e", "\n"], "max_gen_toks": 40}),
+        (TEXT, {"until": [], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}),
+        ("<s>Hi", {"until": ["</s>"], "max_new_tokens": 6}),
+        (LONG, {"until": "no such text", "max_gen_toks": 6}),
+    )
+    found = ours.generate_until(wanted)
+    assert found == theirs.generate_until(wanted) and any(found)
+
+
+def test_conversations_are_written_as_transformers_does(both: tuple[PackLM, HFLM]) -> None:
+    ours, theirs = both
+    asked = [{"role": "user", "content": "Hi"}]
+    assert ours.apply_chat_template(asked) == theirs.apply_chat_template(asked)
+    begun = [*asked, {"role": "assistant", "content": "I"}]
+    assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
+    with pytest.raises(UsageError, match="refuses"):
+        ours.apply_chat_template([{"role": "critic", "content": "Hm"}])
+
+
+def test_drawn_answers_repeat_with_the_run_and_differ_within_it(both: tuple[PackLM, HFLM]) -> None:
+    wanted = requests("generate_until", *[(TEXT, {"until": [], "max_gen_toks": 8, "do_sample": True})] * 2)
+    first = both[0].generate_until(wanted)
+    assert first == both[0].generate_until(wanted) and first[0] != first[1]
+
+
+def test_what_does_not_fit_the_window_is_refused(both: tuple[PackLM, HFLM]) -> None:
+    ours, _ = both
+    with pytest.raises(FloeError, match="likelihood of 513 tokens"):
+        ours.loglikelihood(requests("loglikelihood", ("<s>", "x" * 513)))
+    with pytest.raises(FloeError, match="likelihood of 0 tokens"):
+        ours.loglikelihood(requests("loglikelihood", ("A", "")))
+    with pytest.raises(FloeError, match="answers of 512 tokens"):
+        ours.generate_until(requests("generate_until", ("A", {"until": [], "max_gen_toks": 512})))
+    with pytest.raises(FloeError, match="num_beams"):
+        ours.generate_until(requests("generate_until", ("A", {"until": [], "num_beams": 4})))

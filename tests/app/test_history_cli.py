@@ -55,20 +55,11 @@ def test_the_list_is_newest_first_in_columns(filled: Path) -> None:
     assert lines[0].endswith("Empty conversation")
     shorter = history("list", "-n", 1)
     assert len(shorter.out.splitlines()) == 1 and "--limit" in shorter.err
-
-
-def test_the_list_as_json_has_one_object_per_line(filled: Path) -> None:
     rows = [json.loads(line) for line in history("list", "--json").out.splitlines()]
-    assert [row["number"] for row in rows] == [3, 2, 1]
-    assert rows[2] == {
-        "number": 1,
-        "title": "What is an expert?",
-        "model": "demo",
-        "messages": 2,
-        "created": "1970-01-01T00:00:01.000Z",
-        "updated": "1970-01-01T00:00:01.000Z",
-    }
-    assert rows[1]["title"] == f"Title {EVIL}\nsecond line"
+    assert [row["number"] for row in rows] == [3, 2, 1] and rows[1]["title"] == f"Title {EVIL}\nsecond line"
+    began = "1970-01-01T00:00:01.000Z"
+    row = {"number": 1, "title": "What is an expert?", "model": "demo", "messages": 2}
+    assert rows[2] == row | {"created": began, "updated": began}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +138,8 @@ def test_export_to_a_dash_is_stdout_and_to_nothing_is_refused(
     assert history("export", 1, "-o", "-").out == history("export", 1).out != ""
     assert "empty" in explained(history("export", 1, "-o", ""), 2)
     assert not list(tmp_path.iterdir())
+    assert history("export").code == 2 and history("export", 1, "--all").code == 2
+    assert "no chat 77" in explained(history("export", 1, 77), 2).lower()
 
 
 def test_an_endless_title_is_cut(filled: Path) -> None:
@@ -194,11 +187,6 @@ def test_an_export_by_force_is_private_and_follows_a_link(filled: Path, tmp_path
     assert link.is_symlink() and there.read_text().startswith("# What is an expert?")
     assert stat.S_IMODE(there.stat().st_mode) == 0o600
     assert history("export", 1, "-o", os.devnull, "--force").code == 0 and not Path(os.devnull).is_file()
-
-
-def test_export_wants_numbers_or_all(filled: Path) -> None:
-    assert history("export").code == 2 and history("export", 1, "--all").code == 2
-    assert "no chat 77" in explained(history("export", 1, 77), 2).lower()
 
 
 def test_values_that_were_kept_and_that_no_import_takes_are_left_out_and_told(filled: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import TextDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.chat.chat import ChatScreen
@@ -16,7 +15,6 @@ from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.common.stable_text import Ground
 from floe_chat.app.widgets.panel.panel import PerformancePanel
-from floe_chat.models import catalog
 from rich.cells import cell_len
 from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region
@@ -27,12 +25,10 @@ from textual.widget import Widget
 from .made_up import progress, running
 from .scripted import (
     ScriptedClient,
-    app_for,
     ask,
     chatting,
     exchange,
     finish,
-    order,
     ready,
     screen_text,
     stats,
@@ -40,7 +36,7 @@ from .scripted import (
     until,
     write,
 )
-from .wizardry import lines, shown
+from .wizardry import lines
 
 
 def timers(pilot: Pilot[int]) -> list[str]:
@@ -91,18 +87,6 @@ async def test_nothing_runs_while_nothing_happens(tmp_path: Path) -> None:
         client.say(*[stats(request)] * 3)
         await until(pilot, lambda: client.looks == looks + 1)
     history.close()
-
-
-async def test_the_engine_wakes_the_screen() -> None:
-    client = ChatClient(catalog.find(catalog.DEMO))
-    try:
-        async with app_for(client).run_test(size=(140, 40)) as pilot:
-            await until(pilot, lambda: status(pilot).state == "ready", 120)
-            await order(pilot, "What is an expert?")
-            await until(pilot, lambda: "end of turn" in shown(pilot), 120)
-            await until(pilot, lambda: not timers(pilot))
-    finally:
-        client.close()
 
 
 async def test_only_a_setup_that_moves_is_watched() -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.setup.leftovers import clear, leftovers
 from floe_chat.app.setup.setups import Setups, first_run, remove
-from floe_chat.app.setup.wish import wish
+from floe_chat.app.setup.wish import Wish, unfinished, wish, write_note
 from floe_chat.app.text import units
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError
 from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.workplace import locked
 from textual.pilot import Pilot
 
+from ..helpers import explained, run_cli
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until
 from .wizardry import REPO, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
@@ -146,15 +150,6 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
     assert PackedModel.open(catalog.find("tiny"))
 
 
-async def test_nothing_essential_is_cut_off(published: Path, hub: FakeHub, setups: Setups, mine: Path) -> None:
-    slowly(hub)
-    setups.start(wish(REPO))
-    async with around(screen(setups, published), (60, 20)) as pilot:
-        await see(pilot, "Installed", "demo", "mine", "Unfinished", "tiny: ", "Disk: ", "Enter", "V checks", "Esc back")
-        await to(pilot, "mine")
-        await see(pilot, "X deletes", "Folder: ", "S stops")
-
-
 def test_the_first_run_is_known(tmp_path: Path, mine: Path) -> None:
     settings = tmp_path / "settings.toml"
     assert not first_run(settings)
@@ -204,16 +199,12 @@ async def test_another_model_is_typed_where_it_is_listed(published: Path, hub: F
         await see(pilot, "Model and bits per weight", "● 3/4/4", "Disk: download")
 
 
-@pytest.mark.parametrize("where", ["wizard", "list"])
-async def test_a_failed_setup_can_be_deleted(published: Path, hub: FakeHub, setups: Setups, where: str) -> None:
+async def test_a_failed_setup_can_be_deleted(hub: FakeHub, setups: Setups) -> None:
     hub.faults.append(Fault("GET /storage/.*model-00002", times=ALWAYS, flip=True))
     failed = setups.start(wish(REPO))
-    page = WizardScreen(setups) if where == "wizard" else screen(setups, published)
-    async with around(page) as pilot:
+    async with around(WizardScreen(setups)) as pilot:
         await until(pilot, lambda: failed.progress().state == "failed", seconds=60)
-        await see(pilot, "X deletes it" if where == "wizard" else "tiny: the setup failed")
-        if where == "list":
-            await to(pilot, "tiny")
+        await see(pilot, "X deletes it")
         await pilot.press("x")
         await see(pilot, "This will be deleted", "Y deletes")
         await pilot.press("y")
@@ -236,3 +227,72 @@ async def test_a_setup_whose_note_cannot_be_used_can_be_deleted(published: Path,
         await pilot.press("y")
         await until(pilot, lambda: not note.exists() and "odd" not in shown(pilot))
     assert other.is_dir()
+
+
+# What failed and abandoned setups left is listed with its size, and deleted by one key or one command
+
+
+def left(name: str, marker: str = "download.lock", size: int = 100_000) -> Path:
+    """A folder as a killed download or pack leaves it."""
+    folder = catalog.models_folder() / name
+    folder.mkdir(parents=True)
+    (folder / marker).write_text("{}")
+    (folder / "layer_00.safetensors.part").write_bytes(bytes(size))
+    return folder
+
+
+def test_what_is_left_and_what_is_not(tiny_pack: Path, tmp_path: Path) -> None:
+    downloads, packed = left("gone.download"), left("gone", "packing.json")
+    for name in ("other", "other.download"):
+        left(name)
+    begun = Wish("floe/other", "other")
+    write_note(begun)
+    shutil.copytree(tiny_pack, catalog.models_folder() / "sound")
+    (catalog.models_folder() / "sound" / "packing.json").write_text("{}")  # being repaired
+    (catalog.models_folder() / "photos.download").mkdir()
+    (catalog.models_folder() / "photos.download" / "sea.jpg").write_bytes(b"sea")
+    shutil.copytree(packed, tmp_path / "elsewhere")
+    (catalog.models_folder() / "linked").symlink_to(tmp_path / "elsewhere")
+    (one,) = leftovers()
+    assert (one.name, one.paths) == ("gone", (packed, downloads)) and one.bytes >= 200_000
+    assert unfinished() == [begun]
+    clear(one)
+    assert leftovers() == [] and not packed.exists() and not downloads.exists()
+    names = {"other", "other.download", "other.setup.json", "sound", "photos.download", "linked"}
+    assert {path.name for path in catalog.models_folder().iterdir()} == names
+
+
+def test_what_is_in_use_stays() -> None:
+    folder = left("busy", "packing.json")
+    with locked(folder / "packing.json", "test"), pytest.raises(TryAgainError, match="is using"):
+        clear(leftovers()[0])
+    assert folder.exists()
+    clear(leftovers()[0])
+    assert not folder.exists()
+
+
+def test_the_commands() -> None:
+    folder = left("gone.download")
+    found = json.loads(run_cli("models", "--json").out)
+    assert [(one["name"], one["paths"]) for one in found["left"]] == [("gone", [str(folder)])]
+    assert found["left"][0]["bytes"] >= 100_000
+    text = run_cli("models").out
+    assert "Left over" in text and "gone" in text and "kB" in text and "did not end" in text
+    assert "--yes" in explained(run_cli("models", "remove", "gone"), 2)
+    assert run_cli("models", "remove", "gone", "--yes").code == 0
+    assert not folder.exists() and "Left over" not in run_cli("models").out
+
+
+async def test_one_key_deletes_it(published: Path, setups: Setups) -> None:
+    folders = left("gone.download"), left("gone", "packing.json")
+    note = catalog.models_folder() / "gone.setup.json"
+    note.write_text("[]")
+    async with around(screen(setups, published)) as pilot:
+        await see(pilot, "Left over by setups")
+        await to(pilot, "gone")
+        await see(pilot, "is ignored", "X deletes it")
+        await pilot.press("x")
+        await see(pilot, "gone, 2", *map(str, (note.name,)), "Y deletes")
+        await pilot.press("y")
+        await until(pilot, lambda: not note.exists() and "Left over" not in shown(pilot))
+    assert not any(folder.exists() for folder in folders)

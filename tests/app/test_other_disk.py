@@ -85,13 +85,10 @@ def test_taken_up_again_once_the_disk_is_there(hub: FakeHub, disk: Path) -> None
     assert lost.trouble is not None and "its disk may not be connected" in lost.trouble
     remove("tiny")
     assert names(catalog.models_folder()) == []
-
-
-def test_given_up_leaves_nothing_there(hub: FakeHub, disk: Path) -> None:
     interrupted(hub, disk)
     (begun,) = unfinished()
     assert begun.taken > 0 and begun.to == str(disk)
-    forget(begun)
+    forget(begun)  # given up: nothing is left there
     assert names(disk) == names(catalog.models_folder()) == [] and unfinished() == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.others import OthersScreen
@@ -18,7 +17,6 @@ from textual.pilot import Pilot
 from .scripted import (
     LOADED,
     ScriptedClient,
-    app_for,
     chatting,
     click,
     composer,
@@ -71,7 +69,7 @@ async def test_three_answers_come_side_by_side_and_one_is_picked(tmp_path: Path)
         await until(pilot, lambda: "3/4" in screen_text(pilot) and texts(pilot)[1].startswith("**bold**"))
 
 
-async def test_one_that_is_being_written_goes_on_in_the_chat(tmp_path: Path) -> None:
+async def test_one_that_is_being_written_goes_on_and_escape_shows_the_answer_before(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
@@ -88,29 +86,23 @@ async def test_one_that_is_being_written_goes_on_in_the_chat(tmp_path: Path) -> 
         await finish(pilot, client, b)
         assert saved(history) == [("first", "complete"), ("beta!", "complete")]
         await see(pilot, "beta!", "2/2", "end of turn")
-
-
-async def test_escape_stops_them_then_shows_the_answer_before(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        await answered(pilot, client)
         a, b, c = await others(pilot, client)
         client.say(TextDelta(a, "alpha"))
         await see(pilot, "1 ● writing")
         await pilot.press("escape")
-        await until(pilot, lambda: client.let_go == [None] and status(pilot).state == "stopping")
+        await until(pilot, lambda: client.let_go[2:] == [None] and status(pilot).state == "stopping")
         end(client, [a, b, c], "cancelled")
         await see(pilot, "1 ● stopped", "2 ● stopped", "3 ● stopped", "It had no text yet")
         await pilot.press("2")
         await see(pilot, "Answer 2 has no text")
         await pilot.press("escape")
-        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "first"])
-        assert saved(history) == [("first", "complete"), ("alpha", "stopped")] and head(history) == "first"
+        await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "beta!"])
+        assert saved(history)[1:] == [("beta!", "complete"), ("alpha", "stopped")] and head(history) == "beta!"
         await pilot.press("ctrl+up", "right")
-        await until(pilot, lambda: texts(pilot) == ["one", "alpha"] and "2/2" in screen_text(pilot))
+        await until(pilot, lambda: texts(pilot) == ["one", "alpha"] and "3/3" in screen_text(pilot))
 
 
-async def test_each_fails_for_itself_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_each_fails_for_itself_and_so_does_picking_in_a_chat_that_is_gone(tmp_path: Path) -> None:
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
@@ -129,6 +121,19 @@ async def test_each_fails_for_itself_and_the_rest_goes_on(tmp_path: Path) -> Non
         await see(pilot, "It does not fit", "1 ● failed", "3 ● failed")
         await pilot.press("escape")
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "alpha"])
+        client.refuse = None
+        requests = await others(pilot, client)
+        client.say(TextDelta(requests[0], "late"))
+        await see(pilot, "late")
+        another = History(tmp_path / "history.db")
+        newest = another.newest()
+        assert newest is not None
+        another.delete(newest.id)
+        another.settle()
+        await pilot.press("1")
+        await until(pilot, lambda: page(pilot) is None and "There is no such chat" in screen_text(pilot))
+        end(client, requests, "cancelled")
+        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
 
 
 async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
@@ -147,78 +152,6 @@ async def test_a_narrow_screen_shows_one_at_a_time(tmp_path: Path) -> None:
         await see(pilot, "▸3", "gamma")
         await click(pilot, opened.query(AnswerTurn).last())
         await until(pilot, lambda: page(pilot) is None and texts(pilot) == ["one", "gamma"])
-
-
-async def test_a_command_from_the_palette_leaves_the_page_first(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        await answered(pilot, client)
-        a, b, c = await others(pilot, client)
-        client.say(TextDelta(a, "alpha"))
-        end(client, [b, c])
-        await see(pilot, "1 ● writing", "2 ● ended")
-        await pilot.press("ctrl+p")
-        await write(pilot, "new chat")
-        await see(pilot, "New chat")
-        await pilot.press("down", "enter")
-        await until(pilot, lambda: len(pilot.app.screen_stack) == 1 and texts(pilot) == [])
-        end(client, [a], "cancelled")
-        await until(pilot, lambda: status(pilot).state == "ready")
-        assert saved(history) == [("first", "complete"), ("alpha", "stopped")]
-
-
-async def test_a_chat_that_another_window_deleted_says_so(tmp_path: Path) -> None:
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        await answered(pilot, client)
-        requests = await others(pilot, client)
-        client.say(TextDelta(requests[0], "alpha"))
-        await see(pilot, "alpha")
-        another = History(tmp_path / "history.db")
-        newest = another.newest()
-        assert newest is not None
-        another.delete(newest.id)
-        another.settle()
-        await pilot.press("1")
-        await until(pilot, lambda: page(pilot) is None and "There is no such chat" in screen_text(pilot))
-        end(client, requests, "cancelled")
-        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
-
-
-async def test_another_model_stops_them(tmp_path: Path) -> None:
-    async with chatting(WIDE) as (client, pilot):
-        await answered(pilot, client)
-        a, b, c = await others(pilot, client)
-        client.say(TextDelta(a, "alpha"))
-        await see(pilot, "alpha")
-        chat = pilot.app.screen_stack[0]
-        chat.controller.model.switch(tmp_path)  # type: ignore[attr-defined]
-        await until(pilot, lambda: client.let_go == [None])
-        end(client, [a, b, c], "cancelled")
-        await until(pilot, lambda: client.opened == [tmp_path])
-        client.say(LOADED)
-        await see(pilot, "1 ● stopped")
-        await pilot.press("1")
-        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
-
-
-async def test_the_engine_answers_three_times(tiny_pack: Path, tmp_path: Path) -> None:
-    client, history = ChatClient(tiny_pack), History(tmp_path / "history.db")
-    app = app_for(client, max_new_tokens=30, history=history)
-    try:
-        async with app.run_test(size=WIDE) as pilot:
-            await until(pilot, lambda: status(pilot).state == "ready")
-            await order(pilot, "one")
-            await until(pilot, lambda: len(texts(pilot)) == 2 and status(pilot).state == "ready")
-            await order(pilot, "/others")
-            await see(pilot, "1 ● ended", "2 ● ended", "3 ● ended")
-            await pilot.press("2")
-            await until(pilot, lambda: page(pilot) is None and "3/4" in screen_text(pilot))
-            answers = saved(history)
-            assert len(answers) == 4 and {state for _, state in answers} == {"complete"}
-            assert texts(pilot) == ["one", answers[2][0]] and head(history) == answers[2][0]
-    finally:
-        client.close()
 
 
 # What tests of answers side by side read and ask for
@@ -275,44 +208,15 @@ def head(history: History) -> str:
     return history.message(newest.head).text
 
 
-# A key that is held asks for three other answers, and nothing is lost where that was an accident
-
-
-async def again(pilot: Pilot[int], client: ScriptedClient) -> None:
-    """A chat whose answer is being written once more, and has two letters of `alpha`."""
-    await answered(pilot, client)
-    await pilot.press("ctrl+t")
-    await until(pilot, lambda: len(client.asked) == 2)
-    client.say(TextDelta(2, "al"))
-    await until(pilot, lambda: texts(pilot) == ["one", "al"])
-
-
-async def test_a_held_key_asks_for_three(tmp_path: Path) -> None:
+async def test_a_second_press_by_accident_loses_nothing_and_a_held_key_asks_for_three(tmp_path: Path) -> None:
+    """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, WIDE, history=history) as pilot:
         await answered(pilot, client)
         await pilot.press("ctrl+t")
-        await until(pilot, lambda: len(client.asked) == 2 and client.began == 2)
-        await pilot.press("ctrl+t", "ctrl+t", "ctrl+t")
-        await until(pilot, lambda: page(pilot) is not None and client.let_go == [None])
-        assert len(client.asked) == 2
-        end(client, [2], "cancelled")
-        await until(pilot, lambda: len(client.asked) == 5)
-        await see(pilot, "1 ● waiting", "2 ● waiting", "3 ● waiting")
-        client.say(TextDelta(3, "alpha"), TextDelta(4, "beta"), TextDelta(5, "gamma"))
-        await see(pilot, "alpha", "beta", "gamma")
-        end(client, [3, 4, 5])
-        await see(pilot, "3 ● ended")
-        await pilot.press("1")
-        await until(pilot, lambda: texts(pilot) == ["one", "alpha"])
-        assert [text for text, _ in saved(history)] == ["first", "alpha", "beta", "gamma"]
-
-
-async def test_a_second_press_by_accident_loses_nothing(tmp_path: Path) -> None:
-    """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
-    client, history = ScriptedClient(), History(tmp_path / "history.db")
-    async with ready(client, WIDE, history=history) as pilot:
-        await again(pilot, client)
+        await until(pilot, lambda: len(client.asked) == 2)
+        client.say(TextDelta(2, "al"))
+        await until(pilot, lambda: texts(pilot) == ["one", "al"])
         await pilot.press("ctrl+t")
         await see(pilot, "1 ● writing")
         await pilot.press("1")
@@ -330,9 +234,31 @@ async def test_a_second_press_by_accident_loses_nothing(tmp_path: Path) -> None:
         await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
         assert len(client.asked) == 3 and saved(history) == [("first", "complete"), ("alpha", "complete")]
         assert head(history) == "alpha"
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: len(client.asked) == 4 and client.began == 4)
+        let_go = len(client.let_go)
+        await pilot.press("ctrl+t", "ctrl+t", "ctrl+t")
+        await until(pilot, lambda: page(pilot) is not None and client.let_go[let_go:] == [None])
+        assert len(client.asked) == 4
+        end(client, [4], "cancelled")
+        await until(pilot, lambda: len(client.asked) == 7)
+        await see(pilot, "1 ● waiting", "2 ● waiting", "3 ● waiting")
+        client.say(TextDelta(5, "beta"), TextDelta(6, "gamma"), TextDelta(7, "delta"))
+        end(client, [6, 7])
+        await see(pilot, "1 ● writing", "beta", "gamma", "delta", "3 ● ended")
+        # A command from the palette leaves the page first.
+        await pilot.press("ctrl+p")
+        await write(pilot, "new chat")
+        await see(pilot, "New chat")
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 1 and texts(pilot) == [])
+        end(client, [5], "cancelled")
+        await until(pilot, lambda: status(pilot).state == "ready")
+        states = [*(("first", "complete"), ("alpha", "complete")), *(("beta", "stopped"), ("gamma", "complete"))]
+        assert saved(history) == [*states, ("delta", "complete")]
 
 
-async def test_what_is_queued_follows_the_picked_answer() -> None:
+async def test_what_is_queued_follows_the_picked_answer_and_another_model_stops_them(tmp_path: Path) -> None:
     async with chatting(WIDE) as (client, pilot):
         await answered(pilot, client)
         await pilot.press("ctrl+t")
@@ -351,6 +277,19 @@ async def test_what_is_queued_follows_the_picked_answer() -> None:
         await pilot.press("2")
         await until(pilot, lambda: len(client.asked) == 5)
         assert [turn.text for turn in client.asked[4]] == ["one", "beta", "two"]
+        await finish(pilot, client, 5)
+        requests, let_go = await others(pilot, client), len(client.let_go)
+        client.say(TextDelta(requests[0], "alpha"))
+        await see(pilot, "alpha")
+        chat = pilot.app.screen_stack[0]
+        chat.controller.model.switch(tmp_path)  # type: ignore[attr-defined]
+        await until(pilot, lambda: client.let_go[let_go:] == [None])
+        end(client, requests, "cancelled")
+        await until(pilot, lambda: client.opened == [tmp_path])
+        client.say(LOADED)
+        await see(pilot, "1 ● stopped")
+        await pilot.press("1")
+        await until(pilot, lambda: texts(pilot)[-2:] == ["two", "alpha"])
 
 
 async def test_quitting_and_ctrl_c_end_them_properly(tmp_path: Path) -> None:

@@ -1,18 +1,28 @@
-"""The panel and the page of experts on a screen, when a model's rows do not all fit the device."""
+"""The panel and the page of experts: on a screen, and what they draw of figures of every kind."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import pytest
 from floe_chat.app.client.interface import TextDelta
+from floe_chat.app.history import AnswerStats
+from floe_chat.app.history.exporting import footer
 from floe_chat.app.screens.experts import ExpertsScreen, HeatMap
+from floe_chat.app.text import units
 from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.panel import figures as draw
+from floe_chat.app.widgets.panel import memory
+from floe_chat.app.widgets.panel.figures import Draw, PanelFigures
+from floe_chat.app.widgets.panel.heat import stack
 from floe_chat.app.widgets.panel.panel import PerformancePanel
-from floe_chat.engine.events import Rows
+from floe_chat.engine.events import CardRows, LayerRows, Rows
 from textual.pilot import Pilot
 from textual.widgets import Digits
 
 from .scripted import (
+    LOADED,
     ROWS,
     UNCOUNTED,
     ScriptedClient,
@@ -60,18 +70,6 @@ async def test_rows_come_and_go_with_the_model() -> None:
         await show(pilot, client, None, request, "no GPU")
         await until(pilot, lambda: not is_shown(pilot, "origins") and not is_shown(pilot, "link"))
         await until(pilot, lambda: "virtual" not in screen_text(pilot))
-
-
-async def test_all_sections_are_in_view_at_36_rows() -> None:
-    async with chatting(size=(120, 36)) as (client, pilot):
-        for rows in (None, ROWS, VIRTUAL, UNCOUNTED):
-            request = await ask(pilot, client)
-            client.say(stats(request, rows=rows, experts=16, layers=32, reused_tokens=15))
-            await until(pilot, lambda rows=rows: is_shown(pilot, "link") == (rows is not None))
-            await until(pilot, lambda: panel(pilot).max_scroll_y == 0 and "test" in screen_text(pilot))
-            await finish(pilot, client, request)
-        await pilot.resize_terminal(120, 60)
-        await until(pilot, lambda: is_shown(pilot, "experts"))
 
 
 async def test_an_answer_has_one_speed() -> None:
@@ -155,17 +153,225 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         by_layer = table[next(at for at, line in enumerate(table) if "in pool" in line) + 1 :]
         assert [line.split()[1:] for line in by_layer[:2]] == [["not", "used", "yet"], ["whole", "on", "the", "GPU"]]
         assert " ".join(by_layer[2].split()) == "3 31 % 62 % 20 % 12 % 6 % 83 %" and len(by_layer[2]) <= width
+        client.say(stats(request, rows=UNCOUNTED))  # which is no zero
+        await until(pilot, lambda: "all 38 % — — — —" in [" ".join(line.split()) for line in drawn(pilot)])
 
 
-async def test_what_was_not_predicted_is_no_zero() -> None:
-    async with chatting(size=(80, 24)) as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(stats(request, rows=UNCOUNTED))
-        await pilot.press("f9")
-        await until(pilot, lambda: "all" in shown(pilot))
-        assert " ".join(drawn(pilot)[-3].split()) == "all 38 % — — — —"
-        client.say(stats(request, rows=dataclasses.replace(ROWS, expert_recall=0.0)))
-        await until(pilot, lambda: "57 % 0 % 88 %" in shown(pilot))
-        client.say(stats(request, rows=None))
-        await until(pilot, lambda: "so nothing is" in shown(pilot))
-        assert "recall" not in shown(pilot).lower()
+# What the panel draws of rows, link and memory, for every width and for figures of every kind
+
+
+WIDTHS = (30, 32, 33, 48)  # the panel has 32 columns beside its scroll bar, 33 without
+ZERO = dataclasses.replace(
+    ROWS,
+    **dict.fromkeys(
+        ("ready", "hits", "coming", "expert_hits", "recall", "precision", "substituted", "dropped", "left_out"), 0.0
+    ),
+    **dict.fromkeys(("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "link_peak"), 0.0),
+    **dict.fromkeys(("pool", "pool_used", "up", "dense"), 0),
+    copied=0.0,
+    on_cpu=1.0,
+)
+LONG = dataclasses.replace(
+    ROWS,
+    **dict.fromkeys(("ready", "hits", "expert_hits", "recall", "precision", "substituted", "dropped"), 1.0),
+    **dict.fromkeys(("coming", "copied", "on_cpu"), 0.0),
+    **dict.fromkeys(("pool", "pool_used", "up", "dense"), 999_400_000_000),
+    moved_per_token=999.4e12,
+    waited_per_token=12345.678,
+    link_bytes_s=999.4e6,
+    link_peak=999.4e9,
+    link_busy=1.004,
+    virtual=True,
+)
+CARDS = dataclasses.replace(
+    ROWS,
+    cards=(
+        CardRows("cuda:0", 9, 1.0, pool=3 << 30, pool_used=1 << 30, up=1 << 30, dense=1 << 29, whole=1 << 30),
+        CardRows("cuda:1", 0, 0.0, pool=0, pool_used=0, up=1 << 30, dense=0, whole=4 << 30, moved_per_token=0.0),
+    ),
+)
+STATIC = dataclasses.replace(
+    UNCOUNTED,
+    in_place=0.27,
+    on_cpu=0.73,
+    layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), *3 * (LayerRows(None, 0.0, 0.0, 0.0, 1.0),)),
+)
+ANY = {"static": STATIC, "some": ROWS, "cards": CARDS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
+DRAWINGS = (
+    *(memory.origins, memory.link, memory.memory),
+    *(draw.speed_heading, draw.speed_course, draw.neurons, draw.strip),
+)
+
+
+def figures(rows: Rows | None, *, vram_bytes: int | None = None, reused_tokens: int = 0) -> PanelFigures:
+    made = dataclasses.replace(stats(rows=rows, reused_tokens=reused_tokens), vram_bytes=vram_bytes)
+    return PanelFigures(LOADED, made)
+
+
+def rows_of(drawing: Draw, shown: PanelFigures, width: int = 32) -> list[str]:
+    return drawing(shown, width).plain.split("\n")
+
+
+def value(drawing: Draw, shown: PanelFigures, label: str) -> str:
+    """What stands at the right end of the line that begins with `label`."""
+    (line,) = (line for line in rows_of(drawing, shown) if line.startswith(label))
+    return line.removeprefix(label).strip(" ━─")
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 31, 32, 33, 120])
+def test_a_stack_fills_its_width_and_hides_no_part(width: int) -> None:
+    for _ in range(300):
+        parts = [random.choice((0.0, 1e-9, random.random(), 1000 * random.random())) for _ in range(5)]
+        cells = stack(parts, width)
+        if not any(parts):
+            assert cells == [0] * 5
+            continue
+        assert sum(cells) == width
+        assert all(count == 0 for part, count in zip(parts, cells, strict=True) if part == 0)
+        if width >= 5:
+            assert all(count > 0 for part, count in zip(parts, cells, strict=True) if part > 0)
+        exact = [part / sum(parts) * width for part in parts]
+        assert all(abs(count - share) < 5 for share, count in zip(exact, cells, strict=True))
+
+
+@pytest.mark.parametrize("rows", ANY.values(), ids=ANY.keys())
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.__name__)
+def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:
+    shown = figures(rows, reused_tokens=131_072)
+    shown.stats = dataclasses.replace(shown.stats, prompt_tokens=131_073) if shown.stats else None
+    for width in WIDTHS:
+        content = drawing(shown, width)
+        assert all(line.cell_length <= width for line in content.split("\n")), content.plain
+    for width in (0, 1, 9):
+        drawing(shown, width)
+
+
+def test_a_split_has_no_hits() -> None:
+    assert rows_of(memory.origins, figures(STATIC)) == [
+        "Split       1 of 4 layers on GPU",
+        "█" * 9 + "░" * 23,
+        "█ on GPU   27 %  ░ on CPU   73 %",
+    ]
+    assert rows_of(memory.link, figures(STATIC)) == ["Link" + " " * 28, "a split moves no rows"]
+    strip = rows_of(draw.strip, figures(STATIC), 76)[0]
+    assert "on GPU 27 %" in strip and "hits" not in strip
+
+
+def test_what_was_not_counted_is_no_zero() -> None:
+    shown = figures(UNCOUNTED)
+    assert rows_of(memory.origins, shown) == [
+        "Rows            not measured yet",
+        "┄" * 32,
+        "█ ready       —  ▓ coming      —",
+        "▒ copied      —  ░ on CPU      —",
+        "expert hit rate        — not yet",
+        "predictor recall       — not yet",
+        "its precision          — not yet",
+        "recall by layer        — not yet",
+        "",
+    ]
+    assert rows_of(memory.link, shown)[1:] == [
+        "moved per token        — not yet",
+        "wait per token         — not yet",
+        "rate              — of 12.1 GB/s",
+        "of its peak            — not yet",
+        "time in use            — not yet",
+        "hidden                 — not yet",
+    ]
+    assert "hits —" in rows_of(draw.strip, shown, 76)[0]
+
+
+def test_zeros_that_were_counted_are_shown() -> None:
+    shown = figures(ZERO)
+    assert rows_of(memory.origins, shown)[:4] == [
+        "Rows                hit rate 0 %",
+        "░" * 32,
+        "█ ready     0 %  ▓ coming    0 %",
+        "▒ copied    0 %  ░ on CPU  100 %",
+    ]
+    assert value(memory.origins, shown, "predictor recall") == "0 %"
+    assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
+    assert value(memory.link, shown, "wait per token") == "0 ms"
+    assert value(memory.link, shown, "of its peak") == "— not yet"
+    assert set(rows_of(memory.memory, shown)[4]) == set("▚·")
+
+
+def test_left_out_is_what_the_engine_counted() -> None:
+    thirds = dataclasses.replace(ROWS, ready=1 / 3, coming=1 / 3, copied=0.1, on_cpu=1 / 6, left_out=0.0)
+    assert "left out" not in memory.origins(figures(thirds), 32).plain
+    assert "left out" not in rows_of(draw.strip, figures(thirds), 100)[0]
+    assert "left out 2 %" in rows_of(draw.strip, figures(ROWS), 110)[0]
+    few = dataclasses.replace(ROWS, ready=0.998, coming=0.001, copied=0.0, on_cpu=0.0, left_out=0.001)
+    drawn = rows_of(memory.origins, figures(few))
+    assert drawn[1] == "█" * 30 + "▓·" and drawn[2] == "█ ready   100 %  ▓ coming   <1 %"
+    assert drawn[4] == "· left out <1 %  ! answers vary"
+
+
+def test_a_budget_is_full_or_not_known() -> None:
+    shown = figures(ROWS, vram_bytes=7_400_000_000)
+    assert shown.stats
+    shown.stats = dataclasses.replace(shown.stats, vram_budget=7_400_000_000)
+    assert value(memory.memory, shown, "VRAM") == "7.40 of 7.40 GB"
+    assert "rest" not in memory.memory(shown, 32).plain and "·" not in rows_of(memory.memory, shown)[4]
+    shown.stats = dataclasses.replace(shown.stats, vram_budget=None)
+    assert value(memory.memory, shown, "VRAM") == "7.40 GB" and "rest" not in memory.memory(shown, 32).plain
+    whole = figures(None, vram_bytes=5_100_000_000)
+    assert whole.stats and "budget" not in memory.memory(whole, 32).plain
+    whole.stats = dataclasses.replace(whole.stats, vram_budget=7_400_000_000)
+    assert value(memory.memory, whole, "VRAM") == "5.10 of 7.40 GB"
+    assert value(memory.memory, whole, "of its budget") == "69 %"
+    assert "VRAM 5.10 of 7.40 GB" in draw.strip(whole, 76).plain
+
+
+def test_without_a_pool_nothing_is_made_up() -> None:
+    shown = figures(None)
+    assert memory.origins(shown, 32).plain == "" and memory.link(shown, 32).plain == ""
+    assert rows_of(memory.memory, shown)[0] == "Memory                    no GPU"
+    assert value(memory.memory, shown, "resident weights") == "23.4 MB"
+    assert value(memory.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
+    assert "VRAM" not in memory.memory(PanelFigures(), 32).plain
+    assert "hits" not in draw.strip(shown, 76).plain
+
+
+def test_virtual_time_is_never_taken_for_this_machines() -> None:
+    real, virtual = figures(ROWS), figures(dataclasses.replace(ROWS, virtual=True))
+    assert (
+        "virtual time" in draw.speed_heading(virtual, 32).plain
+        and "last answer" in rows_of(draw.speed_heading, real)[0]
+    )
+    assert "virtual time" in draw.speed_heading(dataclasses.replace(virtual, running=True), 32).plain
+    assert "virtual time" in memory.link(virtual, 32).plain
+    for width in (56, 76):
+        assert "virtual 58.9 tokens/s" in rows_of(draw.strip, virtual, width)[0]
+    assert virtual.stats and real.stats
+    assert "virtual time" in footer(AnswerStats.of(virtual.stats, "stop"))
+    for text in (draw.speed_heading(real, 32).plain, memory.link(real, 32).plain, draw.strip(real, 76).plain):
+        assert "virtual" not in text
+    assert "virtual" not in footer(AnswerStats.of(real.stats, "stop"))
+
+
+def test_small_figures_do_not_look_like_none() -> None:
+    assert [units.share(part) for part in (0.0, 0.004, 0.006, 1.0)] == ["0 %", "<1 %", "1 %", "100 %"]
+    assert [units.seconds(time) for time in (0.0, 0.0042, 0.01)] == ["0 s", "4.20 ms", "10.0 ms"]
+    times = (None, 0.0, 2.063e-6, 0.00042, 0.0123, 12.3456)
+    assert [units.milliseconds(time) for time in times] == ["—", "0 ms", "2.06 µs", "0.420 ms", "12.3 ms", "12,300 ms"]
+    assert units.size_of(3.2e9, 4e9) == "3.20 of 4.00 GB" and units.size_of(5, 40) == "5 of 40 B"
+
+
+def test_shares_by_layer_tell_what_was_not_measured() -> None:
+    shown = figures(ROWS)
+    label, bars = draw.by_layer(shown, "recall", (None, 0.5, 1.0, 0.0), 32, top=1.0)
+    assert label.plain == "recall              0 % to 100 %" and bars.plain == "····▄▄▄▄████    "
+    assert draw.by_layer(shown, "recall", (), 32)[0].plain.endswith("— not yet")
+    many = draw.by_layer(shown, "recall", (0.2, 0.8) * 40, 32)
+    assert all(line.cell_length == 32 for line in many)
+
+
+def test_each_of_several_cards_has_its_memory_and_its_link() -> None:
+    shown = figures(CARDS)
+    assert value(memory.memory, shown, "card 1, weights") == units.size(5.5 * 2**30)
+    assert value(memory.memory, shown, "card 2, weights") == units.size(5 << 30)
+    assert "not yet" in value(memory.link, shown, "by card 1") and value(memory.link, shown, "by card 2") == units.size(
+        0
+    )
+    assert not [line for line in rows_of(memory.memory, figures(ROWS)) if line.startswith("card")]

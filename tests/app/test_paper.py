@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from floe_chat.app.cli.paper import page, plot
 from floe_chat.engine.paper.papers import Entry, Grid, Made, entries
+from floe_chat.engine.quality import text_windows
 
 from ..helpers import explained, run_cli
 
-WORDS = " ".join(f"word{number}" for number in range(400))
+WORDS = " ".join(f"word{number}" for number in range(100))
 
 
 def test_the_list_has_a_line_for_each_and_reasons() -> None:
@@ -20,14 +22,16 @@ def test_the_list_has_a_line_for_each_and_reasons() -> None:
     assert found.out.count("not made: ") == sum(bool(one.why_not) for one in entries().values())
 
 
-def test_a_table_as_a_page_and_as_json(tiny_pack: Path, tmp_path: Path) -> None:
+def test_a_table_as_a_page_and_as_json(tiny_pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_windows, "WINDOW", 64)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
     (tmp_path / "text.txt").write_text(WORDS)
-    found = run_cli("paper", "floe-t7", str(tiny_pack), "--text", str(tmp_path / "text.txt"), "--tokens", "512")
+    asked = ("paper", "floe-t7", str(tiny_pack), "--text", str(tmp_path / "text.txt"), "--tokens", "64")
+    found = run_cli(*asked)
     assert found.code == 0, found.err
     assert "perplexity, DeepSeek-V2" in found.out and "9.808" in found.out, "as printed"
     assert "text.txt predicted" in found.out
-    asked = ("paper", "floe-t7", str(tiny_pack), "--text", str(tmp_path / "text.txt"), "--tokens", "512", "--json")
-    told = json.loads(run_cli(*asked).out)
+    told = json.loads(run_cli(*asked, "--json").out)
     assert told["id"] == "floe-t7" and told["printed"][0]["rows"]["gate"] == [8.6434, 8.8331, 9.8083]
     assert set(told["made"]["grids"][0]["rows"]) == {"gate", "down", "up"}
 

@@ -59,7 +59,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("asked", [(), ("mixtral-8x7b-instruct",)])
+@pytest.mark.parametrize("asked", [(), ("mixtral-8x7b-instruct",)], ids=["all", "one"])
 def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, asked: tuple[str]) -> None:
     """No word is broken, no figure is lost in a narrow one, and each is plain."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -105,45 +105,32 @@ def test_a_card_that_shares_a_model_needs_compiled_code() -> None:
 @pytest.mark.parametrize(
     ("model", "name", "card"),
     [
-        ("mixtral", "mixtral-8x7b-instruct", "3090"),
         ("https://huggingface.co/Qwen/Qwen3-30B-A3B/tree/main", "qwen3-30b-a3b", "GeForce RTX 3090 24GB"),
-        ("glm 4.5 air", "glm-4.5-air", "RTX 3090"),
+        ("glm 4.5 air", "glm-4.5-air", "3090"),
     ],
 )
 def test_names_as_people_type_them(model: str, name: str, card: str) -> None:
-    fields = planned(model, "--card", card, "--ram", "64", "--disk-free", "1TB")
-    assert fields["entry"]["name"] == name and fields["machine"]["vram"] == 24 << 30
-
-
-def test_a_plain_number_is_gigabytes() -> None:
-    plain, whole = (
-        planned("olmoe", "--vram", *sizes, "--disk-free", "99")
-        for sizes in (("8", "--ram", "16"), ("8GiB", "--ram", "16 GB"))
-    )
-    assert plain["machine"] == whole["machine"] and plain["machine"]["vram"] == 8 << 30
-
-
-def test_without_a_model_all_are_ranked() -> None:
-    ran = run_cli("plan", *DESCRIBED)
-    rows = [line.split()[0] for line in ran.out.splitlines() if line.startswith("  ")]
-    names = [row for row in rows if row in {entry.name for entry in PUBLISHED}]
-    assert ran.code == 0 and len(names) == len(PUBLISHED) and max(map(len, ran.out.splitlines())) <= 100
-    assert f"Recommended: floe-chat setup {names[0]}" in ran.out and "13.8 GB" in ran.out
-    for said in ("at reading speed, best first", "cannot chat", "not measured here", "not measured for the models"):
-        assert said in " ".join(ran.out.split())
+    plain = planned(model, "--card", card, "--ram", "64", "--disk-free", "1TB")
+    assert plain["entry"]["name"] == name and plain["machine"]["vram"] == 24 << 30
+    assert plain["machine"] == planned(model, "--card", card, "--ram", "64 GB", "--disk-free", "1TB")["machine"]
 
 
 @pytest.mark.usefixtures("few")
-def test_json_ranks_them_as_well() -> None:
-    fields = planned(*DESCRIBED)
-    assert len(fields["plans"]) == 3 and fields["recommended"] == fields["plans"][0]["entry"]["name"]
+def test_without_a_model_all_are_ranked() -> None:
+    ran, fields = run_cli("plan", *DESCRIBED), planned(*DESCRIBED)
+    names = [plan["entry"]["name"] for plan in fields["plans"]]
+    rows = [line.split()[0] for line in ran.out.splitlines() if line.startswith("  ")]
+    assert ran.code == 0 and [row for row in rows if row in names] == names and len(names) == 3
+    assert f"Recommended: floe-chat setup {names[0]}" in ran.out and fields["recommended"] == names[0]
+    assert max(map(len, ran.out.splitlines())) <= 100
+    for said in ("at reading speed, best first", "cannot chat", "not measured here"):
+        assert said in " ".join(ran.out.split()), said
 
 
 @pytest.mark.usefixtures("few")
 def test_without_a_model_on_a_machine_for_none() -> None:
     ran = run_cli("plan", "--card", "none", "--ram", "2", "--disk-free", "3GB")
     assert ran.code == 1 and "of disk space more" in ran.out and "demo model always works" in ran.out
-    assert planned("--card", "none", "--ram", "2", "--disk-free", "3GB", code=1)["recommended"] is None
 
 
 def test_the_list_of_cards() -> None:
@@ -157,23 +144,14 @@ def test_nothing_fits_and_what_would_instead() -> None:
     assert ran.code == 1 and "does not fit" in ran.out and re.search(r"\w with \d/\d/\d bits works, at about", ran.out)
     fields = planned("mixtral-8x22b-instruct", "--ram", "16GB", "--disk-free", "1TB", code=1)
     assert fields["fits"] is False and fields["chosen"] is None and fields["missing"]["ram"] > 0
-    tiny = planned("mixtral-8x7b-instruct", "--ram", "64GB", "--disk-free", "2GB", code=1)
+    tiny = planned("mixtral-8x7b-instruct", "--card", "none", "--ram", "64GB", "--disk-free", "2GB", code=1)
     assert tiny["missing"]["disk"] > 10**10 and "demo" in tiny["instead"]
-
-
-def test_a_machine_without_a_gpu_can_be_described(measured: list[Path]) -> None:
-    fields = planned("mixtral-8x7b-instruct", "--card", "none", "--ram", "64GB", "--disk-free", "1TB")
-    assert fields["machine"]["vram"] == 0 and fields["chosen"]["place"] == "cpu"
-    assert fields["machine"]["told"]["gpu"] == "It has no GPU." and "link" not in fields["machine"]["told"]
+    assert tiny["machine"]["vram"] == 0 and "link" not in tiny["machine"]["told"]
 
 
 def test_a_context_beyond_the_models_is_told() -> None:
     ran = run_cli("plan", "demo", "--context", "99999999", *DESCRIBED)
     assert ran.code == 0 and "context of 1,024 tokens" in ran.err
-
-
-def test_a_base_model_cannot_chat() -> None:
-    assert "cannot chat" in run_cli("plan", "mixtral-8x7b", *DESCRIBED).out
 
 
 def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
@@ -187,18 +165,14 @@ def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
         (("nonesuch",), "mixtral-8x7b-instruct"),
         (("demo", "--vram", "much"), "not a memory size"),
         (("demo", "--card", "RX 7900 XTX"), "AMD cards are not supported yet"),
-        (("llama 4",), "Llama 4 is not supported yet"),
         (("Qwen/Qwen3-30B-A3B-FP8",), "Use the original, Qwen/Qwen3-30B-A3B"),
         (("model.gguf",), "There is no GGUF file"),
         (("mixtrl",), "Did you mean mixtral"),
-        (("demo", "--ram", "-1GB"), "not a memory size"),
         (("demo", "--pcie", "9x16"), "not a PCIe link"),
-        (("demo", "--cpu-gbs", "0"), "cannot be 0"),
         (("demo", "--link-gbs", "inf"), "cannot be inf"),
         (("demo", "--card", "rtx9999"), "no card"),
         (("demo", "--card", "rtx3060-12gb@99gb"), "12 GB"),
         (("demo", "--context", "0"), "context"),
-        (("demo", "--net-mbs", "1e-300"), "cannot be 1e-300"),
         (("demo", "--pcie", "4x16", "--link-gbs", "5"), "--pcie and --link-gbs"),
         (("demo", "--card", "none", "--vram", "8gb"), "Leave out --vram"),
     ],

@@ -17,17 +17,19 @@ from typing import Any
 import pytest
 from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.app.client.remote import stream as remote_stream
-from floe_chat.app.client.remote.address import Address, Key
+from floe_chat.app.client.remote.address import KEY_VARIABLE, Address, Key, read_key
 from floe_chat.app.client.remote.client import Patience, RemoteClient
+from floe_chat.app.client.remote.http import proxy_for
 from floe_chat.app.client.remote.models import offered
 from floe_chat.app.client.remote.stream import MOST_LINE, NotAnAnswerError, Piece, SafeText, events, piece_of
+from floe_chat.app.history import history_file, open_history
+from floe_chat.app.settings.servers import SavedServer, keep, servers_file
 from floe_chat.engine.events import Failed, Finished, Loaded, Notice, Sampling, Stats
-from floe_chat.models.errors import FloeError
+from floe_chat.models.errors import FloeError, UsageError
 
+from ..helpers import run_cli
 from .model_server import ANSWER, RECORDED, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
-from .scripted import order, screen_text, status, until
-from .test_remote_screen import answered
-from .test_remote_screen import connected as screen_before
+from .scripted import app_for, screen_text, until
 
 KEY = "sk-very-secret-1234"
 ASKED = [PromptTurn("system", "Be brief."), PromptTurn("user", "What is an expert?")]
@@ -54,10 +56,23 @@ def heard(client: RemoteClient, *ends: type[Update]) -> list[Update]:
     return updates
 
 
-def loaded(client: RemoteClient) -> Loaded:
-    last = heard(client, Loaded, Failed)[-1]
-    assert isinstance(last, Loaded), last
-    return last
+@contextmanager
+def talking(
+    *answers: Reply, listed: Reply | None = None, key: str = "", model: str | None = None, silence: float = 30.0
+) -> Generator[tuple[ModelServer, RemoteClient]]:
+    """A server with these answers, and a client whose model is ready."""
+    with (
+        serving(ModelServer(listed or models("tiny"), *answers)) as server,
+        connected(server.url, key, model, silence) as client,
+    ):
+        assert isinstance(heard(client, Loaded, Failed)[-1], Loaded)
+        yield server, client
+
+
+def exchange(*answers: Reply, key: str = "", silence: float = 30.0) -> tuple[list[Update], ModelServer]:
+    """One question to a server with these answers."""
+    with talking(*answers, key=key, silence=silence) as (server, client):
+        return asked(client), server
 
 
 def asked(client: RemoteClient, sampling: Sampling | None = None, **given: Any) -> list[Update]:
@@ -79,16 +94,6 @@ def failure(updates: list[Update]) -> Failed:
     return failed[0]
 
 
-def exchange(*answers: Reply, key: str = "", silence: float = 30.0) -> tuple[list[Update], ModelServer]:
-    """One question to a server with these answers."""
-    with (
-        serving(ModelServer(models("tiny"), *answers)) as server,
-        connected(server.url, key, silence=silence) as client,
-    ):
-        loaded(client)
-        return asked(client), server
-
-
 @pytest.mark.parametrize(
     ("kind", "model", "window", "counts", "reason"),
     [
@@ -100,7 +105,8 @@ def exchange(*answers: Reply, key: str = "", silence: float = 30.0) -> tuple[lis
 )
 def test_recorded_exchanges(kind: str, model: str, window: int, counts: tuple[int, int, int], reason: str) -> None:
     with serving(recorded(kind)) as server, connected(server.url) as client:
-        ready = loaded(client)
+        ready = heard(client, Loaded, Failed)[-1]
+        assert isinstance(ready, Loaded)
         assert (ready.model, ready.context_window) == (model, window)
         assert ready.remote == client.remote == server.url.removeprefix("http://") and ready.presets == ()
         updates = asked(client)
@@ -118,13 +124,10 @@ def test_recorded_exchanges(kind: str, model: str, window: int, counts: tuple[in
     assert body["messages"] == [{"role": turn.role, "content": turn.text} for turn in ASKED]
     assert [asked.path for asked in server.asked] == ["/v1/models", "/v1/chat/completions"]
     assert any(isinstance(update, Stats) for update in updates)  # figures come while it runs
+    assert sum(update.tokens for update in updates if isinstance(update, ThoughtDelta)) == 4 * (kind == "vllm")
 
 
 def test_thinking_is_counted_where_the_server_counts() -> None:
-    with serving(recorded("vllm")) as server, connected(server.url) as client:
-        loaded(client)
-        updates = asked(client)
-    assert sum(update.tokens for update in updates if isinstance(update, ThoughtDelta)) == 4
     usage = {"prompt_tokens": 5, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 6}}
     updates, _server = exchange(Reply(parts=said({"reasoning": "Hm."}, HELLO, usage=usage)))
     assert sum(update.tokens for update in updates if isinstance(update, ThoughtDelta)) == 6
@@ -139,8 +142,7 @@ def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
 
 
 def test_sampling_values_that_are_off_are_not_sent() -> None:
-    with serving(recorded("llama-server")) as server, connected(server.url) as client:
-        loaded(client)
+    with talking(Reply(parts=said(HELLO)), listed=models("tiny", owned_by="llamacpp")) as (server, client):
         asked(client, Sampling(0.5, 40, 0.9, 0.05, 1.1, 7))
         asked(client, Sampling(0, 0, 1.0, 0.0, 1.0, None))
     first, second = (one.body for one in server.questions)
@@ -154,9 +156,7 @@ def test_fields_that_a_server_does_not_know_are_left_out() -> None:
         refusing(400, "Unrecognized request argument supplied: min_p"),
         refusing(400, "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
     ]
-    answer = Reply(parts=said(HELLO))
-    with serving(ModelServer(models("tiny"), *refusals, answer)) as server, connected(server.url) as client:
-        loaded(client)
+    with talking(*refusals, Reply(parts=said(HELLO))) as (server, client):
         updates = asked(client, Sampling(min_p=0.1))
         assert text(updates) == text(asked(client, Sampling(min_p=0.1))) == "Hello"
     bodies = [one.body for one in server.questions]
@@ -167,27 +167,18 @@ def test_fields_that_a_server_does_not_know_are_left_out() -> None:
     assert next(update.title for update in updates if isinstance(update, Notice)).endswith("does not know min_p")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"detail": "Unexpected fields in the request: {'min_p', 'seed'}."},
-        {"detail": [{"loc": ["body", name], "msg": "Extra inputs are not permitted"} for name in ("min_p", "seed")]},
-        {"object": "error", "message": "min_p, seed: not supported", "code": 400},
-        {"error": "unknown fields min_p and seed"},
-    ],
-)
-def test_refusals_in_other_words(body: dict[str, Any]) -> None:
-    refusal = Reply(422, (json.dumps(body).encode(),), "application/json")
-    server = ModelServer(models("tiny"), refusal, Reply(parts=said(HELLO)))
-    with serving(server), connected(server.url) as client:
-        loaded(client)
-        assert text(asked(client, Sampling(min_p=0.1, seed=1))) == "Hello"
-    assert not {"min_p", "seed"} & set(server.questions[1].body)
+def test_refusals_in_other_words() -> None:
+    extra = [{"loc": ["body", name], "msg": "Extra inputs are not permitted"} for name in ("min_p", "seed")]
+    unexpected = "Unexpected fields in the request: {'min_p', 'seed'}."
+    for body in ({"detail": unexpected}, {"detail": extra}, {"error": "unknown fields min_p and seed"}):
+        refusal = Reply(422, (json.dumps(body).encode(),), "application/json")
+        with talking(refusal, Reply(parts=said(HELLO))) as (server, client):
+            assert text(asked(client, Sampling(min_p=0.1, seed=1))) == "Hello"
+        assert not {"min_p", "seed"} & set(server.questions[1].body)
 
 
 def test_an_answer_is_continued() -> None:
-    with serving(recorded("vllm")) as server, connected(server.url) as client:
-        loaded(client)
+    with talking(Reply(parts=said(HELLO)), listed=models("tiny", owned_by="vllm")) as (server, client):
         asked(client, answer="An exp")
         with pytest.raises(FloeError, match="cannot continue thinking"):
             client.prepare(Question(ASKED, Sampling(), 64, thought="Hm"))
@@ -217,8 +208,7 @@ def test_stopping_is_final_at_every_moment(moment: str) -> None:
     """The connection closes, nothing but the end comes, and the next question is answered."""
     parts = () if moment == "asked" else said(HELLO, reason=None)
     reply = Reply(parts=said(HELLO)) if moment == "ended" else Reply(parts=parts, end="hang")
-    with serving(ModelServer(models("tiny"), reply)) as server, connected(server.url) as client:
-        loaded(client)
+    with talking(reply) as (server, client):
         requests = client.prepare(Question(ASKED, Sampling(), 64), 3 if moment == "one of three" else 1)
         if moment != "prepared":
             client.begin()
@@ -285,9 +275,7 @@ def test_failures(reply: Reply, title: str, words: str, code: int) -> None:
 
 @pytest.mark.parametrize("end", ["die", "close"])
 def test_what_came_before_the_server_died_is_kept(end: str) -> None:
-    server = ModelServer(models("tiny"), Reply(parts=said(HELLO, reason=None), end=end))
-    with serving(server), connected(server.url) as client:
-        loaded(client)
+    with talking(Reply(parts=said(HELLO, reason=None), end=end)) as (server, client):
         updates = asked(client)
         assert text(updates) == "Hello" and "What came so far is kept" in failure(updates).cause
         server.answers = [Reply(parts=said(HELLO))]  # and the next question is answered
@@ -324,39 +312,28 @@ def test_no_model_can_be_chosen(listed: Reply, title: str, code: int) -> None:
     assert title in failed.title and failed.exit_code == code and failed.request is None
 
 
-@pytest.mark.parametrize(("wanted", "found"), [("two", "org/two"), ("ORG/ONE", "org/one")])
-def test_a_model_is_named(wanted: str, found: str) -> None:
-    with serving(ModelServer(models("org/one", "org/two"))) as server, connected(server.url, model=wanted) as client:
-        assert loaded(client).model == found
-        assert client.reference == f"{server.url}/v1/models/{found}"
-
-
-def test_a_server_without_a_list_takes_the_named_model() -> None:
+def test_models_are_named() -> None:
+    both, wanted = models("org/one", "org/two"), {"two": "org/two", "ORG/ONE": "org/one"}
+    for name, found in wanted.items():
+        with talking(listed=both, model=name) as (server, client):
+            assert client.reference == f"{server.url}/v1/models/{found}"
     for listed in (refusing(404), models()):
-        with serving(ModelServer(listed)) as server, connected(server.url, model="tiny") as client:
-            assert loaded(client).model == "tiny"
-
-
-def test_names_of_models_are_made_safe() -> None:
+        with talking(listed=listed, model="tiny") as (server, client):
+            assert client.reference == f"{server.url}/v1/models/tiny"
     with serving(ModelServer(models("a\x1b[2J\nb" + "c" * 900))) as server, connected(server.url) as client:
-        model = loaded(client).model
-        assert model.isprintable() and len(model) < 300
-
-
-def test_unreachable() -> None:
-    with connected(f"http://127.0.0.1:{unused_port()}") as client:
-        failed = failure(heard(client, Failed, Loaded))
-        assert "cannot be reached" in failed.title and "No server listens" in failed.cause and failed.exit_code == 3
-    with connected("http://nothing.invalid:80") as client:
-        assert "There is no host nothing.invalid" in failure(heard(client, Failed, Loaded)).title
+        ready = heard(client, Loaded, Failed)[-1]
+        assert isinstance(ready, Loaded) and ready.model.isprintable() and len(ready.model) < 300
 
 
 def test_what_no_longer_fits_is_left_out() -> None:
-    usage = {"prompt_tokens": 10, "completion_tokens": 2}
-    answer = Reply(parts=said(HELLO, usage=usage))
-    with serving(ModelServer(models("tiny", max_model_len=200), answer)) as server, connected(server.url) as client:
-        loaded(client)
-        old = [PromptTurn("user", "o" * 300), PromptTurn("assistant", "p" * 300)]
+    """Where the server says how long its context is."""
+    answer = Reply(parts=said(HELLO, usage={"prompt_tokens": 10, "completion_tokens": 2}))
+    old = [PromptTurn("user", "o" * 300), PromptTurn("assistant", "p" * 300)]
+    with talking(answer) as (server, client):
+        assert client.submit(Question([ASKED[0], *old * 99, ASKED[1]], Sampling(), 64)).dropped == 0
+        heard(client, Finished, Failed)
+        assert len(server.questions[0].body["messages"]) == 200
+    with talking(answer, listed=models("tiny", max_model_len=200)) as (server, client):
         submitted = client.submit(Question([ASKED[0], *old, ASKED[1]], Sampling(), 64))
         heard(client, Finished, Failed)
         assert submitted.dropped == 2 and submitted.prompt_tokens is None
@@ -372,7 +349,7 @@ def test_one_question_at_a_time() -> None:
         with pytest.raises(FloeError, match="not connected yet"):
             client.prepare(Question(ASKED, Sampling(), 64))
         client.start()
-        loaded(client)
+        heard(client, Loaded)
         client.prepare(Question(ASKED, Sampling(), 64))
         with pytest.raises(FloeError, match="still answering"):
             client.prepare(Question(ASKED, Sampling(), 64))
@@ -387,8 +364,7 @@ def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_thread_ends() -> None:
     hanging = Reply(parts=said(HELLO, reason=None), end="hang")
-    with serving(ModelServer(models("tiny"), hanging)) as server, connected(server.url) as client:
-        loaded(client)
+    with talking(hanging) as (server, client):
         client.submit(Question(ASKED, Sampling(), 64))
         heard(client, TextDelta)
         client.close()
@@ -412,34 +388,26 @@ async def read(stream: bytes, size: int = 1 << 20) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
+@pytest.mark.parametrize("size", [1, 7])
 async def test_any_cut_gives_the_same_events(kind: str, size: int) -> None:
     stream = (RECORDED / f"{kind}-answer.sse").read_bytes()
     whole = [line.removeprefix("data: ") for line in stream.decode().splitlines() if line][:-1]
     assert await read(stream, size) == await read(stream.replace(b"\n", b"\r\n"), size) == whole
 
 
-@pytest.mark.parametrize(
-    ("stream", "found"),
-    [
-        (b": ping\n\ndata: a\n\n", ["a"]),
-        (b"data:a\ndata: b\nid: 3\nevent: x\n\n", ["a\nb"]),
-        (b"data: a", ["a"]),
-        (b"data: [DONE]\n\ndata: b\n\n", []),
-        (b"\n\n\n", []),
-        (b"data: \xff\n\n", ["\ufffd"]),
-    ],
-)
-async def test_events(stream: bytes, found: list[str]) -> None:
-    assert await read(stream) == found
+async def test_events() -> None:
+    streams = {b": ping\n\ndata: a\n\n": ["a"], b"data:a\ndata: b\nid: 3\nevent: x\n\n": ["a\nb"], b"data: a": ["a"]}
+    streams |= {b"data: [DONE]\n\ndata: b\n\n": [], b"\n\n\n": [], b"data: \xff\n\n": ["\ufffd"]}
+    for stream, found in streams.items():
+        assert await read(stream) == found, stream
 
 
-@pytest.mark.parametrize("stream", [b"data: " + b"x" * 99, b"data: x\n" * 30, b": ping\n\n" * 99])
-async def test_every_part_is_bounded(stream: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_stream, "MOST_LINE", 50)
     monkeypatch.setattr(remote_stream, "MOST_STREAM", 500)
-    with pytest.raises(NotAnAnswerError):
-        await read(stream, 3)
+    for stream in (b"data: " + b"x" * 99, b"data: x\n" * 30, b": ping\n\n" * 99):
+        with pytest.raises(NotAnAnswerError):
+            await read(stream, 3)
 
 
 def test_calls_that_nobody_asked_for_are_shown() -> None:
@@ -470,7 +438,7 @@ async def test_other_forms_are_refused_in_words(kind: str) -> None:
     chance = random.Random(kind)
     chunks = [json.loads(event) for event in await read((RECORDED / f"{kind}-answer.sse").read_bytes())]
     listed = json.loads((RECORDED / f"{kind}-models.json").read_bytes())
-    for _ in range(400):
+    for _ in range(200):
         try:
             piece = piece_of(json.dumps(changed(chance.choice(chunks), chance)))
         except NotAnAnswerError as error:
@@ -480,7 +448,7 @@ async def test_other_forms_are_refused_in_words(kind: str) -> None:
         counts = () if piece.usage is None else (piece.usage.prompt, piece.usage.new, piece.usage.reused)
         assert all(count is None or (type(count) is int and count >= 0) for count in counts)
         SafeText().take(piece.text, last=True).encode()
-    for _ in range(400):
+    for _ in range(200):
         try:
             models = offered(json.dumps(changed(listed, chance)).encode())
         except ValueError:
@@ -514,59 +482,27 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_a_refusal_of_a_long_chat(kind: str) -> None:
-    status_code, words = REFUSALS[kind]
-    with serving(ModelServer(models("tiny"), refusing(status_code, words))) as server, connected(server.url) as client:
-        assert loaded(client).context_window == 0
-        failed = failure(asked(client))
+def test_a_refusal_of_a_long_chat() -> None:
+    for code, words in REFUSALS.values():
+        failed = failure(exchange(refusing(code, words))[0])
         assert "The chat is too long for 127.0.0.1" in failed.title and failed.exit_code == 2
         assert words.rstrip(".") in failed.cause and "Start a new chat" in failed.hint
-
-
-@pytest.mark.parametrize("kind", ["llama-server", "Ollama"])
-@pytest.mark.parametrize("form", [b"data: %s\n\n", b"error: %s\n\n"])
-def test_a_refusal_within_the_stream(kind: str, form: bytes) -> None:
-    error = {"code": 400, "message": REFUSALS[kind][1], "type": "exceed_context_size_error"}
-    sent = json.dumps({"error": error} if form.startswith(b"data") else error).encode()
-    reply = Reply(parts=(form % sent,))
-    with serving(ModelServer(models("tiny"), reply)) as server, connected(server.url) as client:
-        loaded(client)
-        assert "too long for" in failure(asked(client)).title
-
-
-@pytest.mark.parametrize("words", ["the worker took too long", "out of memory", "size of the context is fine"])
-def test_other_failures_are_not_taken_for_it(words: str) -> None:
-    with serving(ModelServer(models("tiny"), refusing(500, words))) as server, connected(server.url) as client:
-        loaded(client)
-        assert "has a problem" in failure(asked(client)).title
-
-
-def test_all_of_a_chat_goes_there() -> None:
-    """Without a number there is nothing to cut by."""
-    turns = [PromptTurn(role, "word " * 9_000) for _ in range(3) for role in ("user", "assistant")]
-    hi = Reply(parts=said({"content": "Hi"}))
-    with serving(ModelServer(models("tiny"), hi)) as server, connected(server.url) as client:
-        loaded(client)
-        assert client.submit(Question([*turns, PromptTurn("user", "?")], Sampling(), 64)).dropped == 0
-        heard(client, Finished, Failed)
-    assert len(server.questions[0].body["messages"]) == 7
+    for words in ("the worker took too long", "out of memory", "size of the context is fine"):
+        assert "has a problem" in failure(exchange(refusing(500, words))[0]).title
+    error = {"code": 400, "message": REFUSALS["llama-server"][1], "type": "exceed_context_size_error"}
+    for form, sent in ((b"data: %s\n\n", {"error": error}), (b"error: %s\n\n", error)):  # within the stream
+        updates, _server = exchange(Reply(parts=(form % json.dumps(sent).encode(),)))
+        assert "too long for" in failure(updates).title
 
 
 async def test_the_screen_says_that_it_is_not_known() -> None:
-    refused = refusing(*REFUSALS["llama-server"])
-    server = ModelServer(models("tiny"), Reply(parts=said({"content": "Hello"})), refused)
-    with serving(server):
-        async with screen_before(server) as pilot:
+    with serving(ModelServer(models("tiny"))) as server:
+        client = RemoteClient(Address.parse(server.url), Key(), patience=Patience(30, 0.01))
+        async with app_for(client).run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: "context window" in screen_text(pilot) and "not known" in screen_text(pilot))
             bottom = screen_text(pilot).splitlines()[-1]
             assert "context" not in bottom and "window" not in bottom  # rather than a number that nobody knows
-            await order(pilot, "hi")
-            await answered(pilot, "Hello")
-            await order(pilot, "and a long one")
-            await until(pilot, lambda: "The chat is too long for" in screen_text(pilot))
-            assert "Start a new chat" in " ".join(screen_text(pilot).split())
-            await until(pilot, lambda: status(pilot).state == "ready")
+        client.close()
 
 
 # A server's certificate: who cannot prove to be the named host gets neither key nor chat
@@ -618,8 +554,187 @@ def test_a_certificate_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with serving(server(tls)) as asked:
         client = RemoteClient(Address.parse(asked.url), Key(KEY))
         client.start()
-        assert loaded(client).model == "tiny" and "encrypted on the way" in client.privacy
+        assert isinstance(heard(client, Loaded, Failed)[-1], Loaded) and "encrypted on the way" in client.privacy
         client.submit(Question([PromptTurn("user", "Hi")], Sampling(), 8))
         assert text(heard(client, Finished, Failed)) == ANSWER
         client.close()
     assert {one.headers["authorization"] for one in asked.asked} == {f"Bearer {KEY}"}
+
+
+# `--connect` for `ask` and the line by line chat, and saved servers
+
+
+def test_ask(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-1")
+    (tmp_path / "key").chmod(0o600)
+    with serving(recorded("vllm")) as server:
+        ran = run_cli("ask", "--connect", server.url, "--key-file", str(tmp_path / "key"), "What is an expert?")
+        assert (ran.code, ran.out, ran.err) == (0, f"{ANSWER}\n", "")
+        assert {one.headers["authorization"] for one in server.asked} == {"Bearer sk-1"}
+        ran = run_cli("ask", "--connect", server.url, "hi", "--no-save", "--thinking", "off")
+    assert ran.out == f"{ANSWER}\n" and "may think all the same" in ran.err
+    assert server.questions[1].body["chat_template_kwargs"] == {"enable_thinking": False}
+    saved = open_history(history_file()).store.newest()
+    assert saved is not None and saved.setup.model == f"{server.url}/v1/models/Qwen/Qwen3-30B-A3B"
+    kept = [path for path in history_file().parent.rglob("*") if path.is_file() and b"sk-1" in path.read_bytes()]
+    assert kept == []
+
+
+def test_ask_gives_the_figures_that_can_be_known() -> None:
+    with serving(recorded("vllm")) as server:
+        ran = run_cli("ask", "--connect", server.url, "hi", "--json", "--no-save", "--max-tokens", "9", "--seed", "3")
+    fields = json.loads(ran.out)
+    assert fields["remote"] == server.url.removeprefix("http://") and fields["model"] == "Qwen/Qwen3-30B-A3B"
+    assert (fields["prompt_tokens"], fields["new_tokens"], fields["thinking_tokens"]) == (14, 11, 4)
+    assert fields["thinking"] == "The user asks." and fields["first_token_s"] >= 0
+    assert (fields["preset"], fields["active_neurons"], fields["rows"]) == ("", None, None)
+    body = server.questions[0].body
+    assert (body["max_tokens"], body["seed"], body["messages"][-1]["content"]) == (9, 3, "hi")
+
+
+def test_a_local_chat_is_sent_away_with_a_word(tiny_pack: Path) -> None:
+    assert run_cli("ask", "-m", str(tiny_pack), "first", "--max-tokens", "3").code == 0
+    with serving(recorded("vllm")) as server:
+        ran = run_cli("ask", "--connect", server.url, "--continue", "second")
+    assert ran.code == 0 and f"sends all of it to {server.url.removeprefix('http://')}" in ran.err
+
+
+def test_a_servers_chat_comes_home_with_a_word() -> None:
+    with serving(recorded("vllm")) as server:
+        assert run_cli("ask", "--connect", server.url, "first").code == 0
+    ran = run_cli("ask", "--continue", "second", "--max-tokens", "3")
+    assert ran.code == 0 and f"floe-chat --connect {server.url}/v1 continues it there. demo answers instead." in ran.err
+    assert len(server.questions) == 1
+
+
+def test_what_came_is_printed_and_saved_when_the_server_dies() -> None:
+    dying = Reply(parts=said({"content": "Half an"}, reason=None), end="die")
+    with serving(ModelServer(models("tiny"), dying)) as server:
+        ran = run_cli("ask", "--connect", server.url, "hi")
+    assert ran.code == 3 and ran.out == "Half an" and "What came so far is kept" in ran.err
+    history = open_history(history_file()).store
+    chat = history.newest()
+    assert chat is not None
+    answer = history.messages(history.branch(chat.head))[-1]
+    assert (answer.text, answer.state) == ("Half an", "failed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--connect", "example.org:80"), 2, "does not say whether to encrypt"),
+        (("--connect", "ftp://example.org"), 2, "neither with http:// nor with https://"),
+        (("--connect", "https://me:secret@example.org"), 2, "must not hold a password"),
+        (("--connect", "http://127.0.0.1:99999"), 2, "is not the address of a server"),
+        (("--connect", "http://127.0.0.1:8000/v1?key=x"), 2, "is not the address of a server"),
+        (("--connect", "http://127.0.0.1:8000", "--vram", "8gb"), 2, "--vram is for models of this machine"),
+        (("--key-file", "somewhere"), 2, "Give --connect URL too"),
+        (("--connect", "http://127.0.0.1:8000", "--key-file", "nowhere"), 2, "nowhere cannot be read"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], code: int, words: str) -> None:
+    ran = run_cli("ask", "hi", *arguments)
+    assert ran.code == code and words in ran.err and "secret" not in ran.err and "Traceback" not in ran.err
+
+
+def test_failures_end_in_a_sentence() -> None:
+    ran = run_cli("ask", "--connect", f"127.0.0.1:{unused_port()}", "hi")
+    assert ran.code == 3 and "cannot be reached" in ran.err and "No server listens there" in ran.err
+    with serving(ModelServer(models("one", "two"))) as server:
+        ran = run_cli("ask", "--connect", server.url, "hi")
+        assert ran.code == 2 and "It offers one, two." in ran.err and "--model NAME" in ran.err
+
+
+def test_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-1\n")
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="Other users can read"):
+        read_key(file)
+    file.chmod(0o600)
+    assert read_key(file) == Key("sk-1")
+    monkeypatch.setenv(KEY_VARIABLE, "sk-2")
+    assert read_key(None) == Key("sk-2") and read_key(None) == Key()  # no program started from here gets it
+    for bad in ("", "sk\u00e9", "two words"):
+        file.write_text(bad)
+        with pytest.raises(UsageError) as raised:
+            read_key(file)
+        assert not bad or bad not in str(raised.value)
+
+
+def test_addresses() -> None:
+    for given, base, host in (
+        ("127.0.0.1:8000", "http://127.0.0.1:8000/v1", "127.0.0.1:8000"),
+        ("http://[::1]:8080/", "http://[::1]:8080/v1", "[::1]:8080"),
+        ("https://Example.org/api/v1/", "https://example.org/api/v1", "example.org"),
+        ("https://example.org/v1/chat/completions", "https://example.org/v1", "example.org"),
+    ):
+        address = Address.parse(given)
+        assert (address.base, address.host) == (base, host)
+        assert address.loopback == (host != "example.org") and address.encrypted == given.startswith("https")
+
+
+def test_proxies_see_no_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    asked = ("https://example.org", "http://example.org", "https://127.0.0.1", "https://inside.example")
+    assert [proxy_for(Address.parse(url)) for url in asked] == ["http://proxy.example:3128", None, None, None]
+    with serving(recorded("vllm")) as server:
+        assert run_cli("ask", "--connect", server.url, "hi").code == 0
+
+
+def test_ask_says_when_others_can_read_it() -> None:
+    ran = run_cli("ask", "--connect", "http://nothing.invalid:80", "hi", "--no-save")
+    assert ran.code == 3 and "sent to nothing.invalid:80, not encrypted: others on the network" in ran.err
+    assert "There is no host nothing.invalid" in ran.err
+
+
+def test_line_by_line() -> None:
+    lines = (
+        b"What is an expert?\n/preset\n/stats\n/models demo\n/preset\n/models lab\n/models gone\n/models\nhi\n/quit\n"
+    )
+    keep(SavedServer("gone", f"http://127.0.0.1:{unused_port()}/v1"))
+    with serving(recorded("vllm")) as server:
+        keep(SavedServer("lab", f"{server.url}/v1"))
+        ran = run_cli("--plain", "--connect", server.url, stdin=lines)
+    host = server.url.removeprefix("http://")
+    assert f"Qwen/Qwen3-30B-A3B: {ANSWER}" in ran.out
+    assert f"answers, remote at {host}. Your questions, the chat before them" in ran.err
+    assert f"{host} decides about quality." in ran.err and "11 tokens" in ran.err
+    assert "demo answers at preset" in ran.err and "Presets, best quality first: " in ran.err
+    assert "cannot be reached" in ran.err and f"lab: remote, {server.url}/v1 (answers now)" in ran.err
+    assert len(server.questions) == 2 and ran.code == 1  # a line could not be carried out
+
+
+def test_a_saved_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(ModelServer(models("one", "two"), Reply(parts=said({"content": "Hi"})))) as server:
+        added = run_cli("models", "add-server", "lab", server.url, "--model", "two", "--key", stdin=b"sk-typed\n")
+        assert added.code == 0 and "sk-typed" not in added.out + added.err
+        assert servers_file().stat().st_mode & 0o777 == 0o600
+        listed = run_cli("models")
+        assert f"lab                             {server.url}/v1 two" in listed.out and "sk-typed" not in listed.out
+        assert "sk-typed" not in run_cli("models", "--json").out
+        monkeypatch.setenv(KEY_VARIABLE, "sk-other")
+        assert run_cli("ask", "--connect", "lab", "hi", "--no-save").out == "Hi\n"
+    assert server.questions[0].body["model"] == "two"
+    assert {one.headers["authorization"] for one in server.asked} == {"Bearer sk-typed"}
+    assert run_cli("models", "remove-server", "lab").code == 0
+    assert "sk-typed" not in servers_file().read_text()
+    ran = run_cli("ask", "--connect", "lab", "hi")
+    assert ran.code == 2 and "There is no saved server lab" in ran.err
+
+
+def test_a_name_is_no_address() -> None:
+    for name in ("localhost", "a.b", "../x", "", "x" * 41):
+        ran = run_cli("models", "add-server", name, "http://127.0.0.1:8000")
+        assert ran.code == 2 and "cannot be the name of a server" in ran.err and not servers_file().exists()
+
+
+def test_a_damaged_file_of_servers() -> None:
+    servers_file().parent.mkdir(parents=True, exist_ok=True)
+    for content in ("{", '{"a": 1}', '[{"name": "x", "url": "u", "more": 1}]', "[3]"):
+        servers_file().write_text(content)
+        ran = run_cli("ask", "--connect", "lab", "hi")
+        assert ran.code == 1 and "servers.json cannot be read" in ran.err
+    assert run_cli("ask", "--connect", "lab", "hi", "--no-save").code == 1

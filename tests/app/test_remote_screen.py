@@ -14,7 +14,7 @@ from floe_chat.app.setup.setups import Setups
 from floe_chat.app.widgets.chat.blocks import Welcome
 from textual.pilot import Pilot
 
-from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving
+from .model_server import ANSWER, ModelServer, recorded, serving
 from .scripted import app_for, order, screen_text, status, text_of, until
 from .wizardry import surveyor
 
@@ -78,16 +78,6 @@ async def test_every_page_says_remote(setups: Setups) -> None:
             await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
             await order(pilot, "/quality")
             await until(pilot, lambda: f"{host} decides about quality" in screen_text(pilot))
-
-
-async def test_it_connects_once_the_server_is_there() -> None:
-    with serving(ModelServer(refusing(503, "loading model"), Reply(parts=said(HELLO)))) as server:
-        async with connected(server, wait="no model") as pilot:
-            await until(pilot, lambda: "has a problem" in screen_text(pilot) and "loading model" in screen_text(pilot))
-            server.models = models("tiny")
-            await until(pilot, lambda: status(pilot).state == "ready")
-            await order(pilot, "hi")
-            await answered(pilot, "Hello")
 
 
 async def test_a_local_chat_says_that_it_is_sent_away(tmp_path: Path) -> None:

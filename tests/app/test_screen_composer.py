@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from .scripted import (
-    LOADED,
     ScriptedClient,
     ask,
     chatting,
@@ -240,14 +238,6 @@ async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
         await until(pilot, lambda: len(client.asked) == 1)
         held = client.count(client.asked[0][0].text)
         assert held is not None and "one two" in client.asked[0][0].text
-
-
-async def test_another_model_measures_attached_texts_again() -> None:
-    async with chatting() as (client, pilot):
-        composer(pilot).post_message(events.Paste("one two\n" * 400))
-        await until(pilot, lambda: "too large" in str(chips(pilot)))
-        client.say(dataclasses.replace(LOADED, context_window=8192))
-        await until(pilot, lambda: chips(pilot) == ["▤ pasted 1  800 tokens  ×"])
 
 
 async def test_a_question_that_came_back_and_was_changed_stays() -> None:

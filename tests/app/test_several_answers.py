@@ -13,7 +13,6 @@ from floe_chat.app.client.loading import wait_until_loaded
 from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.engine.events import Failed, Finished, Sampling
-from floe_chat.models.errors import TryAgainError
 
 from .model_server import ModelServer, Reply, models, refusing, said, serving
 
@@ -66,26 +65,6 @@ def test_one_or_all_are_stopped(client: ChatClient) -> None:
     client.begin()
     texts, ended = ends(client, 3)
     assert [end.reason for end in ended if isinstance(end, Finished)] == ["cancelled"] * 3 and not texts
-
-
-def test_an_ordinary_question_waits_for_all_of_them(client: ChatClient) -> None:
-    client.prepare(HI, 2)
-    with pytest.raises(TryAgainError):
-        client.prepare(HI)
-    client.begin()
-    ends(client, 2)
-    client.submit(HI)
-    ends(client, 1)
-
-
-def test_more_whole_answers_than_are_computed_at_once_are_refused(client: ChatClient) -> None:
-    given = HI.messages, HI.sampling, 400
-    requests = [client.submit_whole(*given).request for _ in range(client.together)]
-    with pytest.raises(TryAgainError):
-        client.submit_whole(*given)
-    client.cancel()
-    _, ended = ends(client, len(requests))
-    assert sorted(end.request for end in ended if isinstance(end, Finished)) == requests
 
 
 def test_a_server_is_asked_for_all_at_once() -> None:

@@ -33,35 +33,63 @@ _RENEW = "FLOE_RENEW"
 _SIZES = ((120, 36), (80, 24))
 
 
-@pytest.mark.parametrize("name", SCENES)
+_ROWS = ("panel-full", "help", "palette", "this-chat", "quality", "experts", "panel-explained", "panel-compact")
+_PAGES = ("chat-empty", "settings", "history", "history-search", "models-remove", "models-server", "models")
+# Scenes that one program shows in this order, the last of which leave something behind
+_TOGETHER = (
+    *(_ROWS, (*_PAGES, "chat-commands", "too-small"), ("chat-answered", "chat-selected", "others")),
+    *(("wizard-machine", "wizard-choice", "wizard-folder", "wizard-token"),),
+    ("wizard-working", "wizard-done", "wizard-failed"),
+)
+_ALONE = ("chat-loading", "chat-reading", "chat-streaming", "chat-thought", "chat-error", "wizard-resume")
+
+
+@pytest.mark.parametrize("names", [*_TOGETHER, *((name,) for name in _ALONE)], ids=lambda names: names[0])
 async def test_each_screen_looks_as_it_did_and_can_be_read(
-    name: str, every_case: bool, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], every_case: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its first theme, and in another, or in every one."""
-    others = THEMES[1:] if every_case else [THEMES[1 + list(SCENES).index(name) % (len(THEMES) - 1)]]
+    """In the first theme, and in another, or in every one."""
     seen: dict[str, str] = {}
     faint = set[str]()
-    async with showing(name, _SIZES[0], monkeypatch) as pilot:
-        for width, height in _SIZES[:1] if name == "too-small" else _SIZES:
-            if (width, height) != _SIZES[0]:
-                await pilot.resize_terminal(width, height)
+    async with showing(names[0], _SIZES[0], monkeypatch) as stage:
+        pilot = stage.pilot
+        for name in names:
+            if name != names[0]:
+                await pilot.resize_terminal(*_SIZES[0])
+                await stage.show(name)
+            seen[f"{name}-{_SIZES[0][0]}x{_SIZES[0][1]}"] = kept(pilot, name)
+            faint |= too_faint(pilot)
+            for theme in [] if name == "palette" else themes(pilot, name, every_case):
+                pilot.app.theme = theme
+                await pilot.pause()
+                faint |= too_faint(pilot)
+            if name != "too-small":
+                await pilot.resize_terminal(*_SIZES[1])
                 await still(pilot)
-            text = "\n".join(_SCROLL_BAR.sub(" ", line).rstrip() for line in lines(pilot)) + "\n"
-            seen[f"{name}-{width}x{height}"] = re.sub(r"\d", "0", text) if name in _RECKONED else text
-            if (width, height) == _SIZES[0] and name != "palette":  # which takes its colours when it is opened
-                faint = too_faint(pilot)
-                for theme in others:
-                    pilot.app.theme = theme.name
-                    await pilot.pause()
-                    faint |= too_faint(pilot)
+                seen[f"{name}-{_SIZES[1][0]}x{_SIZES[1][1]}"] = kept(pilot, name)
+    assert {name for group in _TOGETHER for name in group} | {*_ALONE} == SCENES.keys()
     for key, text in seen.items():
         file = _FILES / f"{key}.txt"
         if _RENEW in os.environ:
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
         assert file.exists(), f"{file} is missing; see this file's docstring"
-        assert text.splitlines() == file.read_text(encoding="utf-8").splitlines()
+        assert text.splitlines() == file.read_text(encoding="utf-8").splitlines(), key
     assert not faint, "\n".join(sorted(faint))
+
+
+def kept(pilot: Pilot[int], name: str) -> str:
+    """What is compared of the screen."""
+    text = "\n".join(_SCROLL_BAR.sub(" ", line).rstrip() for line in lines(pilot)) + "\n"
+    return re.sub(r"\d", "0", text) if name in _RECKONED else text
+
+
+def themes(pilot: Pilot[int], name: str, every_case: bool) -> list[str]:
+    """Those to look at after the one that is on the screen: the first, or from there another one."""
+    now, first, *others = pilot.app.theme, *(theme.name for theme in THEMES)
+    if every_case:
+        return [theme for theme in (first, *others) if theme != now]
+    return [first] if now != first else [others[list(SCENES).index(name) % len(others)]]
 
 
 # The palette, and terminals of few colours or none, can be read too
@@ -70,7 +98,8 @@ async def test_each_screen_looks_as_it_did_and_can_be_read(
 async def test_the_palette_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes its colours when it is opened."""
     faint: set[str] = set()
-    async with showing("chat-empty", (120, 36), monkeypatch) as pilot:
+    async with showing("chat-empty", (120, 36), monkeypatch) as stage:
+        pilot = stage.pilot
         for theme in THEMES:
             pilot.app.theme = theme.name
             await pilot.press("ctrl+p")
@@ -80,14 +109,13 @@ async def test_the_palette_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not faint, "\n".join(sorted(faint))
 
 
-@pytest.mark.parametrize(
-    ("scene", "chosen"), [("chat-commands", "/preset"), ("quality", "Balanced"), ("palette", "Attach")]
-)
+@pytest.mark.parametrize(("scene", "chosen"), [("chat-commands", "/preset"), ("palette", "Attach")])
 async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
     scene: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    async with showing(scene, (120, 36), monkeypatch) as pilot:
+    async with showing(scene, (120, 36), monkeypatch) as stage:
+        pilot = stage.pilot
         await pilot.press("down")
         await pilot.pause()
         said = list(drawn(pilot))
@@ -101,7 +129,8 @@ async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
 
 async def test_every_theme_can_be_read_with_16_colours(every_case: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: set[str] = set()
-    async with showing("panel-full", (120, 36), monkeypatch) as pilot:
+    async with showing("panel-full", (120, 36), monkeypatch) as stage:
+        pilot = stage.pilot
         for theme in pilot.app.available_themes if every_case else [one.name for one in THEMES]:
             pilot.app.theme = theme
             await pilot.pause()
@@ -110,16 +139,17 @@ async def test_every_theme_can_be_read_with_16_colours(every_case: bool, monkeyp
     assert not lost, "\n".join(sorted(lost))
 
 
-@pytest.mark.parametrize("theme", ["ansi-dark", "ansi-light"])
-async def test_the_terminals_own_colours_stay_on_its_own_ground(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_terminals_own_colours_stay_on_its_own_ground(monkeypatch: pytest.MonkeyPatch) -> None:
     """A colour of ours under the terminal's own text could be any: whoever has dark letters could not read them."""
-    async with showing("chat-streaming", (120, 36), monkeypatch) as pilot:
-        pilot.app.theme = theme
-        await pilot.pause()
-        said = [(text, front, back) for text, front, back in drawn(pilot) if any(map(str.isalnum, text))]
-        assert any("def expert" in text for text, _front, _back in said)
-        mixed = {text.strip() for text, front, back in said if front.is_default and back.triplet is not None}
-        assert not mixed, mixed
+    async with showing("chat-streaming", (120, 36), monkeypatch) as stage:
+        pilot = stage.pilot
+        for theme in ("ansi-dark", "ansi-light"):
+            pilot.app.theme = theme
+            await pilot.pause()
+            said = [(text, front, back) for text, front, back in drawn(pilot) if any(map(str.isalnum, text))]
+            assert any("def expert" in text for text, _front, _back in said)
+            mixed = {text.strip() for text, front, back in said if front.is_default and back.triplet is not None}
+            assert not mixed, (theme, mixed)
 
 
 # How well what is on the screen can be read: the contrast of each piece of text as it is drawn, by WCAG 2.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.setup.setups import Setups
 from floe_chat.app.setup.wish import unfinished
 from floe_chat.app.widgets.setup.progress import ProgressStep
-from floe_chat.engine.planning.plan import offers
 from floe_chat.models import catalog
+from floe_chat.models.catalog_entry import CatalogEntry, ReadyPack
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
 
@@ -25,7 +27,6 @@ from .wizardry import (
     around,
     entry_of,
     lines,
-    machine_of,
     paste,
     results,
     see,
@@ -40,19 +41,21 @@ def wizard(setups: Setups, published: Path, **options: object) -> WizardScreen:
     return WizardScreen(setups, **given)  # pyright: ignore[reportArgumentType]
 
 
-async def to_folder(pilot: Pilot[int]) -> None:
-    """Through machine and model, taking what is recommended."""
+async def to_choice(pilot: Pilot[int]) -> None:
     await see(pilot, "A test's processor", "Enter continues")
     await pilot.press("enter")
-    await see(pilot, "recommended", "Speed: ")
+    await see(pilot, "Model and bits per weight", "Speed: ")
+
+
+async def to_folder(pilot: Pilot[int]) -> None:
+    """Through machine and model, taking what is recommended."""
+    await to_choice(pilot)
     await pilot.press("f")
     await see(pilot, "Models folder", "are free")
 
 
 async def to_progress(pilot: Pilot[int]) -> None:
-    await see(pilot, "A test's processor", "Enter continues")
-    await pilot.press("enter")
-    await see(pilot, "recommended", "Speed: ")
+    await to_choice(pilot)
     await pilot.press("enter")
     await see(pilot, "Download", "Pack", "Check")
 
@@ -137,13 +140,6 @@ async def test_left_and_come_back_to(published: Path, hub: FakeHub, setups: Setu
         await see(pilot, "tiny is ready")
     later.close()
     assert PackedModel.open(catalog.find("tiny"))
-
-
-async def test_the_demo_is_always_one_key_away(published: Path, setups: Setups) -> None:
-    async with around(wizard(setups, published)) as pilot:
-        await see(pilot, "speed was measured")
-        await pilot.press("ctrl+d")
-        await until(pilot, lambda: results(pilot) == [catalog.DEMO])
 
 
 async def test_another_disk_where_this_one_is_too_small(
@@ -235,25 +231,6 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
     assert (widths.up, widths.gate, widths.down) != (4, 4, 4)
 
 
-async def test_models_are_in_the_order_of_the_plan(published: Path, setups: Setups) -> None:
-    async with around(WizardScreen(setups, surveyor=surveyor(ram=24 << 30)), (100, 60)) as pilot:
-        await see(pilot, "Enter continues")
-        await pilot.press("enter")
-        await see(pilot, "Slower answers", "● 3/4/4", "First at reading speed")
-        found = offers(machine_of(24 << 30))
-        order = [one.entry.name for one in found if one.entry.name in catalog_names(pilot)]
-        assert catalog_names(pilot) == order and order[0] == "qwen3-30b-a3b-instruct-2507"
-        assert "thinks first" in shown(pilot) and "for code" in shown(pilot)
-        await pilot.press("end")
-        await see(pilot, "Mixtral, OLMoE, Qwen3 MoE", "work: from the hub")
-
-
-def catalog_names(pilot: Pilot[int]) -> list[str]:
-    """Names of listed models on the screen, from top to bottom."""
-    known = {entry.name for entry in catalog.PUBLISHED}
-    return [line.split()[0] for line in lines(pilot) if line.split() and line.split()[0] in known]
-
-
 async def test_any_model_by_id_folder_or_file(published: Path, hub: FakeHub, setups: Setups, tmp_path: Path) -> None:
     file = convert(published, tmp_path / "tiny.gguf", "Q4_0")
     async with around(wizard(setups, published, entries=[])) as pilot:
@@ -304,3 +281,79 @@ async def test_nothing_essential_is_cut_off(published: Path, hub: FakeHub, setup
         await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")
         await pilot.press("space")
         await see(pilot, "is paused")
+
+
+# The wizard offers a ready pack first; packing the model here is a key away
+
+
+PACK = "floe/tiny-floe"
+
+
+@pytest.fixture
+def hub(tiny_pack: Path, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub({PACK: tiny_pack, REPO: published}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        yield hub
+
+
+def entry(published: Path, place: str = PACK) -> CatalogEntry:
+    return dataclasses.replace(entry_of(published), ready=ReadyPack(place, 12_300_000_000, 3, 4, 4, 4))
+
+
+def offering(setups: Setups, published: Path, place: str = PACK) -> WizardScreen:
+    return WizardScreen(setups, entries=[entry(published, place)], surveyor=surveyor())
+
+
+async def test_two_keys_from_the_plan_to_the_chat(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(offering(setups, published)) as pilot:
+        await to_choice(pilot)
+        await see(pilot, "ready pack, 12.3 GB", "nothing has to be packed", "packs them here", "Enter sets it up")
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready", "Enter chats with it", "A pack by floe, which says", "no presets of its own")
+        assert " Pack " not in shown(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: results(pilot) == ["tiny"])
+    assert hub.sent("model-0") == 0 and unfinished() == []
+    assert (catalog.find("tiny") / "manifest.json").exists()
+
+
+async def test_packing_it_here_is_the_next_line(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(offering(setups, published), (60, 24)) as pilot:
+        await to_choice(pilot)
+        await see(pilot, "12.3 GB")
+        await pilot.press("down")
+        await see(pilot, "Disk: download")
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready")
+    assert Manifest.read(catalog.find("tiny")).source.name == REPO
+
+
+async def test_a_pack_that_is_gone_leaves_the_other_way(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(offering(setups, published, "floe/gone")) as pilot:
+        await to_choice(pilot)
+        await pilot.press("enter")
+        await see(pilot, "There is no model floe/gone", "Enter tries again")
+        await pilot.press("escape")
+        await see(pilot, "Model and bits per weight", "Speed: ")
+    async with around(offering(setups, published, REPO)) as pilot:
+        await to_choice(pilot)
+        await pilot.press("enter")
+        await see(pilot, f"{REPO} is no pack", "Go back")
+        assert setups.setup is None
+
+
+async def test_a_pack_that_is_typed(tiny_pack: Path, published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(offering(setups, published)) as pilot:
+        await to_choice(pilot)
+        await pilot.press("end", "enter")
+        await see(pilot, "Enter looks it up")
+        paste(pilot, str(tiny_pack))
+        await pilot.press("enter")
+        await see(pilot, "made from", "It has no presets of its own", "ready pack, 2", "Enter sets it up")
+        assert "packs them here" not in shown(pilot)
+        await pilot.press("enter")
+        await see(pilot, "is ready and checked", "Enter chats with it")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(results(pilot)))
+        folder = catalog.models_folder() / results(pilot)[0]
+        assert (folder / "manifest.json").read_bytes() == (tiny_pack / "manifest.json").read_bytes()

@@ -117,9 +117,14 @@ def paste(pilot: Pilot[int], text: str) -> None:
     pilot.app.screen.focused.post_message(events.Paste(text))
 
 
-async def see(pilot: Pilot[int], *words: str) -> None:
-    """Wait until the screen shows all of these."""
-    await until(pilot, lambda: all(word in shown(pilot) for word in words), seconds=60)
+async def see(pilot: Pilot[int], *words: str, absent: str = "") -> None:
+    """Wait until the screen shows all of these, and no longer what shall be `absent`."""
+
+    def seen() -> bool:
+        text = shown(pilot)
+        return all(word in text for word in words) and (not absent or absent not in text)
+
+    await until(pilot, seen, seconds=60)
 
 
 def ended(running: Setup) -> Setup:

@@ -9,7 +9,7 @@ replay. Nothing may ask for a value on the device, nor make a shape of it. Kerne
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
@@ -36,21 +36,24 @@ OPERATIONS = (
 )
 
 
-def flat(value: Any) -> Iterator[Any]:
-    """The tensors and plain values of a structure."""
-    if is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            if field.name != "native":  # what the CPU's kernels made of the others
-                yield from flat(getattr(value, field.name))
+def flat(value: Any, into: list[Any]) -> list[Any]:
+    """Append the tensors and plain values of a structure."""
+    if isinstance(value, Tensor | int | float | str):
+        into.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:  # pyright: ignore[reportUnknownVariableType]
+            flat(each, into)
     elif isinstance(value, dict):
         for name, each in value.items():  # pyright: ignore[reportUnknownVariableType]
             if name != "x_bits":  # kernels of a card ignore it
-                yield from flat(each)
-    elif isinstance(value, list | tuple):
-        for each in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from flat(each)
+                flat(each, into)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            if field.name != "native":  # what the CPU's kernels made of the others
+                flat(getattr(value, field.name), into)
     else:
-        yield value
+        into.append(value)
+    return into
 
 
 # Launch nothing; `to` of the type that it is.
@@ -62,36 +65,37 @@ class Recording(TorchDispatchMode):
 
     def __init__(self, host: set[int]) -> None:
         super().__init__()
-        self.host, self.log, self.outside = host, list[str](), set[int]()
+        self.host, self.log, self.outside = host, list[list[object]](), set[int]()
         self.made: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
+        name, given = str(func), flat((args, kwargs or {}), [])
         plain = name.removeprefix("aten.").partition(".")[0]
         assert not plain.startswith(REFUSED), f"{name} in a capture"
-        tensors = [each for each in flat((args, kwargs or {})) if isinstance(each, Tensor)]
         if plain.startswith("index"):
+            tensors = [each for each in given if isinstance(each, Tensor)]
             assert not any(each.dtype == torch.bool for each in tensors[1:]), f"{name} has a shape that depends on data"
-        if plain != "copy_":
-            assert not self.host & set(map(_address, tensors)), f"{name} on memory of the host"
-        self.note(name, (args, kwargs or {}))
+        used = self.note(name, given)
+        assert plain == "copy_" or not self.host & used, f"{name} on memory of the host"
         out = func(*args, **(kwargs or {}))
         self.make(out)
         return out
 
-    def note(self, name: str, given: Any) -> None:
-        entry = [name]
-        for each in flat(given):
+    def note(self, name: str, given: list[Any]) -> set[int]:
+        """Log an operation; the addresses of what it is given."""
+        entry, used = list[object]([name]), set[int]()
+        for each in given:
             if isinstance(each, Tensor):
-                entry.append(f"{each.dtype} {tuple(each.shape)} {each.stride()} {each.storage_offset()}")
-                if _address(each) not in self.made:
-                    self.outside.add(_address(each))
+                entry.append((each.dtype, each.shape, each.stride(), each.storage_offset()))
+                used.add(_address(each))
             else:
                 entry.append(repr(each))
-        self.log.append("; ".join(entry))
+        self.outside |= used - self.made.keys()
+        self.log.append(entry)
+        return used
 
     def make(self, out: Any) -> None:
-        for each in flat(out):
+        for each in flat(out, []):
             if isinstance(each, Tensor) and _address(each) not in self.outside:
                 self.made[_address(each)] = each.untyped_storage()
 
@@ -145,7 +149,7 @@ class FakeCard:
             if recording is None:
                 return compute(*given, **named)
             of = [(each.weights, each.bias) if isinstance(each, PackedLinear) else each for each in given]
-            recording.note(name, (of, named))
+            recording.note(name, flat((of, named), []))
             with _disable_current_modes():
                 out = compute(*given, **named)
             recording.make(out)
@@ -179,7 +183,7 @@ class FakeGraph:
 
     def operations(self) -> list[str]:
         """The names of what was captured, in order."""
-        return [entry.partition("; ")[0].removeprefix("aten.").partition(".")[0] for entry in self._captured.log]
+        return [str(entry[0]).removeprefix("aten.").partition(".")[0] for entry in self._captured.log]
 
     def replay(self) -> None:
         profiled = sys.getprofile()

@@ -129,8 +129,8 @@ def test_a_fifth_waits_for_its_turn(engine: Engine, widths: list[int]) -> None:
 
 def test_a_common_beginning_is_computed_once(engine: Engine, widths: list[int]) -> None:
     prompt = prompt_of(3, LEAST + 40)
-    alone(engine, 8, asking(8, prompt, tokens=200))
-    engine.send(*(asking(number, prompt, tokens=200) for number in (1, 2, 3)))
+    alone(engine, 8, asking(8, prompt, tokens=60))
+    engine.send(*(asking(number, prompt, tokens=60) for number in (1, 2, 3)))
     for number in (1, 2, 3):
         stats = finished(engine, number).stats
         assert stats.reused_tokens == len(prompt)
@@ -179,7 +179,7 @@ def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: li
 
 
 def test_one_is_stopped_and_the_others_go_on(engine: Engine, widths: list[int]) -> None:
-    asked = [asking(number, prompt_of(number), tokens=300) for number in (1, 2, 3)]
+    asked = [asking(number, prompt_of(number), tokens=90) for number in (1, 2, 3)]
     engine.send(*asked)
     for one in asked:
         several(engine, one.request, 20)
@@ -189,7 +189,7 @@ def test_one_is_stopped_and_the_others_go_on(engine: Engine, widths: list[int]) 
     engine.send(Cancel(1), Cancel(3))
     for number in (1, 3):
         assert finished(engine, number).reason == "cancelled" and len(engine.tokens_of(number)) >= here - 20
-    assert 20 <= here < 300 and max(widths) == 3
+    assert 20 <= here < 90 and max(widths) == 3
     apart = alone(engine, 9, asking(9, prompt_of(2), tokens=here))
     assert engine.tokens_of(2) == apart
 
@@ -245,12 +245,12 @@ def test_one_fails_and_the_others_go_on(engine: Engine, widths: list[int], monke
 
 
 def test_a_preset_changes_for_all_and_a_model_waits_for_all(engine: Engine, widths: list[int]) -> None:
-    engine.send(*(asking(number, prompt_of(number), tokens=200) for number in (1, 2)))
+    engine.send(*(asking(number, prompt_of(number), tokens=100) for number in (1, 2)))
     several(engine, 2, 30)
     engine.send(SetPreset("Fast"), Unload(), asking(3, prompt_of(3)))
     engine.until(PresetChanged, preset="Fast")
     engine.until(Unloaded)
-    assert len(engine.tokens_of(1)) == len(engine.tokens_of(2)) == 200 and 2 in widths
+    assert len(engine.tokens_of(1)) == len(engine.tokens_of(2)) == 100 and 2 in widths
     failed = engine.until(Failed, request=3)  # it was for the model that would have come
     assert failed.title == "No model is loaded"
 
@@ -270,46 +270,35 @@ def test_what_only_one_may_have_is_only_its_own(engine: Engine, widths: list[int
     assert engine.tokens_of(2) == [13] * 8 != engine.tokens_of(1) and 2 in widths
 
 
-class TestPace:
-    """Which is faster, by what was measured."""
+def measured(**seconds: float) -> Pace:
+    pace = Pace()
+    for name, each in seconds.items():
+        pace.observed(ONE, int(name[1:]), 20 * each, 20)
+    return pace
 
-    @staticmethod
-    def measured(**seconds: float) -> Pace:
-        pace = Pace()
-        for name, each in seconds.items():
-            pace.observed(ONE, int(name[1:]), 20 * each, 20)
-        return pace
 
-    def test_one_alone_is_measured_first(self) -> None:
-        pace = Pace()
-        assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)
-        pace.observed(ONE, 1, 1.0, 15)
-        assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)
-        pace.observed(ONE, 1, 1.0, 1)
-        assert pace.joins(ONE, 2) and pace.may_join(ONE, 2)
-        assert not pace.joins(OTHER, 2) and pace.may_join(OTHER, 2)  # another preset has other speeds
-
-    def test_the_faster_is_taken(self) -> None:
-        pace = self.measured(n1=1.0, n2=0.8, n3=1.1)
-        assert pace.joins(ONE, 2) and not pace.joins(ONE, 3) and not pace.may_join(ONE, 3)
-        assert pace.joins(ONE, 4)  # not tried yet
-
-    def test_it_is_tried_again_after_a_while(self) -> None:
-        pace = self.measured(n1=1.0, n3=1.1)
-        assert not pace.may_join(ONE, 3)
-        pace.observed(ONE, 1, 500.0, 500)
-        assert pace.joins(ONE, 3)
-        pace = self.measured(n1=1.0, n2=0.5)
-        pace.observed(ONE, 2, 250.0, 500)
-        assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)  # one alone may be faster now
-
-    def test_what_cannot_be_together_is_not(self) -> None:
-        pace = self.measured(n1=1.0)
-        pace.refused(ONE, 2)
-        assert not pace.may_join(ONE, 2) and pace.may_join(ONE, 3)
-        pace.observed(ONE, 1, 500.0, 500)
-        pace.observed(ONE, 2, 8.0, 16)  # there is memory again
-        assert pace.joins(ONE, 2)
+def test_which_is_faster_by_what_was_measured() -> None:
+    pace = Pace()  # one alone is measured first
+    assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)
+    pace.observed(ONE, 1, 1.0, 15)
+    assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)
+    pace.observed(ONE, 1, 1.0, 1)
+    assert pace.joins(ONE, 2) and pace.may_join(ONE, 2)
+    assert not pace.joins(OTHER, 2) and pace.may_join(OTHER, 2)  # another preset has other speeds
+    pace = measured(n1=1.0, n2=0.8, n3=1.1)
+    assert pace.joins(ONE, 2) and not pace.joins(ONE, 3) and not pace.may_join(ONE, 3)
+    assert pace.joins(ONE, 4)  # not tried yet
+    pace.observed(ONE, 1, 500.0, 500)
+    assert pace.joins(ONE, 3)  # tried again after a while
+    pace = measured(n1=1.0, n2=0.5)
+    pace.observed(ONE, 2, 250.0, 500)
+    assert not pace.joins(ONE, 2) and pace.may_join(ONE, 2)  # one alone may be faster now
+    pace = measured(n1=1.0)
+    pace.refused(ONE, 2)
+    assert not pace.may_join(ONE, 2) and pace.may_join(ONE, 3)
+    pace.observed(ONE, 1, 500.0, 500)
+    pace.observed(ONE, 2, 8.0, 16)  # there is memory again
+    assert pace.joins(ONE, 2)
 
 
 def test_it_is_measured_what_is_faster(tiny_pack: Path) -> None:

@@ -85,27 +85,12 @@ def silent(_what: str, _done: int, _total: int) -> None:
     """Nobody watches."""
 
 
-def test_recipes_are_those_of_llama_cpp_for_eight_experts() -> None:
-    tensors = Recipe("Q4_K_M", MIXTRAL, 3).tensors()
-    kinds = {name: kind for name, (_, kind) in tensors.items()}
-    for layer, down in enumerate(("Q4_K", "Q6_K", "Q4_K")):
-        parts = {"attn_q": "Q4_K", "attn_k": "Q8_0", "attn_v": "Q8_0", "attn_output": "Q5_K", "ffn_gate_exps": "Q4_K"}
-        parts |= {"ffn_up_exps": "Q4_K", "ffn_down_exps": down, "ffn_gate_inp": "F32", "attn_norm": "F32"}
-        assert all(kinds[f"blk.{layer}.{part}.weight"] == kind for part, kind in parts.items())
-    assert (kinds["output.weight"], kinds["token_embd.weight"]) == ("Q6_K", "Q4_K")
-    assert tensors["blk.0.ffn_down_exps.weight"][0] == (8, 4096, 14336)
-    assert tensors["blk.0.attn_k.weight"][0] == (1024, 4096)
-    plain = {kind for _, kind in Recipe("Q4_0", MIXTRAL, 3).tensors().values()}
-    assert plain == {"Q4_0", "Q8_0", "Q6_K", "F32"}
-
-
-def whole_file(kind: str, widths: PeerSizes, layers: int) -> float:
-    """Bytes of a model of so many layers, by the two sizes that are made."""
-    one, three = (Recipe(kind, widths, count).nbytes() for count in (1, 3))
-    return one + (layers - 1) * (three - one) / 2
-
-
 def test_sizes_are_those_of_published_files() -> None:
+    def whole_file(kind: str, widths: PeerSizes, layers: int) -> float:
+        """Bytes of a model of so many layers, by the two sizes that are made."""
+        one, three = (Recipe(kind, widths, count).nbytes() for count in (1, 3))
+        return one + (layers - 1) * (three - one) / 2
+
     # TheBloke's Mixtral-8x7B Q4_0, bartowski's Mixtral-8x22B Q4_K_M.
     assert whole_file("Q4_0", MIXTRAL, 32) == pytest.approx(26.44e9, rel=1e-3)
     sizes = replace(MIXTRAL.sizes, hidden=6144, intermediate=16384, heads=48, vocab=32768)
@@ -118,43 +103,18 @@ def test_sizes_are_those_of_published_files() -> None:
         assert whole_file(kind, widths, MODELS[name].layers) == pytest.approx(size, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
-def test_recipes_of_other_families(name: str) -> None:
-    widths = peer_of(name)
-    kinds = {name: kind for name, (_, kind) in Recipe(widths.files[-1], widths, 3).tensors().items()}
-    parts = ("attn_q", "attn_v", "ffn_gate_exps", "ffn_down_exps", "ffn_down_shexp", "attn_k_b", "attn_sinks")
-    found = [[kinds.get(f"blk.{layer}.{part}.weight") for part in parts] for layer in (0, 1)]
-    assert kinds["output.weight"] == ("Q8_0" if name == "gpt-oss-20b" else "Q6_K")
-    assert (
-        found
-        == {
-            "qwen3-30b-a3b": [
-                ["Q4_K", "Q4_K", "Q4_K", "Q4_K", None, None, None],
-                ["Q4_K", "Q6_K", "Q4_K", "Q6_K", None, None, None],
-            ],
-            "gpt-oss-20b": 2 * [["Q8_0", "Q8_0", "MXFP4", "MXFP4", None, None, "F32"]],
-            "deepseek-v2-lite": [  # 256 divides neither 1,408 nor 128
-                ["Q4_K", None, "Q4_K", "Q5_0", "Q4_K", "Q5_0", None],
-                ["Q4_K", None, "Q4_K", "Q8_0", "Q6_K", "Q5_0", None],
-            ],
-        }[name]
-    )
-    assert kinds.get("blk.1.ffn_up_exps.bias") == ("F32" if name == "gpt-oss-20b" else None)
-
-
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
-def test_headers_hold_what_the_architecture_asks_for(name: str) -> None:
-    header = peer_of(name).header(3)
-    if name == "deepseek-v2-lite":
-        assert (header["head_count_kv"], header["key_length"], header["key_length_mla"]) == (1, 576, 192)
-        assert (header["value_length"], header["value_length_mla"], header["rope_dimension_count"]) == (512, 128, 64)
-        assert (header["expert_shared_count"], header["kv_lora_rank"]) == (2, 512)
-    else:
-        heads = {"qwen3-30b-a3b": (4, 128, 128), "gpt-oss-20b": (8, 64, 64)}[name]
-        assert (header["head_count_kv"], header["key_length"], header["value_length"]) == heads
-
-
 PARTS = {
+    "gpt-oss-20b": {
+        "attn_sinks.weight": ((64,), "F32"),
+        "ffn_up_exps.bias": ((32, 2880), "F32"),
+        "ffn_down_exps.weight": ((32, 2880, 2880), "MXFP4"),
+    },
+    "deepseek-v2-lite": {  # 256 divides neither 1,408 nor 128
+        "attn_v.weight": None,
+        "ffn_down_exps.weight": ((64, 2048, 1408), "Q5_0"),
+        "ffn_down_shexp.weight": ((2048, 2816), "Q4_K"),
+        "attn_k_b.weight": ((16, 512, 128), "Q5_0"),
+    },
     "qwen3.6-35b-a3b": {
         "attn_q.weight": ((8192, 2048), "Q4_K"),
         "ssm_beta.weight": None,
@@ -180,6 +140,11 @@ PARTS = {
     },
 }
 OTHERS = {  # of the second layer, which is of another kind than the first
+    "gpt-oss-20b": {},
+    "deepseek-v2-lite": {
+        "ffn_down_exps.weight": ((64, 2048, 1408), "Q8_0"),
+        "ffn_down_shexp.weight": ((2048, 2816), "Q6_K"),
+    },
     "qwen3.6-35b-a3b": {
         "attn_q.weight": None,
         "attn_qkv.weight": ((8192, 2048), "Q6_K"),
@@ -201,6 +166,17 @@ OTHERS = {  # of the second layer, which is of another kind than the first
     "glm-4.7-flash": {},
 }
 HEADERS: dict[str, dict[str, object]] = {
+    "gpt-oss-20b": {"head_count_kv": 8, "key_length": 64, "value_length": 64},
+    "deepseek-v2-lite": {
+        "head_count_kv": 1,
+        "key_length": 576,
+        "key_length_mla": 192,
+        "value_length": 512,
+        "value_length_mla": 128,
+        "rope_dimension_count": 64,
+        "expert_shared_count": 2,
+        "kv_lora_rank": 512,
+    },
     "qwen3.6-35b-a3b": {"attention.recurrent_layers": [False, True, True, True, False], "ssm_group_count": 16},
     "qwen3-next-80b-a3b": {"expert_used_count": 10, "ssm_inner_size": 4096, "expert_shared_feed_forward_length": 512},
     "gemma-4-26b-a4b": {
@@ -219,11 +195,12 @@ HEADERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", PARTS)
 def test_files_of_several_kinds_of_layers(name: str) -> None:
     widths = peer_of(name)
-    tensors = Recipe("Q4_K_M", widths, 5).tensors()
+    tensors = Recipe(widths.files[-1], widths, 5).tensors()
     for layer, wanted in enumerate((PARTS[name], OTHERS[name])):
         assert {part: tensors.get(f"blk.{layer}.{part}") for part in wanted} == wanted
     tied = widths.sizes.tied
-    assert ("output.weight" in tensors) != tied and tensors["token_embd.weight"][1] == ("Q6_K" if tied else "Q4_K")
+    embedding = "Q8_0" if name == "gpt-oss-20b" else "Q6_K" if tied else "Q4_K"
+    assert ("output.weight" in tensors) != tied and tensors["token_embd.weight"][1] == embedding
     assert ("rope_freqs.weight" in tensors) == (name == "gemma-4-26b-a4b")
     header = widths.header(5)
     assert {key: header[key] for key in HEADERS[name]} == HEADERS[name]

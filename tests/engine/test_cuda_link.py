@@ -272,7 +272,7 @@ def test_many_random_transfers(seed: int, card: Card, source: Tensor, target: Te
     random, link = sender.random, card.link((1, 7, 20, 64)[seed])
     under_way: list[Transfer] = []
     card.run()
-    for turn in range(150):
+    for turn in range(80):
         if random.random() < 0.6 and len(sender.free) > 60:
             under_way.append(sender.make(int(random.integers(0, 60)), urgent=bool(random.random() < 0.3)))
             link.submit(under_way[-1])

@@ -14,7 +14,7 @@ from floe_chat.engine.decoder.decoders import LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, KvForm
 from floe_chat.engine.events import Advanced
-from floe_chat.engine.loader import load
+from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.device_memory import RING
@@ -218,12 +218,6 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
     loaded.close()
 
 
-def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
-    with pytest.raises(UsageError) as refused:
-        needs.share_out(needs.every("pool"), needs.least() - 1, 512)
-    assert memory(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
-
-
 def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs) -> None:
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("cuda")
@@ -238,8 +232,9 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     nothing = choose("auto", least - 1, kv_bits=16)
     assert nothing.place == "cpu" and nothing.make is None and "is needed" in nothing.why
     assert nothing.budget is None
-    with pytest.raises(UsageError, match="too little"):
+    with pytest.raises(UsageError, match="too little") as refused:
         choose("cuda", least - 1, kv_bits=16)
+    assert memory(least) in refused.value.cause and "--vram" in refused.value.hint
     some = choose("cuda", round(least / (1 - memory_plan.KEPT_FREE)) + 1)
     assert some.shares.mix == Mix(cpu=2) and "by the CPU" in some.why
     a_gpu(monkeypatch, limit)
@@ -282,28 +277,21 @@ def test_a_card_that_cannot_compute_is_a_fault_of_the_machine(
     assert refused.value.exit_code == code and "driver is too old" in refused.value.cause and refused.value.hint
 
 
-def test_the_next_start_knows_the_rates(tiny_pack: Path, needs: Needs) -> None:
-    first, _ = load(tiny_pack, None, "throttled:1gb", silent, vram=needs.least())
+def test_the_next_start_knows_the_rates_and_what_was_used(tiny_pack: Path, needs: Needs) -> None:
+    def opened(device: str) -> LoadedModel:
+        return load(tiny_pack, None, device, silent, vram=needs.least(), parts=POOLED)[0]
+
+    first = opened("throttled:1gb")
     assert first.offload is not None
     link = first.offload.device.rates.link_bytes_s
     assert 0 < link <= 1e9 and first.offload.device.rates.cpu_bytes_s > 0  # both measured
+    answer(first, [1, 40, 41, 42], max_new_tokens=12)
     first.offload.device.rates.cpu_bytes_s = 123e6
+    used = first.offload.pool.heat()
     first.close()
-    again, _ = load(tiny_pack, None, "throttled:1gb", silent, vram=needs.least())
+    again, other = opened("throttled:1gb"), opened("throttled:2gb")
     assert again.offload is not None and again.offload.device.rates.cpu_bytes_s == 123e6
-    other, _ = load(tiny_pack, None, "throttled:2gb", silent, vram=needs.least())
+    assert torch.allclose(torch.from_numpy(again.offload.pool.heat().uses), torch.from_numpy(used.uses), atol=1e-3)
     assert other.offload is not None and other.offload.device.rates.cpu_bytes_s != 123e6
     again.close()
     other.close()
-
-
-def test_the_next_start_knows_what_was_used(tiny_pack: Path, needs: Needs) -> None:
-    first, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
-    assert first.offload is not None
-    answer(first, [1, 40, 41, 42], max_new_tokens=12)
-    used = first.offload.pool.heat()
-    first.close()
-    again, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
-    assert again.offload is not None
-    assert torch.allclose(torch.from_numpy(again.offload.pool.heat().uses), torch.from_numpy(used.uses), atol=1e-3)
-    again.close()

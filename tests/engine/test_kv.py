@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache, KVStore, LibraryStore
 from floe_chat.engine.decoder.kv_shelf import LEAST, KVShelf
 from floe_chat.engine.decoder.kv_stores import BLOCK, GROUP, BorrowingStore, GrowingStore, Layout
-from floe_chat.engine.events import Advanced, Finished, Load, Loaded, Notice
+from floe_chat.engine.events import Advanced, Finished, Load, Loaded, Notice, Unload
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.engine.session import NO_ROOM
 from floe_chat.kernels.entries import CODES
@@ -52,13 +52,6 @@ def holding(*parts: tuple[list[int], Preset]) -> KVCache:
 def test_the_common_beginning_is_kept(held: list[int], prompt: list[int], kept: int) -> None:
     kv = holding((held, SAME))
     assert kv.keep(prompt, SAME) == kept == kv.length
-
-
-def test_what_was_forgotten_does_not_come_back() -> None:
-    kv = holding(([1, 2, 3, 4], SAME))
-    kv.keep([1, 2, 9], SAME)
-    kv.computed([9], SAME)
-    assert kv.keep([1, 2, 3, 4, 5], SAME) == 2
 
 
 def test_no_value_of_a_preset_is_overlooked() -> None:
@@ -429,18 +422,20 @@ def test_the_oldest_gives_way() -> None:
     assert talks.ask([*talk(0, 500), 1]) == 0
 
 
-def test_what_is_too_large_is_not_parked() -> None:
-    talks = Talks(400 * TOKEN)
+def test_what_is_not_worth_it_is_not_parked() -> None:
+    talks = Talks(400 * TOKEN)  # too large
     talks.ask(talk(1, 500))
     talks.ask(talk(2, 500))
     assert talks.shelf.nbytes() == 0
-
-
-def test_a_few_tokens_are_not_worth_it() -> None:
-    talks = Talks(1 << 30)
+    talks = Talks(1 << 30)  # a few tokens, such as another answer to the same question
     talks.ask(talk(1, 300), talk(5, LEAST - 1))
-    talks.ask(talk(1, 300) + talk(2, 50))  # such as another answer to the same question
+    talks.ask(talk(1, 300) + talk(2, 50))
     assert talks.shelf.nbytes() == 0
+    kv, shelf = KVCache(), KVShelf(1 << 30)
+    kv.store = LibraryStore()
+    kv.computed(talk(1, 200), SAME)
+    shelf.turn_to(kv, talk(2, 200), SAME)
+    assert shelf.nbytes() == 0
 
 
 def test_what_a_coarser_preset_computed_stays_away() -> None:
@@ -452,43 +447,23 @@ def test_what_a_coarser_preset_computed_stays_away() -> None:
     assert talks.kv.keep(talk(1, 300), FINER) == 0
 
 
-def test_the_librarys_cache_is_left_alone() -> None:
-    kv, shelf = KVCache(), KVShelf(1 << 30)
-    kv.store = LibraryStore()
-    kv.computed(talk(1, 200), SAME)
-    shelf.turn_to(kv, talk(2, 200), SAME)
-    assert shelf.nbytes() == 0
-
-
-@pytest.fixture
-def parking(exact_pack: Path) -> Iterator[Engine]:
-    engine = Engine()
-    with engine:
-        yield engine
-
-
 @pytest.mark.parametrize("parked", [0, 1 << 30])
-def test_answers_are_the_same_with_and_without(parking: Engine, exact_pack: Path, parked: int) -> None:
-    """Tokens are compared with those of an engine that knows one conversation only."""
-    parking.send(Load(str(exact_pack), "Exact", parked=parked))
-    parking.until(Loaded)
+def test_answers_are_the_same_with_and_without(exact_pack: Path, parked: int) -> None:
+    """Tokens are compared with those of an engine that has loaded the model for them."""
     talks, request = {seed: [at % 90 + 3 for at in talk(seed, 100)] for seed in (1, 2)}, 0
-    for turn in range(3):
-        for seed in talks:
-            request += 1
-            parking.send(asking(request, talks[seed]))
-            finished = parking.end_of(request)
-            assert isinstance(finished, Finished)
-            # All but the answer's last token, and what the question adds.
-            assert finished.stats.reused_tokens == (len(talks[seed]) - 4 if parked and turn else 0)
-            assert parking.tokens_of(request) == alone(exact_pack, talks[seed])
-            talks[seed] += [*parking.tokens_of(request), 5, 6, 7]
-
-
-def alone(pack: Path, prompt: list[int]) -> list[int]:
-    with Engine() as engine:
-        engine.send(Load(str(pack), "Exact"))
-        engine.until(Loaded)
-        engine.send(asking(1, prompt))
-        engine.end_of(1)
-        return engine.tokens_of(1)
+    with Engine() as engine, Engine() as other:
+        for one in (engine, other):
+            one.send(Load(str(exact_pack), "Exact", parked=parked if one is engine else 0))
+            one.until(Loaded)
+        for turn in range(2):
+            for seed in talks:
+                request += 1
+                engine.send(asking(request, talks[seed]))
+                finished = engine.end_of(request)
+                assert isinstance(finished, Finished)
+                # All but the answer's last token, and what the question adds.
+                assert finished.stats.reused_tokens == (len(talks[seed]) - 4 if parked and turn else 0)
+                other.send(Unload(), Load(str(exact_pack), "Exact"), asking(request, talks[seed]))
+                other.end_of(request)
+                assert engine.tokens_of(request) == other.tokens_of(request)
+                talks[seed] += [*engine.tokens_of(request), 5, 6, 7]

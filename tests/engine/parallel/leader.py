@@ -27,6 +27,8 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import FloeError
 from torch import Tensor
 
+_forked: dict[int, int] = {}  # process ids by rank
+
 
 def silent(_step: str, _share: float) -> None:
     """Nobody waits for progress."""
@@ -108,6 +110,10 @@ class Leader:
             "kinds": kinds,
         }
 
+    def ended(self, rank: int) -> dict[str, int]:
+        """The exit code of a process that this one has forked."""
+        return {"code": os.waitstatus_to_exitcode(os.waitpid(_forked[rank], 0)[1])}
+
     def _open(self) -> LoadedModel:
         assert self.loaded is not None
         return self.loaded
@@ -151,16 +157,15 @@ def as_computed(model: Any, _kv_bits: int) -> torch.dtype:
     return model.model.embed_tokens.weight.dtype
 
 
-def fork(size: int, folder: Path) -> None:
-    """Become process 0 of as many as import torch and transformers once; the others as `processes.py` starts them."""
+def fork(size: int, folder: Path, modules: Sequence[str]) -> None:
+    """Become process 0 of as many as import torch and these modules once; the others as `processes.py` starts them."""
     from floe_chat.app.start import command
-    from floe_chat.models.transformers_import import import_model_code
 
     layers.kept_dtype = fused_pass.kept_dtype = as_computed
-    import_model_code()
-    importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    for name in modules:
+        importlib.import_module(name)
     for rank in range(1, size):
-        if os.fork() == 0:
+        if (process := os.fork()) == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(0, 1)
@@ -168,12 +173,13 @@ def fork(size: int, folder: Path) -> None:
             sys.argv = ["floe-chat", "ask", "unused"]
             command()
             os._exit(0)
+        _forked[rank] = process
 
 
 def main() -> None:
     """Until stdin ends."""
     if sys.argv[1:]:
-        fork(int(sys.argv[1]), Path(sys.argv[2]))
+        fork(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
     leader, out = Leader(), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     for line in sys.stdin:
@@ -182,6 +188,8 @@ def main() -> None:
             found = getattr(leader, asked.pop("do"))(**asked)
         except FloeError as error:
             found = {"error": str(error), "kind": type(error).__name__}
+        except IndexError as error:
+            found = {"broke": type(error).__name__}
         out.write(json.dumps(found) + "\n")
         out.flush()
     joined = group()

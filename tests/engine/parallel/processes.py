@@ -31,11 +31,14 @@ class Processes:
     """A group of this size. Each process has the environment that torchrun sets.
 
     Args:
-        forked: process 0 starts the others, which it can do sooner; `all` has it alone.
+        forked: process 0 starts the others, which it can do sooner; `all` has it alone. modules: what it imports first.
     """
 
-    def __init__(self, size: int, folder: Path, stall: int = 60, *, forked: bool = False) -> None:
+    def __init__(
+        self, size: int, folder: Path, stall: int = 60, *, forked: bool = False, modules: Sequence[str] = ()
+    ) -> None:
         self.size, self._folder, self._count = size, folder, 0
+        self._asked, self._opened = dict[str, Any](), dict[str, Any]()
         shared = {
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
@@ -47,7 +50,7 @@ class Processes:
         self.errors = [folder / f"stderr-{rank}" for rank in range(size)]
         self.all: list[subprocess.Popen[str]] = []
         for rank in range(1 if forked else size):
-            leader = [str(HERE / "leader.py"), *([str(size), str(folder)] if forked else [])]
+            leader = [str(HERE / "leader.py"), *([str(size), str(folder), *modules] if forked else [])]
             command = leader if rank == 0 else ["-m", "floe_chat.app", "ask", "unused"]
             environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with self.errors[rank].open("w") as errors:
@@ -73,6 +76,8 @@ class Processes:
 
     def send(self, do: str, **given: Any) -> None:
         """Ask process 0 to do something."""
+        if do == "open":
+            self._asked = {}
         into = self.all[0].stdin
         assert into is not None
         into.write(json.dumps({"do": do, **given}) + "\n")
@@ -90,6 +95,14 @@ class Processes:
         found = self.reply()
         assert "error" not in found, f"{found['error']}\n{[self.stderr(rank) for rank in range(self.size)]}"
         return found
+
+    def open(self, pack: Path, pattern: str, **how: Any) -> dict[str, Any]:
+        """See `Leader.open`; nothing is done where it is open already."""
+        asked = {"pack": str(pack), "pattern": pattern, **how}
+        if asked != self._asked:
+            self._opened = self.do("open", **asked)
+            self._asked = asked
+        return self._opened
 
     def answer(
         self,

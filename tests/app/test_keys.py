@@ -1,12 +1,13 @@
-"""Keys that a person gave to actions: every page names them, and they do what they say."""
+"""Keys: those that a person gave to actions are named on every page, and help, palette and hints know all."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from floe_chat.app.actions import OWN as SETTABLE
-from floe_chat.app.actions import Place
+from floe_chat.app.actions import ACTIONS, COMMANDS, NAMED, OWN, Place
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
@@ -21,49 +22,33 @@ from floe_chat.app.widgets.common.keys import key_name
 from textual.pilot import Pilot
 
 from .made_up import survey
-from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, status, until
+from .scripted import (
+    ScriptedClient,
+    app_for,
+    ask,
+    chatting,
+    composer,
+    finish,
+    ready,
+    status,
+    until,
+    write,
+)
 from .wizardry import see, shown
 
-OWN = {
-    "quit": "ctrl+x",
-    "help": "f12,f11",
-    "palette": "ctrl+k",
-    "stop": "f10",
-    "new_chat": "alt+n",
-    "toggle_panel": "alt+p",
-    "next_preset": "alt+t",
-    "quality": "alt+q",
-    "setup": "alt+c",
-    "models": "alt+m",
-    "experts": "alt+e",
-    "history": "alt+h",
-    "regenerate": "alt+r",
-    "copy": "alt+o",
-    "newline": "alt+l",
-    "editor": "alt+v",
-    "redraw": "alt+d",
-    "pause_panel": "alt+f",
-    "select_message": "alt+s",
-    "focus_panel": "alt+g",
-    "previous_message": "w",
-    "next_message": "s",
-    "first_message": "1",
-    "leave_messages": "0",
-    "copy_message": "x",
-    "copy_code": "v",
-    "show_thinking": "T",
-    "edit_message": "E",
-    "answer_again": "alt+a",
-    "continue_answer": "plus",
-    "fork_chat": "backspace",
-    "delete_message": "z",
-    "older_version": "a",
-    "newer_version": "d",
-}
+_WRITTEN = """
+    quit=ctrl+x help=f12,f11 palette=ctrl+k stop=f10 new_chat=alt+n toggle_panel=alt+p next_preset=alt+t
+    quality=alt+q setup=alt+c models=alt+m experts=alt+e history=alt+h regenerate=alt+r copy=alt+o
+    newline=alt+l editor=alt+v redraw=alt+d pause_panel=alt+f select_message=alt+s focus_panel=alt+g
+    previous_message=w next_message=s first_message=1 leave_messages=0 copy_message=x copy_code=v
+    show_thinking=T edit_message=E answer_again=alt+a continue_answer=plus fork_chat=backspace delete_message=z
+    older_version=a newer_version=d
+"""
+GIVEN = {name: key for name, _, key in (pair.partition("=") for pair in _WRITTEN.split())}
 # Esc leaves every page, Tab goes through it, and a letter is a key of a message alone.
 USUAL = [
     key_name(action.keys)
-    for name, action in SETTABLE.items()
+    for name, action in OWN.items()
     if action.place is not Place.MESSAGES and name not in ("stop", "focus_panel")
 ]
 
@@ -81,8 +66,8 @@ def wrong(pilot: Pilot[int]) -> list[str]:
 
 
 async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
-    assert set(OWN) == set(SETTABLE)
-    async with ready(ScriptedClient(), size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+    assert set(GIVEN) == set(OWN)
+    async with ready(ScriptedClient(), size=(120, 40), settings=settings_with(GIVEN, tmp_path)) as pilot:
         await see(pilot, "Alt+L new line · F12 explains", "Ctrl+X quit", "Ctrl+K commands")
         assert not wrong(pilot)
         await pilot.press("alt+g", "down", "down")
@@ -97,7 +82,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
         await pilot.press("escape")
         pages = {"help": HelpScreen, "quality": QualityScreen, "setup": SetupScreen, "experts": ExpertsScreen}
         for action, page in pages.items():  # the key that opens one closes it, too
-            key = OWN[action].split(",")[0]
+            key = GIVEN[action].split(",")[0]
             await pilot.press(key)
             await until(pilot, lambda page=page: isinstance(pilot.app.screen, page))
             await pilot.pause()
@@ -115,7 +100,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
 
 
 async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None:
-    async with chatting(size=(120, 40), settings=settings_with(OWN, tmp_path)) as (client, pilot):
+    async with chatting(size=(120, 40), settings=settings_with(GIVEN, tmp_path)) as (client, pilot):
         await finish(pilot, client, await ask(pilot, client, "first"))
         await pilot.press("ctrl+up", "alt+f")
         await see(pilot, "Alt+F resumes them")
@@ -137,8 +122,6 @@ async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None
     [
         ({"copy_message": "x", "edit_message": "x"}, "cannot be x: edit_message has that key already"),
         ({"copy_message": "f3"}, "cannot be f3: next_preset has that key already"),
-        ({"copy_message": "tab"}, "cannot be tab, which text fields and pages use"),
-        ({"pause_panel": "p"}, "cannot be p, which types a character"),
         ({"select_message": "x", "copy_message": "x"}, "cannot be x, which types a character"),
         ({"pause_panel": "f7", "focus_panel": "f7"}, "cannot be f7: focus_panel has that key already"),
     ],
@@ -152,23 +135,6 @@ def test_keys_that_meet_are_refused(tmp_path: Path, keys: dict[str, str], said: 
 def test_keys_of_text_field_and_messages_do_not_meet(tmp_path: Path) -> None:
     keys = {"newline": "alt+x", "copy_message": "alt+x", "delete_message": "delete", "leave_messages": "escape,q"}
     assert not read(settings_with(keys, tmp_path)).problems
-
-
-async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
-    async with chatting(settings=settings_with({"stop": "f10"}, tmp_path)) as (client, pilot):
-        request = await ask(pilot, client)
-        await finish(pilot, client, request)
-        await order(pilot, "/edit")
-        await see(pilot, "F10 cancels")
-        await pilot.press("f10")
-        await until(pilot, lambda: "leaves it" not in shown(pilot))
-        await ask(pilot, client, "more")
-        await order(pilot, "/again")
-        await see(pilot, "Stop the running answer first (F10)")
-        await pilot.press("escape")
-        assert client.cancelled == 0
-        await pilot.press("f10")
-        await until(pilot, lambda: client.cancelled == 1)
 
 
 async def test_keys_of_the_chat_come_before_those_of_the_text_field(tmp_path: Path) -> None:
@@ -195,3 +161,41 @@ def test_hints_are_pressed_by_their_key() -> None:
         (span,) = hint(words).spans
         assert f"press('{key}')" in str(span.style), words
     assert not hint("Wait a little").spans and not hint("◂ ▸ turn").spans
+
+
+# Every action is declared once: its keys, command, palette entry, hint and help come from there
+
+
+def test_names_commands_and_keys_are_unique() -> None:
+    for names in (
+        [action.name for action in ACTIONS if action.name],
+        [action.command for action in COMMANDS],
+        *(
+            [key for action in ACTIONS if action.place is place for key in action.keys.split(",") if key]
+            for place in Place
+        ),
+    ):
+        assert max(Counter(names).values()) == 1, names
+    assert all(action.does and action.title for action in COMMANDS) and set(OWN) < set(NAMED)
+
+
+def test_all_that_keys_and_commands_ask_of_the_chat_is_done() -> None:
+    chat = app_for(ScriptedClient()).get_default_screen()
+    assert isinstance(chat, ChatScreen)
+    asked = {action.name for action in ACTIONS if action.command or (action.place is Place.CHAT and action.keys)}
+    asked |= {found[1] for action in ACTIONS if (found := re.search(r"screen\.do\('(\w+)'\)", action.run))}
+    assert set(chat.does) == asked
+
+
+async def test_help_lists_the_keys_of_the_page_that_is_open(setups: Setups) -> None:
+    async with ready(ScriptedClient()) as pilot:
+        opened = WizardScreen(setups, entries=(), surveyor=survey)
+        await pilot.app.push_screen(opened)
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+        await see(pilot, "Measure the machine again", "Quit floe-chat; the answer so far is saved")
+        assert "Answer the last question again" not in shown(pilot)
+        await write(pilot, "leave")
+        await until(pilot, lambda: "Every command by name" not in shown(pilot))
+        await pilot.press("escape", "escape")
+        await until(pilot, lambda: pilot.app.screen is opened)
