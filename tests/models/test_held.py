@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,28 @@ REQUESTS = itertools.count(2)
 FREE = ("qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen3_moe instruct")  # whose calls need no thinking
 
 
+Place = Callable[[str], Path]
 _processes: dict[Path, ChatProcess] = {}
 
 
-@pytest.fixture(autouse=True)
-def ended() -> Iterator[None]:
-    yield
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A family's folder, with its template for tools if it has one; one process reads a folder in all tests."""
+    folders: dict[str, Path] = {}
+
+    def written(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("held")
+            (write_tools if name in TEMPLATES else write_family)(folders[name], name)
+        return folders[name]
+
+    yield written
     while _processes:
         _processes.popitem()[1].close()
 
 
 class Told:
-    """One answer, token by token, as the engine draws it; all of a folder in one process."""
+    """One answer, token by token, as the engine draws it."""
 
     def __init__(self, folder: Path, *, think: bool = False, schema: str = "", **tools: Any) -> None:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -86,61 +96,61 @@ def written(folder: Path, calls: Sequence[tuple[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "qwen2_moe"])
-def test_a_call_comes_as_the_family_writes_it(name: str, tmp_path: Path) -> None:
-    write_tools(tmp_path, name) if name in TEMPLATES else write_family(tmp_path, name)
-    told = Told(tmp_path)
+def test_a_call_comes_as_the_family_writes_it(name: str, place: Place) -> None:
+    folder = place(name)
+    told = Told(folder)
     before = "Hm.</think>" if name == "deepseek_r1" else ""
     assert not told.may_end and told.takes(before) and not told.may_end
-    assert told.takes(written(tmp_path, [("find", WRITTEN)])) and told.may_end
+    assert told.takes(written(folder, [("find", WRITTEN)])) and told.may_end
     assert told.calls() == [("find", ARGUMENTS)]
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_nothing_else_may_come(name: str, tmp_path: Path) -> None:
-    write_tools(tmp_path, name)
-    call = written(tmp_path, [("find", WRITTEN)])
+def test_nothing_else_may_come(name: str, place: Place) -> None:
+    folder = place(name)
+    call = written(folder, [("find", WRITTEN)])
     for wrong in ("Well.", call.replace("find", "fund"), call.replace("3", '"x'), call.replace("3", "x")):
-        assert not Told(tmp_path).takes(wrong)
-    named = Told(tmp_path, choice="named", named="seek")
-    assert not named.takes(call) and Told(tmp_path, choice="named", named="seek").takes(call.replace("find", "seek"))
+        assert not Told(folder).takes(wrong)
+    named = Told(folder, choice="named", named="seek")
+    assert not named.takes(call) and Told(folder, choice="named", named="seek").takes(call.replace("find", "seek"))
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_several_calls_may_come_unless_one_is_wanted(name: str, tmp_path: Path) -> None:
-    write_tools(tmp_path, name)
-    two = written(tmp_path, [("find", WRITTEN), ("seek", WRITTEN)])
-    told = Told(tmp_path)
+def test_several_calls_may_come_unless_one_is_wanted(name: str, place: Place) -> None:
+    folder = place(name)
+    two = written(folder, [("find", WRITTEN), ("seek", WRITTEN)])
+    told = Told(folder)
     assert told.takes(two) and told.may_end and told.calls() == [("find", ARGUMENTS), ("seek", ARGUMENTS)]
-    assert not Told(tmp_path, parallel=False).takes(two)
-    assert not Told(tmp_path, choice="named", named="find").takes(written(tmp_path, [("find", WRITTEN)] * 2))
+    assert not Told(folder, parallel=False).takes(two)
+    assert not Told(folder, choice="named", named="find").takes(written(folder, [("find", WRITTEN)] * 2))
 
 
 @pytest.mark.parametrize("begun", ["<think>\nI call.\n</think>\n\n", "\n<think>I</think>\n", "", "\n\n"])
-def test_a_model_may_think_before_its_call(begun: str, tmp_path: Path) -> None:
-    write_tools(tmp_path, "qwen3_moe")
-    told, call = Told(tmp_path, think=True), written(tmp_path, [("find", WRITTEN)])
+def test_a_model_may_think_before_its_call(begun: str, place: Place) -> None:
+    folder = place("qwen3_moe")
+    told, call = Told(folder, think=True), written(folder, [("find", WRITTEN)])
     thinks, closed, after = begun.partition("</think>")
     assert told.takes(thinks) and not told.may_end
     assert told.takes(closed + after + call) and told.may_end and told.calls() == [("find", ARGUMENTS)]
-    told = Told(tmp_path, think=True)
+    told = Told(folder, think=True)
     assert told.takes(begun) and not told.takes("Well.")
-    assert not Told(tmp_path, think=False).takes("<think>")
+    assert not Told(folder, think=False).takes("<think>")
 
 
-def test_thinking_that_the_prompt_begins_ends_first(tmp_path: Path) -> None:
-    write_tools(tmp_path, "deepseek_r1")
-    told = Told(tmp_path, think=True)
+def test_thinking_that_the_prompt_begins_ends_first(place: Place) -> None:
+    folder = place("deepseek_r1")
+    told = Told(folder, think=True)
     assert told.takes("I call <｜tool▁calls▁begin｜> soon.") and not told.may_end and told.takes("</think>\n")
     assert not told.takes("I do.")
 
 
-def test_messages_with_channels(tmp_path: Path) -> None:
-    write_tools(tmp_path, "gpt_oss")
+def test_messages_with_channels(place: Place) -> None:
+    folder = place("gpt_oss")
     think = "<|channel|>analysis<|message|>They lost it.<|end|><|start|>assistant"
-    told = Told(tmp_path, think=True)
-    assert told.takes(think + written(tmp_path, [("seek", WRITTEN)])) and told.may_end
+    told = Told(folder, think=True)
+    assert told.takes(think + written(folder, [("seek", WRITTEN)])) and told.may_end
     assert told.calls() == [("seek", ARGUMENTS)]
-    assert not Told(tmp_path, think=True).takes("<|channel|>final")
+    assert not Told(folder, think=True).takes("<|channel|>final")
 
 
 @pytest.mark.parametrize(
@@ -162,47 +172,45 @@ def test_json_comes_after_the_thinking(name: str, begun: str, tmp_path: Path) ->
     assert wrong.takes(begun) and not wrong.takes("3")
 
 
-def test_a_call_or_json(tmp_path: Path) -> None:
-    write_tools(tmp_path, "qwen3_moe")
+def test_a_call_or_json(place: Place) -> None:
+    folder = place("qwen3_moe")
     schema = '{"type": "object"}'
-    assert Told(tmp_path, schema=schema, choice="auto").takes(written(tmp_path, [("find", WRITTEN)]))
-    told = Told(tmp_path, schema=schema, choice="auto")
+    assert Told(folder, schema=schema, choice="auto").takes(written(folder, [("find", WRITTEN)]))
+    told = Told(folder, schema=schema, choice="auto")
     assert told.takes("{}") and told.may_end
-    assert not Told(tmp_path, schema=schema, choice="auto").takes("Well.")
+    assert not Told(folder, schema=schema, choice="auto").takes("Well.")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen2_moe"])
-def test_strict_functions_hold_calls_alone(name: str, tmp_path: Path) -> None:
-    write_tools(tmp_path, name) if name in TEMPLATES else write_family(tmp_path, name)
-    good = written(tmp_path, [("find", WRITTEN)])
-    told = Told(tmp_path, choice="auto", strict=["find"])
+def test_strict_functions_hold_calls_alone(name: str, place: Place) -> None:
+    folder = place(name)
+    good = written(folder, [("find", WRITTEN)])
+    told = Told(folder, choice="auto", strict=["find"])
     assert told.may_end and told.takes(f"Well. {good}") and told.may_end
     if name != "mixtral":  # whose calls go on to the end
         assert told.takes(f" So {good} there.")
-    assert not Told(tmp_path, choice="auto", strict=["find"]).takes(good.replace("3", "x"))
-    assert not Told(tmp_path, choice="auto", strict=["find"]).takes(good.replace("find", "fund"))
+    assert not Told(folder, choice="auto", strict=["find"]).takes(good.replace("3", "x"))
+    assert not Told(folder, choice="auto", strict=["find"]).takes(good.replace("find", "fund"))
 
 
 @pytest.mark.parametrize("value", [{"enum": ["a", "b"]}, {"type": "string"}, {"type": ["string", "null"]}, {}])
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe instruct"])
-def test_values_without_quotes(name: str, value: dict[str, Any], tmp_path: Path) -> None:
-    write_tools(tmp_path, name)
+def test_values_without_quotes(name: str, value: dict[str, Any], place: Place) -> None:
+    folder = place(name)
     parameters = {"type": "object", "properties": {"at": value, "b": {"type": "boolean"}}, "required": ["at"]}
     listed = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
     text = "a" if value.get("type") == "string" or "enum" in value else '"a"'
-    wanted = (
-        style_of(tmp_path).write([("f", '{"at": "a"}')]).replace("\na\n", f"\n{text}\n").replace(">a<", f">{text}<")
-    )
-    told = Told(tmp_path, listed=listed)
+    wanted = style_of(folder).write([("f", '{"at": "a"}')]).replace("\na\n", f"\n{text}\n").replace(">a<", f">{text}<")
+    told = Told(folder, listed=listed)
     assert told.takes(wanted) and told.calls() == [("f", {"at": "a"})]
-    missing = style_of(tmp_path).write([("f", '{"b": true}')])
-    assert not Told(tmp_path, listed=listed).takes(missing)
+    missing = style_of(folder).write([("f", '{"b": true}')])
+    assert not Told(folder, listed=listed).takes(missing)
 
 
 @pytest.mark.parametrize("wrong", [{"type": "objekt"}, {"properties": {"a": {"pattern": "("}}}])
-def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
-    write_tools(tmp_path, "qwen3_moe")
-    chat = ChatProcess(tmp_path)
+def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], place: Place) -> None:
+    folder = place("qwen3_moe")
+    chat = ChatProcess(folder)
     bad = {**PLAIN[0], "function": {**PLAIN[0]["function"], "name": "bad", "parameters": wrong}}
     tools = {"listed": [*PLAIN, bad], "choice": "auto", "named": "", "parallel": True, "strict": []}
     found = chat.whole(TALK[:1], 9000, tools, "", 400)
@@ -215,10 +223,10 @@ def test_a_schema_that_cannot_be_followed_is_named(wrong: dict[str, Any], tmp_pa
 ENDLESS = {"allOf": [{"pattern": f"(a|b){{{number}}}"} for number in range(40)], "type": "string"}
 
 
-def test_a_form_that_takes_too_long_is_no_fault_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_takes_too_long_is_no_fault_of_the_pack(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is what it interrupts: that answer's form is held in the process that it ends."""
-    write_tools(tmp_path, "qwen3_moe")
-    told = Told(tmp_path)
+    folder = place("qwen3_moe")
+    told = Told(folder)
     monkeypatch.setattr(chat_process, "_REQUEST_S", 0.3)
     tools = {"listed": [], "choice": "auto", "named": "", "parallel": True, "strict": []}
     with pytest.raises(UsageError, match="form of the answer cannot be followed"):

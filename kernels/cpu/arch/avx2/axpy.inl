@@ -161,16 +161,18 @@ template <bool FULL> inline void add_bytes(const Stored *w, int count, int64_t c
     }
 }
 
-// 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if they are not whole sections or a
+// 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if they are shorter than a section or a
 // factor is not finite.
 template <int DIGITS>
 bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
                   const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk;
-    if (chunks % kSection != 0) return false;
+    if (chunks < kSection) return false;
     Factors factors;
-    for (int64_t c = 0; c < chunks; c += kSection)
-        if (!make_factors<DIGITS>(v, w, a, count, c, factors)) return false;
+    for (int64_t c = 0; c < chunks; c += kSection) { // the last eight in any case, of which some may be there already
+        const int64_t start = c + kSection <= chunks ? c : chunks - kSection;
+        if (!make_factors<DIGITS>(v, w, a, count, start, factors)) return false;
+    }
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Columns next(ahead, count, chunks);
     for (int64_t c = 0; c < chunks; c++, y += kChunk) {

@@ -92,12 +92,11 @@ inline __m512i side_by_side(const __m512i *digits) {
     return _mm512_or_si512(two, _mm512_slli_epi32(other, 16));
 }
 
-// 16 chunks from c on, or as many as there are. False if a factor is not finite.
+// 16 chunks from c on, zeros behind the last one. False if a factor is not finite.
 template <int DIGITS>
 inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, int count, int64_t c, Factors &out) {
     constexpr float kMost = DIGITS == 2 ? 127 * 128 : 127;
     const int64_t chunks = v.n / kChunk;
-    const __mmask16 here = first(chunks - c);
     __m512 factors[kBatch], largest = _mm512_setzero_ps(), finite = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
         factors[r] = _mm512_mul_ps(_mm512_set1_ps(a[r]), scales16(v, w[r], c, chunks - c));
@@ -118,20 +117,20 @@ inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, 
         low[r] = _mm512_sub_epi32(whole, _mm512_slli_epi32(high[r], 7));
     }
     for (int r = 0; r < kBatch; r += 4) {
-        _mm512_mask_storeu_epi32(out.quads[0][r / 4] + c, here, side_by_side(high + r));
-        if (DIGITS == 2) _mm512_mask_storeu_epi32(out.quads[1][r / 4] + c, here, side_by_side(low + r));
+        _mm512_storeu_si512(out.quads[0][r / 4] + c, side_by_side(high + r));
+        if (DIGITS == 2) _mm512_storeu_si512(out.quads[1][r / 4] + c, side_by_side(low + r));
     }
-    _mm512_mask_storeu_ps(out.steps + c, here, step);
-    _mm512_mask_storeu_ps(out.shares + c, here, _mm512_mul_ps(share, step));
+    _mm512_storeu_ps(out.steps + c, step);
+    _mm512_storeu_ps(out.shares + c, _mm512_mul_ps(share, step));
     return true;
 }
 
 // What two chunks have, each in half of the lanes.
 inline __m512i each_half(const int32_t *p) { return _mm512_mask_set1_epi32(_mm512_set1_epi32(p[0]), 0xff00, p[1]); }
 
-// Two chunks of all vectors onto y: the codes of four vectors stand side by side in 32 bits, so that one multiplication
-// adds up all four.
-template <int DIGITS, bool FULL>
+// Two chunks of all vectors onto y, or the last one: the codes of four vectors stand side by side in 32 bits, so that
+// one multiplication adds up all four.
+template <int DIGITS, bool FULL, int CHUNKS = 2>
 inline void add_two(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
     const __m512i nibble = _mm512_set1_epi8(0x0f);
     __m512i sums[DIGITS][2][4]; // the lower and upper codes (these times 16), of every four bytes of a lane's 16
@@ -139,8 +138,10 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
         FLOE_UNROLL for (int j = 0; j < 4; j++) sums[d][k][j] = _mm512_setzero_si512();
     FLOE_UNROLL for (int r = 0; r < (FULL ? kBatch : count); r += 4) {
         __m512i rows[4];
-        FLOE_UNROLL for (int i = 0; i < 4; i++) rows[i] =
-            load(w[FULL || r + i < count ? r + i : r].codes + 32 * c); // of those that are not there, times 0
+        FLOE_UNROLL for (int i = 0; i < 4; i++) {
+            const uint8_t *const codes = w[FULL || r + i < count ? r + i : r].codes + 32 * c; // too many are times 0
+            rows[i] = CHUNKS == 2 ? load(codes) : _mm512_maskz_loadu_epi8(0xffffffff, codes);
+        }
         const __m512i low[2] = {_mm512_unpacklo_epi8(rows[0], rows[1]), _mm512_unpacklo_epi8(rows[2], rows[3])};
         const __m512i high[2] = {_mm512_unpackhi_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[2], rows[3])};
         const __m512i quads[4] = {_mm512_unpacklo_epi16(low[0], low[1]), _mm512_unpackhi_epi16(low[0], low[1]),
@@ -166,7 +167,7 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
         const __m512i pairs[4] = {
             _mm512_shuffle_i32x4(whole[0], whole[1], 0x44), _mm512_shuffle_i32x4(whole[2], whole[3], 0x44),
             _mm512_shuffle_i32x4(whole[0], whole[1], 0xee), _mm512_shuffle_i32x4(whole[2], whole[3], 0xee)};
-        FLOE_UNROLL for (int h = 0; h < 2; h++) {
+        FLOE_UNROLL for (int h = 0; h < CHUNKS; h++) {
             const __m512i lanes[2] = {_mm512_shuffle_i32x4(pairs[2 * h], pairs[2 * h + 1], 0x88),
                                       _mm512_shuffle_i32x4(pairs[2 * h], pairs[2 * h + 1], 0xdd)};
             FLOE_UNROLL for (int i = 0; i < 2; i++) {
@@ -177,24 +178,24 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
     }
 }
 
-// 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if they are not whole pairs of chunks
-// or a factor is not finite.
+// 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if a factor is not finite.
 template <int DIGITS>
 bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
                   const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk;
-    if (chunks % 2 != 0) return false;
     Factors factors;
-    for (int64_t c = 0; c < chunks; c += 16)
+    for (int64_t c = 0; c < chunks; c += 16) // kMaxChunks is a multiple of it
         if (!make_factors<DIGITS>(v, w, a, count, c, factors)) return false;
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Pace paces[kBatch];
     for (int r = 0; r < count; r++) paces[r] = Pace(ahead[r], chunks / 2);
-    for (int64_t c = 0; c < chunks; c += 2, y += 2 * kChunk) {
+    int64_t c = 0;
+    for (; c + 2 <= chunks; c += 2, y += 2 * kChunk) {
         for (int r = 0; r < count; r++) paces[r].step();
         if (count == kBatch) add_two<DIGITS, true>(w, count, c, factors, y);
         else add_two<DIGITS, false>(w, count, c, factors, y);
     }
+    if (c < chunks) add_two<DIGITS, false, 1>(w, count, c, factors, y);
     return true;
 }
 

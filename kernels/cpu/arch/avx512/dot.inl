@@ -27,7 +27,11 @@ inline void add_section(const floe_vector &v, const Stored *w, const Token *cons
     for (int64_t c = 0; c < count; c += W::kChunks, bytes += W::kBytes, offset += kStride) {
         if (paces != nullptr) FLOE_UNROLL for (int r = 0; r < ROWS; r++) paces[r].step();
         __m512i codes[ROWS][kPlanes];
-        FLOE_UNROLL for (int r = 0; r < ROWS; r++) unpack_planes<BITS, FULL>(w[r].codes + bytes, count - c, codes[r]);
+        if (FULL || c + W::kChunks <= count)
+            FLOE_UNROLL for (int r = 0; r < ROWS; r++) unpack_planes<BITS, true>(w[r].codes + bytes, 0, codes[r]);
+        else
+            FLOE_UNROLL for (int r = 0; r < ROWS; r++)
+                unpack_planes<BITS, false>(w[r].codes + bytes, count - c, codes[r]);
         FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
             const int8_t *digits = tokens[t]->digits + offset;
             // With several planes, a sum of its own for each digit: in one long chain the multipliers would wait.
