@@ -100,6 +100,7 @@ async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None
         assert composer(pilot).text == ""
         await pilot.press("E")
         await until(pilot, lambda: composer(pilot).text == "first")
+        await see(pilot, "F10 cancels")
         await pilot.press("f10", "alt+s", "w", "0")
         await until(pilot, lambda: composer(pilot).has_focus)
         await pilot.press("alt+s", "w", "z")

@@ -484,7 +484,8 @@ async def test_prose_stays_narrow_where_code_may_be_wide() -> None:
     async with chatting(size=(200, 50)) as (client, pilot):
         chat = pilot.app.screen_stack[0]
         chat.dashboard.show_panel("hidden")  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        request = await ask(pilot, client, "word " * 60)
+        composer(pilot).put("word " * 60)
+        request = await ask(pilot, client, "")
         words, code = "word " * 60, "x = " + "1 + " * 30 + "1"
         client.say(TextDelta(request, f"# {words}\n\n{words}\n\n- {words}\n\n> {words}\n\n```python\n{code}\n```\n"))
         await finish(pilot, client, request)

@@ -374,6 +374,12 @@ async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_befo
         await finish(pilot, client, 2, "cancelled")
         await until(pilot, lambda: "The answer was empty; the one before it is shown again" in screen_text(pilot))
         assert texts(pilot) == ["one", "first"]
+        await ask(pilot, client, "lost")
+        await pilot.press("escape")
+        await finish(pilot, client, 3, "cancelled")
+        await until(pilot, lambda: "so the model will not see this question again" in all_of_it(pilot))
+        await ask(pilot, client, "next")
+        assert [turn.text for turn in client.asked[3]] == ["one", "first", "next"]
 
 
 async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
