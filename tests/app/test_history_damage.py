@@ -187,10 +187,23 @@ def test_a_database_of_another_program_is_refused_and_not_touched(file: Path) ->
     assert file.read_bytes() == before and {path.name for path in file.parent.iterdir()} == {file.name}
 
 
+_DAMAGED_SEARCH = "UPDATE message_text_data SET block = x'ff00ff00ff00ff00' WHERE id > 1"
+
+
+def test_a_damaged_search_index_is_made_again_from_the_texts(file: Path) -> None:
+    filled(file)
+    sql(file, _DAMAGED_SEARCH)
+    opened = open_history(file)
+    assert [notice.title for notice in opened.notices] == ["The search index was damaged"]
+    assert len(opened.store.search("lorem", 200)) > 50 and read_all(opened.store) == 120
+    opened.store.close()
+    assert open_history(file).notices == ()
+
+
 def test_damage_that_shows_itself_later_is_told_and_dealt_with_at_the_next_start(file: Path) -> None:
     filled(file)
     open_history(file).store.close()
-    sql(file, "UPDATE message_text_data SET block = x'ff00ff00ff00ff00' WHERE id > 1")
+    sql(file, _DAMAGED_SEARCH)
     history = History(file)  # checked a moment ago, so not again
     with pytest.raises(FloeError, match="damaged"):
         history.search("lorem")
