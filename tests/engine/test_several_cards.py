@@ -110,8 +110,7 @@ def opened(
         ("throttled:2gb,throttled:4gb", (), POOL, "none"),
     ],
 )
-@pytest.mark.parametrize("preset", [SKIPPING, PLAIN], ids=lambda preset: preset.name)
-@pytest.mark.parametrize("rows", [0, 400])
+@pytest.mark.parametrize(("preset", "rows"), [(SKIPPING, 0), (SKIPPING, 400), (PLAIN, 0)])
 def test_tokens_do_not_depend_on_the_division(
     pack: Path,
     needs: Needs,
