@@ -56,7 +56,7 @@ def seconds(takes: Footprint, speeds: Speeds, held: Held, work: TokenWork = BALA
 def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram: int) -> None:
     """Cards of the list with 4 to 26 GB of their memory, at widths that turn from card to card."""
     used = set[Mix]()
-    for card, spec in zip(CARDS[ram % 4 :: 4], itertools.cycle(WIDTHS)):
+    for card, spec in zip(CARDS[ram % 9 :: 9], itertools.cycle(WIDTHS)):
         takes, before, token_before = Footprint.of(MIXTRAL.sizes, spec), float("inf"), float("inf")
         speeds = machine.of_card(card, BASE).speeds
         costs = Costs(takes, BALANCED, speeds)
@@ -74,7 +74,7 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
     assert any(mix.pool and mix.cpu for mix in used) and any(mix.gpu == mix.layers for mix in used)
 
 
-@pytest.mark.parametrize("vram", [6, 8, 12, 20])
+@pytest.mark.parametrize("vram", [6, 20])
 def test_more_ram_is_never_slower(vram: int) -> None:
     for card in CARDS[::9]:
         takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds

@@ -68,7 +68,7 @@ def expected(answered: tuple[list[int], dict[str, Answer]]) -> dict[str, Answer]
     return answered[1]
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("kind", "predict", "cpu", "preset"),
     [
@@ -108,8 +108,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
         assert shared.device.link.bytes_moved > 0 or cpu == 1e14
 
 
-@pytest.mark.parametrize("eviction", ["score", "lru", "fifo"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("eviction", "threads"), [("score", 1), ("score", 2), ("lru", 2), ("fifo", 2)])
 def test_nor_on_what_is_evicted_nor_on_threads(
     loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], eviction: Any, threads: int
 ) -> None:
@@ -356,7 +355,7 @@ def test_lenient_leaves_out_weak_rows_alone_and_uses_all_that_have_arrived(loade
 @pytest.mark.parametrize("kind", ["throttled", "virtual"])
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "link"])
 @pytest.mark.parametrize("lenient", [True, False], ids=["lenient", "strict"])
-@pytest.mark.parametrize("preset", [SKIPPING, PLAIN, EVERYTHING], ids=lambda preset: preset.name)
+@pytest.mark.parametrize("preset", [SKIPPING, EVERYTHING], ids=lambda preset: preset.name)
 def test_the_shares_of_rows_add_up_to_all(
     loaded: LoadedModel, kind: str, cpu: bool, lenient: bool, preset: Preset
 ) -> None:

@@ -375,14 +375,7 @@ CHECKS: dict[str, Callable[[Made], None]] = {
 }
 
 
-SLOW = {
-    "dualsparse-f9",
-    "floe-f8",
-    "floe-t5",
-    "floe-t6",
-    "floe-t7",
-    "floe-t8",
-}  # figures 3 and 9 have these tables' code
+SLOW = {"dualsparse-f9", "floe-f8", "floe-f9", "floe-t6", "floe-t7", "floe-t8"}  # table 5 and figure 3 have their code
 CASES = [
     pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name
     for name in {maker: name for name, maker in MAKERS.items()}.values()

@@ -160,8 +160,14 @@ CARDS = ("none", "2060", "3080", "4070", "4080", "3090")
 
 
 class TestRecommendation:
-    @pytest.mark.parametrize("card", CARDS)
-    @pytest.mark.parametrize("ram", [16, 32, 128])
+    @pytest.mark.parametrize(
+        ("card", "ram"),
+        [
+            pytest.param(card, ram, marks=() if at % 3 == size else pytest.mark.thorough)
+            for at, card in enumerate(CARDS)
+            for size, ram in enumerate((16, 32, 128))
+        ],
+    )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
         found = on(card, ram)
         draw = random.Random(ram)
@@ -229,7 +235,7 @@ def test_ranges_hold_what_is_expected() -> None:
 
 def test_more_of_anything_is_never_worse() -> None:
     """More memory may buy quality instead of speed; at the same widths it never costs speed."""
-    for _ in range(6):
+    for _ in range(3):
         entry = RANDOM.choice([MIXTRAL, LARGE])
         before = a_machine(
             ram=RANDOM.uniform(4, 100),
@@ -349,7 +355,6 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
     ("ram", "vram", "name"),
     [
         (3.5, 0, "granite-3.1-3b-a800m-instruct"),
-        (28, 0, "qwen3-30b-a3b-instruct-2507"),
         (28, 12, "qwen3.6-35b-a3b"),
     ],
 )
