@@ -18,6 +18,7 @@ from floe_chat.models.errors import CheckpointError, PackError, UsageError
 from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models.paths import is_folder_name
 from floe_chat.models.published import PUBLISHED
 
 
@@ -262,3 +263,15 @@ class TestDescribed:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(CheckpointError):
             described(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixtral-8x7b_3.4", "größer", "a" * 120])
+def test_names_of_folders(name: str) -> None:
+    assert is_folder_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "a\\b", "/", "-rf", ".hidden", "a b", "a\0", "a" * 121, 5]
+)
+def test_names_that_lead_elsewhere(name: object) -> None:
+    assert not is_folder_name(name)
