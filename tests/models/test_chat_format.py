@@ -318,13 +318,6 @@ def test_templates_render_as_in_transformers(template: str, talk: str) -> None:
         assert ours(GOOD[template], TALKS[talk], tokens) == theirs(GOOD[template], TALKS[talk], tokens)
 
 
-def test_the_demos_template_renders_as_in_transformers() -> None:
-    template = Path("assets/demo/packed/chat_template.jinja").read_text(encoding="utf-8")
-    for messages in TALKS.values():
-        assert ours(template, messages, TOKENS) == theirs(template, messages, TOKENS)
-    assert ours(template, TALKS["one"], TOKENS) == "<s>[INST] Hi [/INST]"
-
-
 @pytest.mark.parametrize("template", WRONG)
 def test_errors_are_the_same(template: str) -> None:
     told = ours(WRONG[template], TALKS["one"], TOKENS)

@@ -19,7 +19,7 @@ import pytest
 from floe_chat.models.errors import AccessError, FloeError, HubError, TryAgainError
 from floe_chat.models.hub.download import Download, check_room, room
 from floe_chat.models.hub.fetch_loop import Patience
-from floe_chat.models.hub.fetch_part import PartFile, Ranges
+from floe_chat.models.hub.fetch_part import PartFile
 from floe_chat.models.hub.repository import Repo, resolve
 
 from .conftest import REPO, SHARDS
@@ -44,18 +44,6 @@ def until(download: Download, done: int) -> None:
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in (*SHARDS, "download.lock"))
-
-
-def test_ranges_are_a_set_of_positions() -> None:
-    ranges = Ranges()
-    for start, end in [(10, 20), (40, 50), (20, 25), (5, 7), (24, 41), (60, 61)]:
-        ranges.add(start, end)
-    assert ranges.intervals() == [(5, 7), (10, 50), (60, 61)]
-    assert ranges.total == 43
-    assert ranges.gaps(0, 70) == [(0, 5), (7, 10), (50, 60), (61, 70)]
-    assert ranges.gaps(8, 9) == [(8, 9)]
-    assert ranges.gaps(10, 50) == []
-    assert ranges.gaps(6, 12) == [(7, 10)]
 
 
 def test_files_arrive_whole_in_pieces_over_several_connections(hub: FakeHub, published: Path, tmp_path: Path) -> None:

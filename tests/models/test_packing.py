@@ -251,10 +251,6 @@ SPEC = PackSpec(up=3, gate=4, down=8, dense=8)
 JOURNAL = Path(journal.FOLDER, "journal.jsonl")
 
 
-class CutError(BaseException):
-    """Ends packing wherever it is, as a kill would."""
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers in many shards, and text enough to learn to look ahead."""
@@ -292,10 +288,10 @@ def cut_at(folder: Path, source: Path, layer: int, expert: int, spec: PackSpec =
 
     def read(self: Checkpoint, asked_layer: int, asked: int) -> ExpertTensors:
         if (asked_layer, asked) == (layer, expert) and '"signal":[' + str(layer) in (folder / JOURNAL).read_text():
-            raise CutError
+            raise PowerCutError
         return original(self, asked_layer, asked)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CutError):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCutError):
         patch.setattr(Checkpoint, "whole_expert", read)
         packed(source, folder, spec)
 
