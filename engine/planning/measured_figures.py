@@ -28,6 +28,7 @@ class Figures:
         hits: share of a model's rows in the pool -> share of the wanted rows that are there.
         kernels: share of a linear read's rate that our CPU kernels reach on two cores, by kind and bits. core_bytes_s:
             rate of one core, likewise.
+        vector_cost: by kind, what a vector costs besides its values, as a share of what Mixtral's 4,096 values take.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
             packed_expert_s: what each expert adds to that.
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
@@ -44,6 +45,7 @@ class Figures:
     hits: Curve
     kernels: ByBits
     core_bytes_s: ByBits
+    vector_cost: Mapping[str, float]
     core_prompt_bytes_s: float
     packed_weights_s: float
     packed_expert_s: float
@@ -68,6 +70,7 @@ def figures() -> Figures:
         hits=_curve(values["hits"]),
         kernels=_by_bits(values["kernels"]),
         core_bytes_s=_by_bits(values["core_bytes_s"], 1e9),
+        vector_cost=values["vector_cost"],
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
         packed_expert_s=values["packed_expert_s"],

@@ -17,6 +17,7 @@ from ...kernels.rule import Rule
 from ...models.catalog_entry import Recurrent, Sizes
 from ...models.families import FAMILIES
 from ..decoder.state_store import EVERY
+from ..machine.random_weights import MIXTRAL
 from ..offload.cards import (
     ASKED_LAUNCHES,
     CORRECTED_LAUNCHES,
@@ -135,8 +136,15 @@ class Speeds:
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
 
-    def of_cpu(self, what: str, bits: int) -> float:
-        """The CPU's rate: measured, or what such kernels reach elsewhere, on as many cores and with such a memory."""
+    def of_cpu(self, what: str, bits: int, hidden: int = MIXTRAL.hidden) -> float:
+        """The CPU's rate with vectors of so many values: measured, or what such kernels reach elsewhere, on as many
+        cores and with such a memory.
+        """
+        # A vector costs something however short it is: rates are of Mixtral's.
+        shorter = 1 + figures().vector_cost.get(what, 0.0) * (MIXTRAL.hidden / hidden - 1)
+        return self._of_mixtral(what, bits) / shorter
+
+    def _of_mixtral(self, what: str, bits: int) -> float:
         measured = self.cpu.get(f"{what} {bits} bit")
         if measured:
             return measured
@@ -165,11 +173,11 @@ class Speeds:
 
     def up_s(self, takes: Footprint) -> float:
         """Seconds of the CPU for one call's up projection."""
-        return takes.up / self.of_cpu("up", takes.spec.up)
+        return takes.up / self.of_cpu("up", takes.spec.up, takes.sizes.hidden)
 
     def row_s(self, takes: Footprint) -> float:
         """Likewise for one of its rows, both halves."""
-        return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down))
+        return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down), takes.sizes.hidden)
 
     def rates(self, takes: Footprint, work: TokenWork) -> Rates:
         """The rates for the engine's placement, which counts whole rows."""
@@ -267,10 +275,10 @@ def host_times(speeds: Speeds) -> HostTimes:
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
     sizes, spec = takes.sizes, takes.spec
     calls = sizes.layers * sizes.top_k * work.calls
-    dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
+    dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense, sizes.hidden)
     # Our own pass reads little more of a coded head than its first plane.
     planes = 2 if spec.dense < 16 else 1
-    dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense))
+    dense += takes.head / planes / speeds.of_cpu("dense", max(8, spec.dense), sizes.hidden)
     # Routers, norms and the like are float32 on a CPU: in Qwen3-Next half as much as what a token reads of experts.
     dense += (4 * sizes.small + seen) / speeds.read
     disk, hit = disk_reads(takes, work, held.ram)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from floe_chat.app.history import History
 from floe_chat.app.setup.setups import Setups
+from floe_chat.app.widgets.panel import dashboard
 from floe_chat.engine.planning import rates
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
@@ -26,9 +27,10 @@ from .wizardry import IMPATIENT, RATES, REPO
 
 @pytest.fixture(scope="session", autouse=True)
 def settling() -> Iterator[None]:
-    """Keys are waited for by what they do."""
+    """Keys are waited for by what they do, and figures of a running answer for no second."""
     with pytest.MonkeyPatch.context() as patch:
         use_settling(patch)
+        patch.setattr(dashboard, "_PANEL_PERIOD", 0.02)
         yield
 
 

@@ -244,7 +244,7 @@ HYBRIDS = {
 }
 
 
-_SAMPLE = "qwen3_5_moe", "lfm2_moe biases"  # two kinds of mixers, and a model within another
+_SAMPLE = "qwen3_5_moe", "gpt_oss"  # experts with biases, and a model within another
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +93,13 @@ def read_all(store: HistoryStore) -> int:
         page = store.conversations(before=page[-1])
     store.search("lorem message")
     return count
+
+
+def sql(file: Path, *statements: str) -> None:
+    """Change the file as another program would."""
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
 
 
 @pytest.fixture
@@ -173,25 +180,30 @@ def test_a_history_that_was_emptied_is_told_once(file: Path) -> None:
 
 def test_a_database_of_another_program_is_refused_and_not_touched(file: Path) -> None:
     file.parent.mkdir()
-    connection = sqlite3.connect(file)
-    connection.execute("CREATE TABLE bookmark (address TEXT)")
-    connection.close()
+    sql(file, "CREATE TABLE bookmark (address TEXT)")
     before = file.read_bytes()
     with pytest.raises(FloeError, match="another program"):
         open_history(file)
     assert file.read_bytes() == before and {path.name for path in file.parent.iterdir()} == {file.name}
 
 
-def damage_search(file: Path) -> None:
-    connection = sqlite3.connect(file, isolation_level=None)
-    connection.execute("UPDATE message_text_data SET block = x'ff00ff00ff00ff00' WHERE id > 1")
-    connection.close()
+_DAMAGED_SEARCH = "UPDATE message_text_data SET block = x'ff00ff00ff00ff00' WHERE id > 1"
+
+
+def test_a_damaged_search_index_is_made_again_from_the_texts(file: Path) -> None:
+    filled(file)
+    sql(file, _DAMAGED_SEARCH)
+    opened = open_history(file)
+    assert [notice.title for notice in opened.notices] == ["The search index was damaged"]
+    assert len(opened.store.search("lorem", 200)) > 50 and read_all(opened.store) == 120
+    opened.store.close()
+    assert open_history(file).notices == ()
 
 
 def test_damage_that_shows_itself_later_is_told_and_dealt_with_at_the_next_start(file: Path) -> None:
     filled(file)
     open_history(file).store.close()
-    damage_search(file)
+    sql(file, _DAMAGED_SEARCH)
     history = History(file)  # checked a moment ago, so not again
     with pytest.raises(FloeError, match="damaged"):
         history.search("lorem")
@@ -210,9 +222,7 @@ def test_damage_that_shows_itself_later_is_told_and_dealt_with_at_the_next_start
 
 def test_damage_that_no_check_sees_is_mended_once_it_was_met(file: Path) -> None:
     filled(file)
-    connection = sqlite3.connect(file, isolation_level=None)
-    connection.execute("UPDATE message_text_docsize SET sz = x'ffff'")
-    connection.close()
+    sql(file, "UPDATE message_text_docsize SET sz = x'ffff'")
     opened = open_history(file)
     assert opened.notices == ()
     with pytest.raises(FloeError, match="damaged"), explaining(file):
@@ -227,20 +237,16 @@ def test_damage_that_no_check_sees_is_mended_once_it_was_met(file: Path) -> None
 @pytest.mark.parametrize("version", range(1, VERSION))
 def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path, version: int) -> None:
     file.parent.mkdir()
-    connection = sqlite3.connect(file, isolation_level=None)
-    for statement in (statement for step in MIGRATIONS[:version] for statement in step):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.execute(
+    sql(
+        file,
+        *(statement for step in MIGRATIONS[:version] for statement in step),
+        f"PRAGMA user_version = {version}",
         "INSERT INTO conversation (id, title, created, updated, model, sampling, system_prompt, persona)"
-        " VALUES (10, 'Ancient', 5, 6, 'demo', '{\"temperature\": 0.5, \"gone\": 1}', '', '')"
-    )
-    connection.execute(
+        " VALUES (10, 'Ancient', 5, 6, 'demo', '{\"temperature\": 0.5, \"gone\": 1}', '', '')",
         "INSERT INTO message (id, conversation, parent, depth, role, state, created, model, preset, text)"
-        " VALUES (20, 10, NULL, 0, 'user', 'complete', 5, '', '', 'from long ago')"
+        " VALUES (20, 10, NULL, 0, 'user', 'complete', 5, '', '', 'from long ago')",
+        "UPDATE conversation SET head = 20",
     )
-    connection.execute("UPDATE conversation SET head = 20")
-    connection.close()
     opened = open_history(file)
     setup = opened.store.conversation(10).setup
     assert opened.notices == () and (setup.sampling.temperature, setup.quality) == (0.5, None)
@@ -252,9 +258,8 @@ def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path, version: i
     assert [hit.message for hit in opened.store.search("long ago")] == [20]
     assert [hit.message for hit in opened.store.search("ancient")] == [None]
     opened.store.close()
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
-    connection.close()
 
 
 def test_a_step_that_fails_leaves_the_older_version(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +278,7 @@ def test_a_step_that_fails_leaves_the_older_version(file: Path, monkeypatch: pyt
 
 def test_a_file_of_a_newer_version_is_refused_and_not_touched(file: Path) -> None:
     filled(file)
-    connection = sqlite3.connect(file)
-    connection.execute(f"PRAGMA user_version = {VERSION + 1}")
-    connection.close()
+    sql(file, f"PRAGMA user_version = {VERSION + 1}")
     before = file.read_bytes()
     with pytest.raises(FloeError, match="newer floe-chat") as refused:
         open_history(file)
@@ -292,9 +295,7 @@ def test_a_file_of_a_newer_version_is_refused_and_not_touched(file: Path) -> Non
 
 def test_a_version_that_cannot_be_is_damage(file: Path) -> None:
     filled(file, 1, 2)
-    connection = sqlite3.connect(file)
-    connection.execute("PRAGMA user_version = -1")
-    connection.close()
+    sql(file, "PRAGMA user_version = -1")
     opened = open_history(file)
     assert read_all(opened.store) == 2 and opened.notices
     opened.store.close()
@@ -304,20 +305,18 @@ def test_a_version_that_cannot_be_is_damage(file: Path) -> None:
 def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> None:
     filled(file, conversations=1, messages=6)
     open_history(file).store.close()  # checked today: nothing is looked at again
-    with sqlite3.connect(file) as connection:
-        connection.execute("PRAGMA ignore_check_constraints = ON")
-        connection.execute(
-            "UPDATE conversation SET title = x'6869ff', created = 'x', updated = -5, model = 7, preset = x''"
-        )
+    with closing(sqlite3.connect(file)) as connection:
         ids = [row[0] for row in connection.execute("SELECT id FROM message ORDER BY id")]
-        connection.execute("UPDATE message SET state = 'x', preset = x'00', created = 1e300 WHERE id = ?", (ids[1],))
-        connection.execute(
-            "UPDATE message SET role = 5, depth = 'deep', stats = ? WHERE id = ?", ('{"tokens": []}', ids[2])
-        )
-        connection.execute("UPDATE attachment SET name = x'ff', text = 1 WHERE message = ?", (ids[4],))
-        connection.execute("PRAGMA foreign_keys = OFF")
-        connection.execute("UPDATE message SET parent = ? WHERE id = ?", (ids[5], ids[3]))  # a ring
-    connection.close()
+    sql(
+        file,
+        "PRAGMA ignore_check_constraints = ON",
+        "UPDATE conversation SET title = x'6869ff', created = 'x', updated = -5, model = 7, preset = x''",
+        f"UPDATE message SET state = 'x', preset = x'00', created = 1e300 WHERE id = {ids[1]}",
+        f"UPDATE message SET role = 5, depth = 'deep', stats = '{{\"tokens\": []}}' WHERE id = {ids[2]}",
+        f"UPDATE attachment SET name = x'ff', text = 1 WHERE message = {ids[4]}",
+        "PRAGMA foreign_keys = OFF",
+        f"UPDATE message SET parent = {ids[5]} WHERE id = {ids[3]}",  # a ring
+    )
     opened = open_history(file)
     assert opened.notices == ()
     (found,) = opened.store.conversations()
@@ -333,11 +332,9 @@ def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION])
 def test_what_models_thought_is_carried_over(file: Path, tmp_path: Path, version: int) -> None:
     filled(file, 1, 2)
-    with sqlite3.connect(file) as connection:
-        connection.execute("UPDATE message SET thought = 'hm' WHERE role = 'assistant'")
-        if version < VERSION:
-            connection.execute("ALTER TABLE message DROP COLUMN thought")
-    connection.close()
+    sql(file, "UPDATE message SET thought = 'hm' WHERE role = 'assistant'")
+    if version < VERSION:
+        sql(file, "ALTER TABLE message DROP COLUMN thought")
     store = open_unsaved()
     assert salvage(file, store).messages > 1
     (chat,) = store.conversations()
@@ -855,4 +852,3 @@ def test_a_python_without_full_text_search_is_told(file: Path, monkeypatch: pyte
     assert history.settle(10) and history.conversation(chat).title == "works"
     with pytest.raises(FloeError):
         history.search("works")
-    history.close()

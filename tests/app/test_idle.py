@@ -23,19 +23,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 
 from .made_up import progress, running
-from .scripted import (
-    ScriptedClient,
-    ask,
-    chatting,
-    exchange,
-    finish,
-    ready,
-    screen_text,
-    stats,
-    status,
-    until,
-    write,
-)
+from .scripted import ScriptedClient, ask, chatting, exchange, finish, ready, screen_text, stats, status, until, write
 from .wizardry import lines
 
 

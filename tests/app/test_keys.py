@@ -22,18 +22,7 @@ from floe_chat.app.widgets.common.keys import key_name
 from textual.pilot import Pilot
 
 from .made_up import survey
-from .scripted import (
-    ScriptedClient,
-    app_for,
-    ask,
-    chatting,
-    composer,
-    finish,
-    ready,
-    status,
-    until,
-    write,
-)
+from .scripted import ScriptedClient, app_for, ask, chatting, composer, finish, ready, status, until, write
 from .wizardry import see, shown
 
 _WRITTEN = """

@@ -97,12 +97,7 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
         await pilot.press("v")
         await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 differs")
         await pilot.press("x")
-        await see(
-            pilot,
-            f"mine, {units.size(size)}",
-            "with everything in it",
-            "Y deletes",
-        )
+        await see(pilot, f"mine, {units.size(size)}", "with everything in it", "Y deletes")
         await pilot.press("escape")
         await see(pilot, "Installed")
         assert mine.is_dir()
@@ -148,15 +143,6 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
         await pilot.press("enter")
         await until(pilot, lambda: results(pilot) == ["tiny"])
     assert PackedModel.open(catalog.find("tiny"))
-
-
-def test_the_first_run_is_known(tmp_path: Path, mine: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    assert not first_run(settings)
-    remove("mine")
-    assert first_run(settings)
-    settings.touch()
-    assert not first_run(settings)
 
 
 def test_only_models_of_the_models_folder_are_removed(tmp_path: Path, mine: Path) -> None:

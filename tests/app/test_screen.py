@@ -26,7 +26,6 @@ from floe_chat.app.widgets.panel import status_line
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Failed, Finished, Loading, PrefillProgress, PresetChanged
-from floe_chat.engine.session import NO_ROOM
 from floe_chat.models.errors import FloeError
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_process import ChatProcess
@@ -325,15 +324,6 @@ async def test_refused_question_comes_back() -> None:
         assert client.asked[1] == (PromptTurn("system", "Be brief."), PromptTurn("user", "long"))
 
 
-async def test_a_chat_that_left_gpu_memory_is_said_to_be_slower() -> None:
-    async with chatting(size=(80, 24)) as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(NO_ROOM, TextDelta(request, "still writing"))
-        await see(pilot, "This chat no longer fits in GPU", "is now read from", "still writing")
-        (toast,) = pilot.app.screen.query("Toast")
-        assert not toast.region.overlaps(composer(pilot).region)
-
-
 async def test_what_the_model_no_longer_sees_is_marked() -> None:
     async with chatting() as (client, pilot):
         for dropped in (0, 2, 2):
@@ -437,9 +427,6 @@ async def test_a_link_is_copied_instead_of_opened() -> None:
 # The panel, the layouts and the pages over the chat
 
 
-_WORDS = ("Look here:", "pass_me_by")
-
-
 async def test_layouts_and_the_panel_key() -> None:
     async with chatting() as (client, pilot):
         request = await ask(pilot, client)
@@ -491,33 +478,6 @@ async def test_the_palette_finds_commands_by_their_words() -> None:
         await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
         await pilot.press("enter")
         await until(pilot, lambda: client.wanted == ["Exact"])
-
-
-async def test_code_stays_where_it_is_when_its_fence_closes() -> None:
-    def places() -> tuple[int, int, int] | None:
-        """The column of the code, the rows from the text before it, and that text's column.
-
-        None while blocks change: what is in the middle of that is not painted on a terminal.
-        """
-        found = [(y, row.index(words)) for words in _WORDS for y, row in enumerate(lines(pilot)) if words in row]
-        if len(found) < len(_WORDS):
-            return None
-        said, code = found
-        return code[1], code[0] - said[0], said[1]
-
-    async with chatting() as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(TextDelta(request, f"{_WORDS[0]}\n\n```python\n{_WORDS[1]}\n"))
-        await until(pilot, lambda: places() is not None)
-        streaming = places()
-        client.say(TextDelta(request, "```\n"))
-        await until(pilot, lambda: "copy" in screen_text(pilot) and places() is not None)
-        assert places() == streaming
-        await finish(pilot, client, request)
-        turn = pilot.app.query_one(AnswerTurn)
-        await pilot.app.workers.wait_for_complete([worker for worker in pilot.app.workers if worker.node is turn])
-        await until(pilot, lambda: "42 tokens" in screen_text(pilot) and places() is not None)
-        assert places() == streaming
 
 
 async def test_prose_stays_narrow_where_code_may_be_wide() -> None:
@@ -638,10 +598,7 @@ async def test_the_choice_is_applied_at_once_and_saved(tmp_path: Path) -> None:
         assert client.think
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [("less", "cannot answer without thinking"), ("optional", "")],
-)
+@pytest.mark.parametrize(("kind", "told"), [("less", "cannot answer without thinking"), ("optional", "")])
 async def test_a_model_that_cannot_do_without_says_so(kind: str, told: str, tmp_path: Path) -> None:
     client, file = ScriptedClient(), tmp_path / "settings.toml"
     client.kind = kind

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from floe_chat.app.client.interface import TextDelta
-from floe_chat.app.text_files import listing
-from floe_chat.app.widgets.chat import writing
 from floe_chat.app.widgets.chat.chips import Chip
 from floe_chat.app.widgets.chat.completion import Completion
 from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from .scripted import (
-    ScriptedClient,
-    ask,
-    chatting,
-    composer,
-    finish,
-    order,
-    ready,
-    screen_text,
-    text_of,
-    until,
-    write,
-)
+from .scripted import ScriptedClient, ask, chatting, composer, finish, order, ready, screen_text, text_of, until, write
 from .wizardry import shown
 
 
@@ -95,32 +80,6 @@ async def test_files_with_odd_names_can_be_chosen(tmp_path: Path, monkeypatch: p
         await until(pilot, lambda: "… 5 more: keep typing" in screen_text(pilot))
         await pilot.press("up")
         assert completion.chosen == "./many/06" and completion.size.height == 8
-
-
-async def test_a_listing_that_comes_late_leaves_what_names_a_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.txt").write_text("x")
-    typed, listed = threading.Event(), threading.Event()
-
-    def late(folder: Path) -> list[str]:
-        typed.wait(30)
-        listed.set()
-        return listing(folder)
-
-    monkeypatch.setattr(writing, "listing", late)
-    async with ready(ScriptedClient()) as pilot:
-        completion = pilot.app.screen.query_one(Completion)
-        await write(pilot, "see @./mi")
-        await until(pilot, lambda: completion.chosen == "./mine.txt")
-        typed.set()
-        await until(pilot, listed.is_set)
-        await until(pilot, lambda: all(one.name != "floe-background" for one in threading.enumerate()))  # it has told
-        await pilot.pause()
-        assert completion.chosen == "./mine.txt"
-        await pilot.press("backspace", "backspace", "backspace", "backspace", "m")
-        await until(pilot, lambda: completion.chosen == "mine.txt")
 
 
 async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,8 +172,6 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
         store.begin_answer(answer, question, "scripted", "Balanced", "nowhere:1:1")
         store.write_answer(answer, "half of", "So:")
     # Written by a process of this machine that is no more.
-    import platform
-
     with store.transaction():
         store.reopen_answer(answer, "scripted", "Balanced", f"{platform.node()}:999999999:1")
     store.close()
@@ -209,8 +208,6 @@ BY_HAND = Rule(0.4, product=0.6, late=0.25)
 
 def left_behind(file: Path, *questions: Unsent) -> None:
     """What a floe-chat that was killed had noted."""
-    import platform
-
     store = open_history(file).store
     with store.transaction():
         store.keep_unsent(f"{platform.node()}:999999999:1", questions)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ import pytest
 from floe_chat.app.actions import OWN
 from floe_chat.app.screens.settings import SettingsScreen, useless
 from floe_chat.app.settings.file import change, change_soon, documented, read, settings_file, with_installed_model
-from floe_chat.app.settings.settings import KEYS, Persona, SettingKey, Settings, fill
+from floe_chat.app.settings.settings import KEYS, Persona, Settings, fill
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel.figures import PanelFigures
 from floe_chat.app.widgets.panel.panel import PerformancePanel
-from floe_chat.engine.events import Advanced, Finished, LayerRows, Load, Loaded, Sampling
-from floe_chat.engine.ranges import SAMPLING, check
+from floe_chat.engine.events import Advanced, Finished, LayerRows, Load, Loaded
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 from textual.pilot import Pilot
@@ -43,7 +41,6 @@ from .scripted import (
     finish,
     order,
     ready,
-    screen_text,
     stats,
     status,
     until,
@@ -98,16 +95,6 @@ def test_the_documented_file_means_the_defaults_and_so_does_each_of_its_lines(fi
     assert settings.personas.keys() == {"Tutor"} and settings.keys == Settings().keys
     assert all(getattr(settings, key.field) == key.example for key in KEYS)
     assert max(map(len, documented().split("\n"))) <= 90
-
-
-def test_every_key_is_documented_with_a_default_that_it_accepts() -> None:
-    assert {key.name for key in KEYS} == GOOD.keys() | {"chat.persona"}
-    said = " ".join(documented().replace("\n# ", " ").split())
-    for key in KEYS:
-        assert key.description.endswith(".") and not key.trouble(key.example), key.name
-        assert (key.default is None) == bool(key.unset) and getattr(Settings(), key.field) == key.default
-        assert key.description in said
-    assert all(action.does in documented() for action in OWN.values())
 
 
 def test_a_new_file_is_the_documented_one_with_the_values_in_their_places(file: Path) -> None:
@@ -197,21 +184,6 @@ def test_the_command_line_comes_before_settings_and_those_before_defaults() -> N
     assert fill(options, {"system"}, persona)["system"] is None
     with pytest.raises(UsageError):
         fill(options, set(), Settings(persona="Nobody"))
-
-
-@pytest.mark.parametrize("key", [key for key in KEYS if key.name.startswith("sampling.")], ids=lambda key: key.name)
-def test_what_a_sampling_setting_accepts_the_engine_accepts(key: SettingKey) -> None:
-    values = SAMPLING[key.field]
-    infinite = (float("nan"), float("inf"))
-    for value in (values.low, values.high, 0.0, 0, 0.5, 1, 1e-9, 7.0, -1.0, 11.0, *infinite, True):
-        given = replace(Sampling(), **{key.field: value})
-        if not key.trouble(value):
-            check(given)
-        else:
-            with pytest.raises(UsageError, match=f"{key.field} cannot be"):
-                check(given)
-    assert [value in values for value in (values.high, values.high + 1, values.low - 1)] == [True, False, False]
-    assert (values.low in values) != values.above_low
 
 
 def test_what_is_typed_is_read_as_the_setting_means_it() -> None:
@@ -324,13 +296,13 @@ def test_any_prompt_survives_a_round_trip(file: Path) -> None:
 def test_two_programs_change_different_things_at_once(file: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from floe_chat.app.settings.file import change\n"
-        "for n in range(1, 26): change(Path(sys.argv[1]), {sys.argv[2]: n})"
+        "for n in range(1, 16): change(Path(sys.argv[1]), {sys.argv[2]: n})"
     )
     names = ("sampling.top_k", "chat.max_tokens")
     both = [subprocess.Popen([sys.executable, "-c", script, str(file), name]) for name in names]
     assert [process.wait(60) for process in both] == [0, 0]
     settings = read(file).settings
-    assert (settings.top_k, settings.max_tokens) == (25, 25) and told(file) == []
+    assert (settings.top_k, settings.max_tokens) == (15, 15) and told(file) == []
 
 
 def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
@@ -466,14 +438,51 @@ async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
     return shown_fields(pilot)
 
 
-async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
+WRONG = (
+    ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be a number from 0 to 5."),
+    ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
+    ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),
+)
+
+
+async def test_fields_are_gone_through_explained_checked_and_saved(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('# mine\n[keys]\ntoggle_panel = "f12"\n[sampling]\ntop_p = 7\n')
-    async with chatting(settings=file) as (client, pilot):
-        await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
+    text = '# mine\n[keys]\ntoggle_panel = "f12"\n[chat]\nsystem_prompt = """\nBe kind.\n"""\n'
+    file.write_text(text)
+    split = dataclasses.replace(ROWS, layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), LayerRows(None, 0.0, 0.0, 0.0, 1.0)))
+    assert useless(None) == useless(stats(rows=ROWS)) == () != useless(stats(rows=split))
+    assert {"advanced.predictor", "advanced.transfer"} < {*useless(stats())}
+    async with chatting(size=(120, 36), settings=file) as (client, pilot):
         await pilot.press("f12")
         await until(pilot, lambda: not pilot.app.screen.query_one(PerformancePanel).display)
+        request = await ask(pilot, client)
+        client.say(Finished(request, "stop", stats(request, rows=split)))
+        await until(pilot, lambda: status(pilot).state == "ready")
         fields = await opened(pilot)
+        for setting, typed, said in WRONG:
+            field = fields[setting]
+            assert isinstance(field, Written)
+            field.focus()
+            before, field.value = field.value, typed
+            await pilot.press("enter")
+            await see(pilot, said)
+            field.value = before
+        assert file.read_text() == text
+        for name in ("predictor", "transfer", "kv_bits"):
+            fields[f"advanced.{name}"].focus()
+            said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
+            meaning = pilot.app.screen.query_one(".explained", Static)
+            await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
+            assert ("No effect where" in str(meaning.render())) == (name == "predictor"), name
+        fields["chat.model"].focus()
+        await pilot.pause()
+        seen = [pilot.app.focused]
+        for _ in range(4):
+            await pilot.press("down")
+            seen.append(pilot.app.focused)
+        assert seen == [fields[f"chat.{name}"] for name in ("model", "preset", "device", "vram", "max_tokens")]
+        await pilot.press("up")
+        assert pilot.app.focused is seen[-2]
         fields["sampling.top_k"].focus()
         await write(pilot, "40")
         await pilot.press("enter")
@@ -481,14 +490,21 @@ async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
         fields["screen.theme"].focus()
         await pilot.press("enter", "down", "enter")  # the list opens at the theme that is used
         await until(pilot, lambda: pilot.app.theme == "floe-light" and "floe-light" in file.read_text())
-        fields["keys.stop"].focus()
         field = fields["keys.stop"]
         assert isinstance(field, Written)
+        field.focus()
         field.value = "f10"
         await pilot.press("enter")
         await until(pilot, lambda: 'stop = "f10"' in file.read_text())
-        assert file.read_text().startswith("# mine\n")
+        prompt = fields["chat.system_prompt"]  # of several lines, which stay
+        assert isinstance(prompt, Prose)
+        prompt.focus()
+        prompt.move_cursor(prompt.document.end)
+        await write(pilot, "Be right.")
         await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
+        await until(pilot, lambda: read(file).settings.system_prompt == "Be kind.\nBe right.")
+        assert file.read_text().startswith("# mine\n")
         request = await ask(pilot, client)
         await pilot.press("escape")
         assert client.cancelled == 0
@@ -545,63 +561,6 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
         await pilot.press("space")
         await until(pilot, lambda: not read(file).settings.save_history)
         assert "loud" in file.read_text()
-
-
-async def test_a_setting_without_effect_says_so() -> None:
-    split = dataclasses.replace(ROWS, layers=(LayerRows(None, 1.0, 0.0, 0.0, 0.0), LayerRows(None, 0.0, 0.0, 0.0, 1.0)))
-    assert useless(None) == useless(stats(rows=ROWS)) == () != useless(stats(rows=split))
-    assert {"advanced.predictor", "advanced.transfer"} < {*useless(stats())}
-    async with chatting(size=(100, 30)) as (client, pilot):
-        request = await ask(pilot, client)
-        client.say(Finished(request, "stop", stats(request, rows=split)))
-        await until(pilot, lambda: status(pilot).state == "ready")
-        fields = await opened(pilot)
-        for name in ("predictor", "transfer", "kv_bits"):
-            fields[f"advanced.{name}"].focus()
-            said = next(key.description for key in KEYS if key.name == f"advanced.{name}")
-            meaning = pilot.app.screen.query_one(".explained", Static)
-            await until(pilot, lambda said=said, shown=meaning: said in str(shown.render()))
-            assert ("No effect where" in str(meaning.render())) == (name == "predictor"), name
-
-
-WRONG = (
-    ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be a number from 0 to 5."),
-    ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
-    ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),
-)
-
-
-async def test_fields_are_gone_through_and_wrong_values_explained_and_not_saved(tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text(text := '[chat]\nsystem_prompt = """\nBe brief.\nBe kind.\n"""\n')
-    async with ready(ScriptedClient(), settings=file, size=(120, 36)) as pilot:
-        fields = await opened(pilot)
-        for setting, typed, said in WRONG:
-            field = fields[setting]
-            assert isinstance(field, Written)
-            field.focus()
-            before, field.value = field.value, typed
-            await pilot.press("enter")
-            await see(pilot, said)
-            field.value = before
-        assert file.read_text() == text
-        fields["chat.model"].focus()
-        await pilot.pause()
-        seen = [pilot.app.focused]
-        for _ in range(4):
-            await pilot.press("down")
-            seen.append(pilot.app.focused)
-        assert seen == [fields[f"chat.{name}"] for name in ("model", "preset", "device", "vram", "max_tokens")]
-        await pilot.press("up")
-        assert pilot.app.focused is seen[-2]
-        prompt = fields["chat.system_prompt"]  # of several lines, which stay
-        assert isinstance(prompt, Prose)
-        prompt.focus()
-        prompt.move_cursor(prompt.document.end)
-        await write(pilot, "Be right.")
-        await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
-    assert read(file).settings.system_prompt == "Be brief.\nBe kind.\nBe right."
 
 
 async def test_a_theme_is_chosen_where_the_file_has_no_table_for_it(tmp_path: Path) -> None:

@@ -175,7 +175,10 @@ def test_quitting_does_not_wait_for_the_model(endless: list[str]) -> None:
         assert (window.end(), window.is_as_before(), is_gone(window)) == (0, True, True)
 
 
-async def test_quitting_does_not_wait_for_a_download_that_stands_still(hub: FakeHub, setups: Setups) -> None:
+async def test_quitting_does_not_wait_for_a_download_that_stands_still(
+    hub: FakeHub, setups: Setups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("floe_chat.app.setup.setups._LEAVING_S", 0.1)
     hub.faults.append(Fault("GET /storage/", times=ALWAYS, stall_after=100))
     app = app_for(ScriptedClient())
     app.setups = setups

@@ -20,20 +20,7 @@ from textual.pilot import Pilot
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from ..models.gguf.converting import convert
 from .scripted import until, write
-from .wizardry import (
-    IMPATIENT,
-    REPO,
-    ROOMY,
-    around,
-    entry_of,
-    lines,
-    paste,
-    results,
-    see,
-    shown,
-    slowly,
-    surveyor,
-)
+from .wizardry import IMPATIENT, REPO, ROOMY, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
 
 
 def wizard(setups: Setups, published: Path, **options: object) -> WizardScreen:

@@ -27,6 +27,7 @@ from floe_chat.kernels.cpu import native
 
 READ = "read"
 WIDTHS, DENSE = (2, 3, 4, 8), (4, 8)
+NARROW, NARROW_BITS = Shapes(MIXTRAL.hidden // 2, MIXTRAL.neurons), {"up": 3, "rows": 4, "dense": 4}
 ROUNDS, QUIET, STEADY, PAUSE_S = 9, 0.1, 0.1, 0.5
 _TURNS = 7
 _BATCH = Shapes(MIXTRAL.hidden, 1024)
@@ -43,11 +44,16 @@ def works() -> dict[str, Callable[[], float]]:
     def timed(work: rates.Work, turns: int = _TURNS) -> Callable[[], float]:
         return lambda: rates.best_rate(work, turns)
 
+    def of_kind(kind: str, bits: int, shapes: Shapes) -> Callable[[], float]:
+        if kind == "rows":
+            return timed(rates.row_work(shapes.row_layout(bits), shapes.neurons))
+        return timed((rates.up_work if kind == "up" else rates.dense_work)(shapes, bits))
+
     found: dict[str, Callable[[], float]] = {READ: read}
-    found |= {f"up {bits}": timed(rates.up_work(MIXTRAL, bits)) for bits in WIDTHS}
-    found |= {f"rows {bits}": timed(rates.row_work(MIXTRAL.row_layout(bits), MIXTRAL.neurons)) for bits in WIDTHS}
+    for kind, widths in (("up", WIDTHS), ("rows", WIDTHS), ("dense", DENSE)):
+        found |= {f"{kind} {bits}": of_kind(kind, bits, MIXTRAL) for bits in widths}
     found |= {f"gather {bits}": timed(_gather(bits)) for bits in WIDTHS}
-    found |= {f"dense {bits}": timed(rates.dense_work(MIXTRAL, bits)) for bits in DENSE}
+    found |= {f"narrow {kind}": of_kind(kind, bits, NARROW) for kind, bits in NARROW_BITS.items()}
     return found | {"prompt 4": timed(rates.batch_work(_BATCH, 4), 3)}
 
 
@@ -85,6 +91,7 @@ def measured(patience_s: float) -> dict[str, Any]:
                 else:
                     kept[which].append(round_of)
     found: dict[str, Any] = {"isa": native.isa().name, "threads": threads, "wanted": ROUNDS, "disturbed": disturbed}
+    found["narrow"] = NARROW_BITS
     return found | {which: _summary(rounds, list(each)) for which, rounds in kept.items() if rounds}
 
 

@@ -112,7 +112,7 @@ def host() -> dict[str, float]:
 Shares = dict[str, dict[str, float]]
 
 
-def kernels() -> tuple[Shares, Shares]:
+def kernels() -> tuple[Shares, Shares, dict[str, float]]:
     """See `lower`; of passes of `kernel_shares.py`, in which the instruction sets take turns.
 
     Raises:
@@ -131,8 +131,9 @@ def kernels() -> tuple[Shares, Shares]:
     return lower(list(found.values()))
 
 
-def lower(found: Sequence[Sequence[Any]]) -> tuple[Shares, Shares]:
-    """By kind and bits, the share of a linear read that the CPU kernels reach on all cores, and the GB/s of one core.
+def lower(found: Sequence[Sequence[Any]]) -> tuple[Shares, Shares, dict[str, float]]:
+    """By kind and bits, the share of a linear read that the CPU kernels reach on all cores, and the GB/s of one core;
+    by kind, what vectors of half as many values take longer.
 
     Of the medians of each instruction set's passes it is the lower one.
     """
@@ -153,7 +154,11 @@ def lower(found: Sequence[Sequence[Any]]) -> tuple[Shares, Shares]:
         for kind, widths in _KINDS.items()
         if kind != "prompt"
     }
-    return shares, alone
+    costs = {
+        kind: round(least("all", f"{kind} {bits}", "gb_s") / least("all", f"narrow {kind}", "gb_s") - 1, 2)
+        for kind, bits in found[0][0]["narrow"].items()
+    }
+    return shares, alone, costs
 
 
 def _calm(rounds: Any, wanted: int) -> bool:
@@ -198,9 +203,10 @@ def main() -> None:
     for name, ms in host().items() if "host" in options.parts else ():
         put(name, ms)
     if "kernels" in options.parts:
-        shares, alone = kernels()
+        shares, alone, costs = kernels()
         put("kernels", shares)
         put("core_bytes_s", alone)
+        put("vector_cost", costs)
     file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 

@@ -77,7 +77,7 @@ def named(table: ResultTable, title: str) -> Section:
     return next(section for section in table.sections if title in section.title)
 
 
-@pytest.mark.parametrize("widths", [{}, {"up": 4, "rows": 8, "dense": 4}, {"up": 16, "rows": 16, "dense": 16}], ids=str)
+@pytest.mark.parametrize("widths", [{"up": 4, "rows": 8, "dense": 4}, {"up": 16, "rows": 16, "dense": 16}], ids=str)
 def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[str, int]) -> None:
     subject = make(**widths)
     assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)
@@ -101,8 +101,8 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", synthetic.MODELS)
-def test_a_synthetic_model_has_the_published_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sizes but the number of layers are the catalogue's; narrower, a model of two periods answers."""
+def test_a_synthetic_model_has_the_published_layers(name: str) -> None:
+    """All sizes but the number of layers are the catalogue's."""
     published, count = synthetic.MODELS[name], synthetic.usual_layers(name)
     family = FAMILIES[published.model_type]
     found = sizes_of(family, Spec(name, count).config())
@@ -119,20 +119,27 @@ def test_a_synthetic_model_has_the_published_layers(name: str, monkeypatch: pyte
         assert replace(found.wide, layers=published.wide.layers) == published.wide
     if found.recurrent and published.recurrent:
         assert replace(found.recurrent, layers=published.recurrent.layers) == published.recurrent
+    with pytest.raises(UsageError, match="cannot have 1 layers") as caught:
+        Spec(name, 1)
+    assert f"{2 * period} to" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3.6-35b-a3b", "gemma-4-26b-a4b", "deepseek-v2-lite", "gpt-oss-20b", "lfm2-8b-a1b"]
+)
+def test_a_narrower_one_of_two_periods_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = synthetic.MODELS[name]
     latent = published.latent and Latent(published.latent.queries and 32, 64, 16, 64)
     small = SMALL | {"latent": latent, "shared": 256 if published.shared else 0}
     small |= {"kv_heads": 4} if latent else {}
     small |= {"wide": published.wide and replace(published.wide, kv_heads=1, head_dim=96)}
     monkeypatch.setitem(synthetic.MODELS, name, replace(published, **small))
     torch.manual_seed(0)
-    subject = synthetic.make(Spec(name, count, dense=8), "cpu", silent)
-    assert subject.fewest == period
+    subject = synthetic.make(Spec(name, synthetic.usual_layers(name), dense=8), "cpu", silent)
+    assert subject.fewest == synthetic.period_of(name)
     subject.control.preset = quality_presets.Preset("", Rule(0.5, weighed=True))
     answer = subject.answer(subject.prompt(20), 8)
     assert answer.active == pytest.approx(0.5, abs=0.1) and answer.token > 0
-    with pytest.raises(UsageError, match="cannot have 1 layers") as caught:
-        Spec(name, 1)
-    assert f"{2 * period} to" in caught.value.hint
 
 
 def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import pytest
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.bench.peer.recipes import PeerSizes, Recipe
 from floe_chat.engine.bench.synthetic import MODELS, Spec, usual_layers
-from floe_chat.models.catalog_entry import Recurrent
 from floe_chat.models.errors import FloeError, UsageError
 
 MIXTRAL = PeerSizes("llama", MODELS["mixtral-8x7b"])
@@ -208,19 +207,6 @@ def test_files_of_several_kinds_of_layers(name: str) -> None:
     assert widths.kinds == () or sorted(map(widths.kind, range(few, many))) == sorted(widths.kinds)
     small = Recipe("Q4_K_M", widths, few)
     assert (small.nbytes() == small.read_bytes(all_experts=True)) == tied
-
-
-def test_a_file_says_which_of_its_layers_keep_a_state(fakes: Path) -> None:
-    sizes = MODELS["qwen3.6-35b-a3b"]
-    assert isinstance(sizes.recurrent, Recurrent)
-    state = replace(sizes.recurrent, keys=64, values=128, heads=2)
-    sizes = replace(sizes, hidden=64, intermediate=64, experts=4, vocab=96, shared=32, recurrent=state)
-    recipe = Recipe("Q4_K_M", PeerSizes("qwen35moe", sizes, ("full_attention", "linear_attention")), 2)
-    fakes.mkdir()
-    llama.make_file(sys.executable, recipe, file := recipe.file(fakes))
-    made: dict[str, Any] = json.loads(file.read_text())
-    assert made["qwen35moe.attention.recurrent_layers"] == [False, True]
-    assert sum(nbytes for _, nbytes, _ in made["tensors"].values()) == recipe.nbytes()
 
 
 def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:

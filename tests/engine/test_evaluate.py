@@ -22,8 +22,7 @@ from floe_chat.engine.loader import load
 from floe_chat.engine.quality import evaluate, text_windows
 from floe_chat.engine.quality.candidates import Candidate, compute
 from floe_chat.engine.quality.divergence import Scores, score, summarize
-from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, choose_presets, run
-from floe_chat.engine.quality.references import NO_SPARSITY
+from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss, run
 from floe_chat.engine.quality.source_model import SourceModel, identify
 from floe_chat.engine.quality.text_windows import cut
 from floe_chat.engine.quality.told import Told
@@ -211,14 +210,6 @@ def test_windows_lie_apart_and_over_the_whole_text(tiny_checkpoint: Path) -> Non
     assert rows[0, 1:].tolist() == list(range(1000, 1063)) and rows[1, 1:].tolist() == list(range(1087, 1150))
     config.bos_token_id = None
     assert text_windows.cut(TEXT, config, 64)[0].tolist() == [TEXT[:WINDOW]]
-
-
-def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> None:
-    names = [preset.name for preset in choose_presets(("fast", "FAST", "no sparsity"), Manifest.read(tiny_pack))]
-    assert names == ["No sparsity", "Fast"]
-    exact = [preset.name for preset in choose_presets((), Manifest.read(exact_pack))]
-    assert exact == ["Exact", "No sparsity", "High", "Balanced", "Fast"]
-    assert set(exact) == {NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
 def test_what_cannot_be_measured_is_refused(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.offload import missing_rows
-from floe_chat.engine.offload.lane_rates import TOUCHED, RateName, Rates, rates_file
+from floe_chat.engine.offload.lane_rates import RateName, Rates, rates_file
 from floe_chat.engine.offload.missing_rows import Lane, prefill, prefill_alike
 from floe_chat.kernels.offload.sharing import Lanes, cpu_rows
 
@@ -181,14 +181,6 @@ class TestMemory:
             total = RANDOM.randint(0, most)
             best = min(range(total + 1), key=lambda cpu: (self.end(lanes, cpu, total), cpu))
             assert cpu_rows(lanes, total) == best, (lanes, total)
-
-    def test_no_split_ends_sooner(self) -> None:
-        for _ in range(300):
-            rates, nbytes, total = some_rates(), RANDOM.choice([64, 1024, 16384]), RANDOM.randint(0, 300)
-            rates.ram_bytes_s, rates.touched = 10 ** RANDOM.uniform(9.5, 11.5), RANDOM.choice([*TOUCHED.values()])
-            lanes = rates.lanes(nbytes, RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1), RANDOM.random())
-            best = min(self.end(lanes, cpu, total) for cpu in range(total + 1))
-            assert self.end(lanes, cpu_rows(lanes, total), total) <= best * (1 + 1e-9), (lanes, total)
 
     def test_a_row_takes_ram_no_longer_than_the_cpu(self) -> None:
         """Where the CPU reads little of its rows, they would hide a CPU that is as fast as RAM."""

@@ -349,7 +349,7 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
     ("ram", "vram", "name"),
     [
         (3.5, 0, "granite-3.1-3b-a800m-instruct"),
-        (28, 0, "glm-4.7-flash"),
+        (28, 0, "qwen3-30b-a3b-instruct-2507"),
         (28, 12, "qwen3.6-35b-a3b"),
     ],
 )

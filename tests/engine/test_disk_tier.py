@@ -1,0 +1,95 @@
+"""A pack that RAM does not hold: the same answers, rows from the disk, and no more memory than there is room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.planning import disk_tier
+from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
+
+from ..helpers import make_checkpoint, make_pack
+from .driver import answer, open_model, silent
+from .margins import clear_prompt, prompt_of
+from .offloading import needs_of
+
+SHARES = (0.0, 0.5)
+"""Of the memory between the least that works and all of the pack."""
+PROMPTS = [prompt_of(seed, 9)[1:] for seed in range(3, 63)]
+"""Short, since so many neurons come close to thresholds; with no token in common, which may bring one to its own."""
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that take much beside keys and values."""
+    folder = tmp_path_factory.mktemp("tier")
+    source = make_checkpoint(folder / "source", hidden=64, intermediate=480, experts=8, layers=3)
+    make_pack(source, folder / "pack", PackSpec(up=3, gate=4, down=4))
+    return folder / "pack"
+
+
+@pytest.fixture(scope="module")
+def needs(pack: Path) -> Needs:
+    """In RAM, where the dense part and keys and values have 32 bits."""
+    return replace(needs_of(pack, 4), dense=disk_tier.dense_bytes(PackedModel.open(pack)))
+
+
+def opened(pack: Path, room: int, patch: pytest.MonkeyPatch, reserve: int = 0) -> tuple[LoadedModel, str]:
+    """The pack with so much room in RAM, and so much that stays free; and how it was opened."""
+    patch.setattr(disk_tier, "room", lambda: room)
+    patch.setattr(disk_tier, "reserve", lambda: reserve)
+    loaded, told = load(pack, None, "cpu", silent)
+    return loaded, told.reason
+
+
+@pytest.fixture(scope="module")
+def asked(pack: Path) -> tuple[list[int], list[int]]:
+    """A prompt without a close decision, and its answer from RAM."""
+    whole = open_model(pack)
+    return clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens, PROMPTS)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_answers_are_those_of_a_pack_in_ram(
+    pack: Path, needs: Needs, asked: tuple[list[int], list[int]], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, want = asked
+    room = needs.least() + int(share * (needs.whole() - needs.least()))
+    # Even where the system's cache would do.
+    monkeypatch.setattr(disk_tier, "disk_reads", Mock(return_value=(0.0, 1.0)))
+    loaded, reason = opened(pack, room, monkeypatch)
+    assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
+    assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
+    for _ in range(2):
+        assert answer(loaded, prompt, max_new_tokens=12).tokens == want
+    assert loaded.offload.moved()[0] > 0
+    loaded.close()
+
+
+def test_how_a_pack_is_opened(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the edge the system's cache would hold the pack, or nearly: the tier's smaller share would read more."""
+    whole, reserve = needs.whole(), (needs.whole() - needs.least()) // 2
+    for room, free, tier, words in (
+        (whole, 0, False, ""),
+        (whole - reserve, reserve, False, ""),
+        (whole - reserve - reserve // 8, reserve, False, "the system reads the rest"),
+        (whole - reserve // 4, 0, True, "the rows used most stay there"),
+        (needs.least() - 1, 0, False, "less than the"),
+    ):
+        loaded, reason = opened(pack, room, monkeypatch, free)
+        assert (loaded.offload is not None) == tier and words in reason and ("RAM" in reason) == bool(words)
+        loaded.close()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_compiled_link_the_system_reads_the_pack(
+    pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, reason = opened(pack, needs.least(), monkeypatch)
+    assert loaded.offload is None and "because it was not compiled" in reason
+    loaded.close()
