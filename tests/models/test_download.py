@@ -1,17 +1,25 @@
-"""A download when all goes well: order, pieces, pause, cancel, restart, caches, the room it needs."""
+"""Downloads: order, pieces, caches and room; what they sit out and report; what a kill leaves."""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from floe_chat.models.errors import FloeError, TryAgainError
+from floe_chat.models.errors import AccessError, FloeError, HubError, TryAgainError
 from floe_chat.models.hub.download import Download, check_room, room
 from floe_chat.models.hub.fetch_loop import Patience
-from floe_chat.models.hub.fetch_part import PartFile, Ranges
+from floe_chat.models.hub.fetch_part import PartFile
 from floe_chat.models.hub.repository import Repo, resolve
 
 from .conftest import REPO, SHARDS
@@ -36,18 +44,6 @@ def until(download: Download, done: int) -> None:
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in (*SHARDS, "download.lock"))
-
-
-def test_ranges_are_a_set_of_positions() -> None:
-    ranges = Ranges()
-    for start, end in [(10, 20), (40, 50), (20, 25), (5, 7), (24, 41), (60, 61)]:
-        ranges.add(start, end)
-    assert ranges.intervals() == [(5, 7), (10, 50), (60, 61)]
-    assert ranges.total == 43
-    assert ranges.gaps(0, 70) == [(0, 5), (7, 10), (50, 60), (61, 70)]
-    assert ranges.gaps(8, 9) == [(8, 9)]
-    assert ranges.gaps(10, 50) == []
-    assert ranges.gaps(6, 12) == [(7, 10)]
 
 
 def test_files_arrive_whole_in_pieces_over_several_connections(hub: FakeHub, published: Path, tmp_path: Path) -> None:
@@ -311,3 +307,348 @@ def test_room_is_that_of_the_disk_where_the_folder_will_be(tmp_path: Path) -> No
     with pytest.raises(FloeError, match="too small") as caught:
         check_room(folder, 10**18)
     assert "GB" in caught.value.hint and not folder.exists()
+
+
+HASTY = replace(FAST, give_up=1.0)
+
+
+def fetched(folder: Path, tuning: Patience = FAST) -> Download:
+    with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
+        wait_all(download)
+    return download
+
+
+def refused_download(folder: Path, tuning: Patience = HASTY) -> FloeError:
+    with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
+        with pytest.raises(FloeError) as caught:
+            wait_all(download)
+        assert download.progress().state == "failed"
+    return caught.value
+
+
+def whole(folder: Path, published: Path) -> bool:
+    return all((folder / name).read_bytes() == (published / name).read_bytes() for name in SHARDS)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault("GET /storage/", reset_after=100_000, times=6)],
+        [Fault("GET /storage/", close_after=100_000, times=6)],
+        [Fault("GET /storage/", close_after=0, times=6)],
+        [Fault("GET /storage/", short=70_000, times=6)],
+        [Fault("GET /floe/", status=503, times=6)],
+        [Fault("GET /storage/", status=500, times=6)],
+        [Fault("GET /floe/", status=429, headers={"Retry-After": "0"}, times=6)],
+        [Fault("GET /storage/", status=403, body=b"<Error>expired</Error>", times=6)],
+        [Fault("GET /storage/", total=5, times=3), Fault("GET /floe/", linked_size=-5, times=3)],
+        [Fault("GET /storage/", portal=True, times=6)],
+        [Fault("GET /storage/", ignore_range=True, times=6)],
+        [Fault("GET /storage/", stall_after=50_000, times=5)],
+    ],
+    ids=[
+        "resets",
+        "closes",
+        "no body",
+        "short",
+        "503",
+        "500",
+        "429",
+        "expired",
+        "sizes",
+        "portal",
+        "no range",
+        "stall",
+    ],
+)
+def test_what_passes_is_sat_out(hub: FakeHub, published: Path, tmp_path: Path, faults: list[Fault]) -> None:
+    hub.faults += faults
+    download = fetched(tmp_path, replace(FAST, silence=0.3))
+    assert whole(tmp_path, published)
+    assert download.progress().note == ""
+    assert sum(fault.times for fault in faults) == 0, "not all of it happened"
+
+
+def test_a_link_that_drops_every_few_hundred_kilobytes_loses_not_a_byte(
+    hub: FakeHub, published: Path, tmp_path: Path
+) -> None:
+    hub.faults.append(Fault("GET /storage/", close_after=150_000, times=ALWAYS))
+    total = fetched(tmp_path, replace(FAST, piece=1 << 30)).progress().total
+    assert whole(tmp_path, published)
+    assert hub.sent("/storage/") == total
+
+
+def test_signed_addresses_are_used_once(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({REPO: published}, link_uses=1) as hub:
+        hub.used_by(monkeypatch, tmp_path / "home")
+        hub.faults.append(Fault("GET /storage/", reset_after=100_000, times=5))
+        fetched(tmp_path / "folder")
+        assert not [request for request in hub.requests if request.status == 403]
+    assert whole(tmp_path / "folder", published)
+
+
+def test_a_server_without_ranges_is_read_from_start_to_end_on_one_connection(
+    hub: FakeHub, published: Path, tmp_path: Path
+) -> None:
+    hub.faults += [
+        Fault("GET /storage/.*-00002-", ignore_range=True, close_after=900_000, times=2),
+        Fault("GET /storage/", ignore_range=True, times=ALWAYS),
+    ]
+    fetched(tmp_path)
+    assert whole(tmp_path, published)
+
+
+def test_a_server_without_ranges_that_always_breaks_at_the_same_place_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /storage/", ignore_range=True, close_after=900_000, times=ALWAYS))
+    assert isinstance(refused_download(tmp_path, FAST), TryAgainError)
+
+
+def test_the_hubs_wish_to_wait_holds_for_all_connections(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /floe/.*safetensors", status=429, headers={"Retry-After": "1"}, times=ALWAYS))
+    error = refused_download(tmp_path, replace(HASTY, longest_asked=1.5))
+    assert isinstance(error, TryAgainError) and "long pause" in error.title
+    assert len([request for request in hub.requests if request.status == 429]) <= 2 * FAST.connections
+
+
+def test_a_long_pause_that_the_hub_wants_is_told(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /floe/.*00001", status=429, headers={"Retry-After": "3600"}, times=ALWAYS))
+    error = refused_download(tmp_path, FAST)
+    assert isinstance(error, TryAgainError) and "60 minutes" in error.hint
+
+
+def test_a_flipped_byte_has_that_file_fetched_once_more(hub: FakeHub, published: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /storage/.*-00002-", flip=True))
+    notices = fetched(tmp_path).progress().notices
+    assert len(notices) == 1 and SHARDS[1] in notices[0]
+    assert whole(tmp_path, published)
+    assert hub.sent(SHARDS[1]) == 2 * (published / SHARDS[1]).stat().st_size
+    assert hub.sent(SHARDS[0]) == (published / SHARDS[0]).stat().st_size
+
+
+def test_bytes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /storage/.*-00002-", flip=True, times=ALWAYS))
+    error = refused_download(tmp_path)
+    assert isinstance(error, HubError) and "arrived damaged" in error.title
+    assert not (tmp_path / SHARDS[1]).exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("GET /storage/", total=5, times=ALWAYS),
+        Fault("GET /floe/.*safetensors", linked_size=5, times=ALWAYS),
+        Fault("GET /storage/", ignore_range=True, short=5, times=ALWAYS),
+        Fault("GET /storage/", status=206, headers={"Content-Range": "bytes 7-9/70"}, body=b"abc", times=ALWAYS),
+    ],
+    ids=["total", "linked", "length", "range"],
+)
+def test_sizes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path, fault: Fault) -> None:
+    hub.faults.append(fault)
+    assert isinstance(refused_download(tmp_path, FAST), HubError)
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        (Fault("GET /floe/.*-0000[23]-", status=503, times=ALWAYS), "has a problem"),
+        (Fault("GET /storage/.*-0000[23]-", status=403, times=ALWAYS), "storage"),
+        (Fault("GET /storage/.*-0000[23]-", portal=True, times=ALWAYS), "login page"),
+        (Fault("GET /storage/.*-0000[23]-", close_after=0, times=ALWAYS), "reached"),
+    ],
+    ids=["503", "403", "portal", "no body"],
+)
+def test_it_gives_up_when_nothing_arrives_for_a_while_and_keeps_what_is_here(
+    hub: FakeHub, published: Path, tmp_path: Path, fault: Fault, word: str
+) -> None:
+    hub.faults.append(fault)
+    error = refused_download(tmp_path)
+    assert isinstance(error, TryAgainError)
+    assert word in error.cause and "saved" in error.hint
+    assert (tmp_path / SHARDS[0]).read_bytes() == (published / SHARDS[0]).read_bytes()
+    hub.faults.clear()
+    with Download(resolve(REPO), SHARDS, tmp_path, tuning=FAST).start() as download:
+        wait_all(download)
+    assert whole(tmp_path, published)
+    assert hub.sent(SHARDS[0]) == (published / SHARDS[0]).stat().st_size
+
+
+def test_a_hub_that_goes_away_is_told(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({REPO: published}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "home")
+        repo = resolve(REPO)
+    with Download(repo, SHARDS, tmp_path, tuning=HASTY).start() as download, pytest.raises(TryAgainError) as caught:
+        wait_all(download)
+    assert "cannot be reached" in caught.value.cause
+
+
+def test_a_refusal_ends_it_at_once(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({REPO: published}, gated=[REPO]) as hub:
+        hub.used_by(monkeypatch, tmp_path / "home")
+        assert isinstance(refused_download(tmp_path), AccessError)
+        assert len([request for request in hub.requests if request.status == 401]) <= FAST.connections
+        hub.faults.append(Fault("GET /floe/.*-00003-", status=404, headers={"X-Error-Code": "EntryNotFound"}))
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        assert "lacks a file" in refused_download(tmp_path).title
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB, where one may be made."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_and_everything_on_it_kept(
+    hub: FakeHub, published: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Download(resolve(REPO), SHARDS[:1], small_disk, tuning=FAST).start() as download:
+        wait_all(download)
+    error = refused_download(small_disk)
+    gc.collect()
+    assert caplog.text == "", "connections that failed beside the first one are heard of"
+    assert "is full" in error.title and "saved" in error.hint and not isinstance(error, TryAgainError)
+    assert (small_disk / SHARDS[0]).read_bytes() == (published / SHARDS[0]).read_bytes()
+    (small_disk / SHARDS[0]).unlink()
+    with Download(resolve(REPO), [SHARDS[1]], small_disk, tuning=FAST) as download:
+        before = hub.sent(SHARDS[1])
+        here = download.progress().done
+        assert here > 0
+        wait_all(download.start())
+    assert hub.sent(SHARDS[1]) - before == (published / SHARDS[1]).stat().st_size - here
+
+
+def test_a_folder_that_cannot_be_made_is_told(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FloeError, match="cannot be used"):
+        Download(resolve(REPO), SHARDS, tmp_path / "file" / "folder")
+    with pytest.raises(FloeError, match="cannot be used"):
+        Download(resolve(REPO), SHARDS, Path("/proc/floe"))
+
+
+KILLS = 5
+# Imports once; every line on its input makes it fork a process that downloads.
+PARENT = """
+import os, sys
+from pathlib import Path
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.fetch_loop import Patience
+from floe_chat.models.hub.repository import resolve
+from floe_chat.models.hub.hub_request import new_client
+from huggingface_hub import get_token, try_to_load_from_cache
+
+new_client("")
+tuning = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
+for line in sys.stdin:
+    os.environ["HF_ENDPOINT"], folder = line.split()
+    child = os.fork()
+    if child == 0:
+        repo = resolve("floe/tiny")
+        names = [file.name for file in repo.shards()]
+        with Download(repo, names, Path(folder), tuning=tuning) as download:
+            download.start()
+            for name in names:
+                download.wait(name)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)  # torch would take its time
+"""
+
+
+@dataclass
+class Downloader:
+    """Starts processes that download all shards into a folder."""
+
+    parent: subprocess.Popen[str]
+
+    def start(self, hub: FakeHub, folder: Path) -> int:
+        assert self.parent.stdin is not None
+        self.parent.stdin.write(f"{hub.url} {folder}\n")
+        self.parent.stdin.flush()
+        return self._number()
+
+    def ended(self) -> int:
+        """Waits for the process; its exit code, or minus the signal."""
+        return self._number()
+
+    def _number(self) -> int:
+        assert self.parent.stdout is not None
+        return int(self.parent.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def downloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Downloader]:
+    if not hasattr(os, "fork"):
+        pytest.skip("processes are forked here")
+    environment = {"NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        yield Downloader(parent)
+        assert parent.stdin is not None
+        parent.stdin.close()
+
+
+def kept(folder: Path, sizes: dict[str, int]) -> dict[str, list[tuple[int, int]]]:
+    """Which bytes of each shard are here for certain."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, size in sizes.items():
+        journal = folder / f"{name}.journal"
+        if (folder / name).exists():
+            found[name] = [(0, size)]
+        elif journal.exists():
+            found[name] = [(start, end) for start, end in json.loads(journal.read_text())["ranges"]]
+    return found
+
+
+def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
+    hub: FakeHub, published: Path, tmp_path: Path, downloader: Downloader
+) -> None:
+    hub.faults.append(Fault("GET /storage/", rate=500_000, times=ALWAYS))
+    chance = random.Random(17)
+    folder, tick = tmp_path / "folder", threading.Event()
+    sizes = {name: (published / name).stat().st_size for name in SHARDS}
+    total = sum(sizes.values())
+    kills = 0
+    for _ in range(KILLS):
+        before, hub.requests[:] = kept(folder, sizes), []
+        child = downloader.start(hub, folder)
+        missing = total - sum(end - start for ranges in before.values() for start, end in ranges)
+        until = chance.randrange(min(missing, 300_000) + 1)
+        while hub.sent("/storage/") < until:
+            tick.wait(0.001)
+        os.kill(child, signal.SIGKILL)
+        kills += downloader.ended() == -signal.SIGKILL
+        for request in list(hub.requests):
+            if request.storage and request.range:
+                start, end = (int(number) for number in request.range.removeprefix("bytes=").split("-"))
+                shard = request.path.split("/")[-1]
+                again = [(a, b) for a, b in before.get(shard, []) if a <= end and start < b]
+                assert not again, f"{shard}: {again} was here, but {request.range} was asked for"
+    assert kills == KILLS
+    here = sum(end - start for ranges in kept(folder, sizes).values() for start, end in ranges)
+    hub.requests.clear()
+    hub.faults.clear()
+    downloader.start(hub, folder)
+    assert downloader.ended() == 0
+    assert hub.sent("/storage/") == total - here < total
+    assert all((folder / name).read_bytes() == (published / name).read_bytes() for name in SHARDS)
+    assert sorted(path.name for path in folder.iterdir() if path.name != "download.lock") == SHARDS
+
+
+def test_a_second_process_is_told_and_a_killed_one_is_in_nobodys_way(
+    hub: FakeHub, tmp_path: Path, downloader: Downloader
+) -> None:
+    hub.faults.append(Fault("GET /storage/", stall_after=50_000, times=ALWAYS))
+    child, tick = downloader.start(hub, tmp_path / "folder"), threading.Event()
+    while hub.sent("/storage/") < 50_000:
+        tick.wait(0.001)
+    with pytest.raises(TryAgainError, match="Another floe-chat"):
+        Download(resolve(REPO), SHARDS, tmp_path / "folder")
+    os.kill(child, signal.SIGKILL)
+    assert downloader.ended() == -signal.SIGKILL
+    Download(resolve(REPO), SHARDS, tmp_path / "folder").close()

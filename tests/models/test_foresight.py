@@ -13,7 +13,7 @@ from floe_chat.engine.loader import load
 from floe_chat.engine.paper.predictors import watch
 from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
-from floe_chat.models.pack.learned_predictor import Lesson, Lookahead, Training, carry, learn, width
+from floe_chat.models.pack.learned_predictor import Lesson, Lookahead, Training, carry, learn
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.tensor_file import write_tensors
 from floe_chat.models.packing import pack_experts
@@ -131,14 +131,6 @@ def test_too_little_text_and_values_that_are_no_numbers_teach_nothing() -> None:
         given = lesson(500, 8, "linear")
         getattr(given, part)[17, 2] = torch.nan
         assert learn(given, 0, seed=0) is None
-
-
-def test_sizes_fall_with_depth_from_the_papers_largest_to_its_smallest() -> None:
-    widths = [width(layer, 32, 4096, 8) for layer in range(31)]
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] * (4096 + 8 + 1 + 8) == pytest.approx(2.1e6, rel=0.02)
-    assert widths[-1] == 0 and 8 * 4096 == 32768  # the linear map alone
-    assert width(0, 1, 64, 4) == 8 and width(0, 2, 64, 4) == 8
 
 
 def test_carrying_over_norms_survives_weights_of_zero() -> None:

@@ -142,15 +142,6 @@ def test_profile_holds_popularity(case: Case) -> None:
         assert torch.allclose(case.packed.profile()["popularity"][layer], counts, atol=packing_error(), rtol=1e-4)
 
 
-def test_threshold_tables_rise_from_zero(case: Case) -> None:
-    a = case.packed.manifest.architecture
-    for layer in range(a.layers):
-        table = case.packed.layer(layer).thresholds
-        assert table.shape == (a.experts, 101) and table.dtype == torch.float32
-        assert not table[:, 0].any()
-        assert bool((table.diff(dim=1) >= 0).all())
-
-
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.6, 0.8, 0.95])
 def test_sparsity_on_the_calibration_text_is_the_one_asked_for(case: Case, sparsity: float) -> None:
     for layer in range(case.packed.manifest.architecture.layers):

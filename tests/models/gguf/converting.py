@@ -1,4 +1,4 @@
-"""Tiny checkpoints as GGUF files, by the rules of llama.cpp's converter: names, order of rows, types, metadata."""
+"""Tiny checkpoints as GGUF files by llama.cpp's converter: names, order of rows, types, metadata, by architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.families import FAMILIES
 from gguf import GGMLQuantizationType as Kind
-from gguf import LlamaFileType
+from gguf import GGUFWriter, LlamaFileType
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,8 +56,6 @@ def convert(
             each expert, as old files have it). parts: tensors of each part of a split file; 0: it is not split.
         stated: the file type in the metadata, if it is not `kind`.
     """
-    from .architectures import ARCHITECTURES
-
     config: Any = read_config(source)
     converter = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(None, converter.architecture, split_max_tensors=parts)
@@ -113,8 +111,6 @@ def _blocks(config: Any) -> int:
 
 def _tensors(source: Path, converter: Converter, config: Any, how: str) -> Iterator[Named]:
     """What the file holds, by GGUF's names."""
-    from .architectures import blocks_of
-
     architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == converter.architecture)
     known = gguf.get_tensor_name_map(architecture, _blocks(config))
     published: dict[str, Tensor] = {}
@@ -181,3 +177,282 @@ def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
 def config_fields(source: Path) -> Fields:
     """A checkpoint's config.json."""
     return json.loads((source / "config.json").read_text())
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def _with_permuted(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        if f".{part}." in name:
+            tensor = permuted(tensor, heads)
+    yield name, tensor
+
+
+def _llama(writer: GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+
+
+def _qwen_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _gpt_oss(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def _gpt_oss_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith(".sinks"):
+        yield f"{name}.weight", tensor
+    elif name.endswith("down_proj_bias"):
+        yield f"{block}.ffn_down_exps.bias", tensor
+    elif name.endswith("gate_up_proj_bias"):
+        yield f"{block}.ffn_gate_exps.bias", tensor[..., ::2]
+        yield f"{block}.ffn_up_exps.bias", tensor[..., 1::2]
+    elif name.endswith(("_blocks", "_scales")):
+        return  # `blocks_of` has them
+    elif name.endswith("down_proj"):
+        yield f"{block}.ffn_down_exps.weight", tensor.transpose(-1, -2)
+    elif name.endswith("gate_up_proj"):
+        both = tensor.transpose(-1, -2)
+        yield f"{block}.ffn_gate_exps.weight", both[:, ::2]
+        yield f"{block}.ffn_up_exps.weight", both[:, 1::2]
+    else:
+        yield name, tensor
+
+
+def blocks_of(published: dict[str, Tensor]) -> Iterator[Named]:
+    """gpt-oss's blocks of four bits, as a file has them: the scale first, then value 0 beside value 16."""
+    for name, blocks in published.items():
+        if not name.endswith("_proj_blocks"):
+            continue
+        block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+        values = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        codes = values[..., :16] | (values[..., 16:] << 4)
+        whole = torch.cat([published[name.replace("_blocks", "_scales")][..., None], codes], dim=-1).flatten(-2)
+        if "gate_up" in name:
+            yield f"{block}.ffn_gate_exps.weight", whole[:, ::2].contiguous()
+            yield f"{block}.ffn_up_exps.weight", whole[:, 1::2].contiguous()
+        else:
+            yield f"{block}.ffn_down_exps.weight", whole
+
+
+def _deepseek(writer: GGUFWriter, config: Any) -> None:
+    _llama(writer, config)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_shared_count(config.n_shared_experts)
+
+
+def _deepseek2(writer: GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(1)
+    writer.add_vocab_size(config.vocab_size)
+    # GLM-4.7-Flash's configuration says it in another way, which the converter does not read.
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0))
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.model_type != "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if (scale := config.rope_parameters.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def _deepseek2_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    if not name.endswith("kv_b_proj.weight"):
+        yield name, tensor
+        return
+    both = tensor.view(config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, -1)
+    keys, values = torch.split(both, [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), values
+
+
+def _glm4(writer: GGUFWriter, config: Any) -> None:
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    if getattr(config, "num_nextn_predict_layers", None) is not None:
+        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+
+
+def _granite(writer: GGUFWriter, config: Any) -> None:
+    _llama(writer, config)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _granite_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith("block_sparse_moe.input_linear.weight"):
+        gate, up = tensor.split(config.intermediate_size, dim=-2)
+        yield f"{block}.ffn_gate_exps.weight", gate
+        yield f"{block}.ffn_up_exps.weight", up
+    else:
+        yield from _with_permuted(name, tensor, config)
+
+
+def _ernie(writer: GGUFWriter, config: Any) -> None:
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+
+
+def _lfm2(writer: GGUFWriter, config: Any) -> None:
+    heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    writer.add_head_count_kv(heads)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def _lfm2_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    if name.endswith(".expert_bias"):
+        name += ".bias"
+    yield name, tensor.squeeze(1) if "conv.conv" in name and tensor.ndim == 3 else tensor
+
+
+def _phi(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_sliding_window(config.sliding_window or 0)
+    for kind in ("long", "short"):
+        factors = torch.tensor(rope[f"{kind}_factor"], dtype=torch.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", factors.numpy())
+
+
+def _recurrent(writer: GGUFWriter, config: Any) -> None:
+    _qwen_moe(writer, config)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+
+
+def _recurrent_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith(".A_log"):
+        tensor = -torch.exp(tensor)
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    elif "conv1d" in name:
+        tensor = tensor.squeeze()
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        tensor = tensor + 1
+    if "in_proj_qkvz" not in name:
+        yield name, tensor
+        return
+    keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
+    of_heads = tensor.T.reshape(config.hidden_size, keys, sum(sizes)).split(sizes, dim=-1)
+    q, k, v, z = (part.reshape(config.hidden_size, -1) for part in of_heads)
+    yield f"{block}.attn_qkv.weight", torch.cat([q, k, v], dim=-1).T
+    yield f"{block}.attn_gate.weight", z.T
+
+
+def _tiled(tensor: Tensor, dim: int, config: Any, size: int) -> Tensor:
+    keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    shape = list(tensor.shape)
+    split = tensor.reshape(*shape[:dim], keys, per_key, size, *shape[dim + 1 :])
+    return split.transpose(dim, dim + 1).reshape(shape)
+
+
+def _qwen3_5_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    before, size = 2 * config.linear_key_head_dim * config.linear_num_key_heads, config.linear_value_head_dim
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        tensor = tensor.squeeze()
+        tensor = torch.cat([tensor[:before], _tiled(tensor[before:], 0, config, size)])
+    elif ".in_proj_z." in name:
+        tensor = _tiled(tensor, 0, config, size)
+    elif name.endswith((".in_proj_a.weight", ".in_proj_b.weight", ".A_log", ".dt_bias")):
+        tensor = _tiled(tensor, 0, config, 1)
+    elif ".linear_attn.out_proj." in name:
+        tensor = _tiled(tensor, 1, config, size)
+    yield from _recurrent_tensors(name, tensor, config)
+
+
+def _gemma(writer: GGUFWriter, config: Any) -> None:
+    full, own = config.per_layer_config["full_attention"], config.per_layer_config["sliding_attention"]
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_key_length(full.head_dim)
+    writer.add_value_length(full.head_dim)
+    writer.add_key_length_swa(own.head_dim)
+    writer.add_value_length_swa(own.head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_head_count_kv([(own if each else full).num_key_value_heads for each in sliding])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turned = int(full.head_dim * config.rope_parameters["full_attention"]["partial_rotary_factor"] / 2)
+    frequencies = torch.tensor([1.0] * turned + [1e30] * (full.head_dim // 2 - turned))
+    writer.add_tensor("rope_freqs.weight", frequencies.numpy())
+
+
+def _gemma_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith("router.scale"):
+        yield f"{block}.ffn_gate_inp.scale", tensor
+    elif name.endswith("per_expert_scale"):
+        yield f"{block}.ffn_down_exps.scale", tensor
+    elif name.endswith("layer_scalar") or ".experts." in name:
+        yield f"{name}.weight", tensor
+    else:
+        yield name, tensor
+
+
+ARCHITECTURES = {
+    "mixtral": Converter("llama", _llama, _with_permuted),
+    "olmoe": Converter("olmoe"),
+    "qwen2_moe": Converter("qwen2moe", _qwen_moe),
+    "qwen3_moe": Converter("qwen3moe", _qwen_moe),
+    "gpt_oss": Converter("gpt-oss", _gpt_oss, _gpt_oss_tensors),
+    "deepseek": Converter("deepseek", _deepseek, _with_permuted),
+    "deepseek_v2": Converter("deepseek2", _deepseek2, _deepseek2_tensors),
+    "deepseek_v3": Converter("deepseek2", _deepseek2, _deepseek2_tensors),
+    "glm4_moe_lite": Converter("deepseek2", _deepseek2, _deepseek2_tensors),
+    "glm4_moe": Converter("glm4moe", _glm4),
+    "granitemoe": Converter("granitemoe", _granite, _granite_tensors),
+    "ernie4_5_moe": Converter("ernie4_5-moe", _ernie),
+    "lfm2_moe": Converter("lfm2moe", _lfm2, _lfm2_tensors),
+    "phimoe": Converter("phimoe", _phi),
+    "gemma4_text": Converter("gemma4", _gemma, _gemma_tensors),
+    "qwen3_next": Converter("qwen3next", _recurrent, _recurrent_tensors),
+    "qwen3_5_moe_text": Converter("qwen35moe", _recurrent, _qwen3_5_tensors),
+}
