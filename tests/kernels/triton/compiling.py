@@ -1,22 +1,18 @@
-"""Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
+"""Compiles, without a GPU, exactly what the operations launch, and finds what each kernel needs.
 
-Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or latent-DTYPE, with -plain for plain heads alone, or for a latent
-vector where no tensor cores are used. Tensors have full Mixtral size but are never touched, and launches are recorded
-instead of run.
+A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or
+latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent vector where no tensor cores are used.
+Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -61,7 +57,6 @@ class Need:
     """
 
     kernel: str
-    case: str
     capability: int
     registers: int
     local: int
@@ -237,7 +232,7 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
             ]
-            yield Need(kernel.fn.__name__, case, capability, registers, local, binary.metadata.shared, *loads)
+            yield Need(kernel.fn.__name__, capability, registers, local, binary.metadata.shared, *loads)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -249,14 +244,3 @@ def resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: max(map(int, re.findall(rf"{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
     return found["REG"], max(found["STACK"], found["LOCAL"])
-
-
-def main() -> None:
-    """Print one JSON line per kernel and capability."""
-    assert "TRITON_INTERPRET" not in os.environ
-    for need in compiled(sys.argv[1], [int(capability) for capability in sys.argv[2:]]):
-        sys.stdout.write(json.dumps(asdict(need)) + "\n")
-
-
-if __name__ == "__main__":
-    main()
