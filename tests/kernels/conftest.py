@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +61,19 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(float("nan") if made.is_floating_point() else 0x5A if made.itemsize == 1 else 1 << 20)
 
     monkeypatch.setattr(torch, "empty", empty)
+
+
+if INTERPRETED:
+    # It replaces all of Triton's language at each call of a function and puts it back after a launch: half of the time.
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda _scope: None  # pyright: ignore
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is a loop of Python's there: four slices of an expert's neurons show what sixteen do."""
+    monkeypatch.setattr("floe_chat.kernels.triton.launch.WAVES", 4)
 
 
 @pytest.fixture(params=["reference", "native"])

@@ -1,22 +1,18 @@
-"""Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
+"""Compiles, without a GPU, exactly what the operations launch, and finds what each kernel needs.
 
-Run: python -P compiling.py CASE CAPABILITY ..., where CASE is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or latent-DTYPE, with -plain for plain heads alone, or for a latent
-vector where no tensor cores are used. Tensors have full Mixtral size but are never touched, and launches are recorded
-instead of run.
+A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or
+latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent vector where no tensor cores are used.
+Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -61,7 +57,6 @@ class Need:
     """
 
     kernel: str
-    case: str
     capability: int
     registers: int
     local: int
@@ -109,7 +104,7 @@ def call_operations(case: str) -> None:
         call_states(dtype)
         return
     if widths == "latent":
-        call_latent(dtype)
+        call_latent(dtype, few="few" in options)
         return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
@@ -154,15 +149,15 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype, *, few: bool) -> None:
-    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes; of
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries as codes, of their dtype and in float16; of
     Gemma 4's two kinds; and of Qwen3.5's. `few`: of the first alone.
     """
     plain = Heads(32, 8, 128, 0.1, cache_dtype=dtype)
     gemma = Heads(16, 8, 256, 1.0, 1024, cache_dtype=dtype, v_normed=True)
     gated = Heads(16, 2, 256, 0.1, cache_dtype=dtype, gated=True)
     several = (
-        (plain, 0),
         (replace(plain, cache_dtype=CODES), 0),
+        (plain, 0),
         (replace(plain, num_heads=16, num_kv_heads=16), 16),
         (replace(plain, num_heads=16, num_kv_heads=16, cache_dtype=CODES), 16),
         (replace(plain, num_kv_heads=4, window=4096, cache_dtype=torch.float16), 1),
@@ -172,7 +167,7 @@ def call_attention(dtype: torch.dtype, *, few: bool) -> None:
         (gated, 1),
         (replace(gated, cache_dtype=CODES), 1),
     )
-    for heads, normed in several[: 2 if few else None]:
+    for heads, normed in several[: 1 if few else None]:
         weight = torch.empty(normed * heads.head_dim, dtype=dtype) if normed else None
         qkv, rope = torch.empty(1, heads.sizes[0], dtype=dtype), torch.empty(3 * 512, dtype=dtype)
         own = rope if heads.v_normed else rope[: 2 * heads.head_dim].view(2, -1)
@@ -188,9 +183,9 @@ def call_states(dtype: torch.dtype) -> None:
     kernels.convolve_one(torch.empty(1, 6144, dtype=dtype), kept(), 3, short)
 
 
-def call_latent(dtype: torch.dtype) -> None:
-    """Attention like DeepSeek-V2-Lite's and GLM-4.7-Flash's."""
-    for count, still, value, bits in ((16, 128, 128, 8), (20, 192, 256, 4)):
+def call_latent(dtype: torch.dtype, *, few: bool) -> None:
+    """Attention like GLM-4.7-Flash's and DeepSeek-V2-Lite's. `few`: like the first's alone."""
+    for count, still, value, bits in ((20, 192, 256, 4), (16, 128, 128, 8))[: 1 if few else None]:
         heads = Heads(count, 1, 512 + 64, 0.1, cache_dtype=dtype, inside=512)
         vector, rows = VectorLayout(512, bits, 64), count * (still + value)
         scales = [torch.empty(rows, 8, dtype=torch.float16) for _ in range(2)]
@@ -237,7 +232,7 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
             ]
-            yield Need(kernel.fn.__name__, case, capability, registers, local, binary.metadata.shared, *loads)
+            yield Need(kernel.fn.__name__, capability, registers, local, binary.metadata.shared, *loads)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -249,14 +244,3 @@ def resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: max(map(int, re.findall(rf"{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
     return found["REG"], max(found["STACK"], found["LOCAL"])
-
-
-def main() -> None:
-    """Print one JSON line per kernel and capability."""
-    assert "TRITON_INTERPRET" not in os.environ
-    for need in compiled(sys.argv[1], [int(capability) for capability in sys.argv[2:]]):
-        sys.stdout.write(json.dumps(asdict(need)) + "\n")
-
-
-if __name__ == "__main__":
-    main()
