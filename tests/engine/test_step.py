@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from copy import deepcopy
 from dataclasses import replace
@@ -43,7 +42,7 @@ from .step_models import (
     make_model,
 )
 
-CHUNKS = [90, 60, 1, 1, 5, 1]
+PIECES = [1, 1, 90, 60, 1, 1, 5, 1]
 
 
 @pytest.fixture(autouse=True)
@@ -61,27 +60,25 @@ def test_logits_are_the_librarys(name: str) -> None:
     model = make_model(name)
     # States are summed up token by token: single tokens' noise is larger than the mean's, ours and the library's alike.
     limit = 5 * LIMIT if FAMILIES[model.config.model_type].states else LIMIT
-    ways = [([1] * 14, True), ([1] * 14, False), (CHUNKS, True), (CHUNKS, False)]
-    ids = torch.tensor([ids_of(sum(CHUNKS))])
+    ids, ends = torch.tensor([ids_of(sum(PIECES))]), torch.tensor(PIECES).cumsum(0) - 1
     with torch.inference_mode():
-        expected = model(input_ids=ids, use_cache=False).logits[0]
+        expected = model(input_ids=ids, use_cache=False).logits[0, ends]
     plain, logits = deepcopy(model).double(), list[Tensor]()
 
-    def near(ours: Tensor, end: int) -> bool:
+    def near(ours: Tensor, at: int) -> bool:
         """Or as near the sum without rounding as the library's own is: ten random layers make noise grow."""
-        if relative_rms(ours, expected[end]) <= limit:
+        if relative_rms(ours, expected[at]) <= limit:
             return True
         if not logits:
             with torch.inference_mode():
-                logits.append(plain(input_ids=ids, use_cache=False).logits[0])
-        return relative_rms(ours, logits[0][end]) <= 2 * relative_rms(expected[end], logits[0][end])
+                logits.append(plain(input_ids=ids, use_cache=False).logits[0, ends])
+        return relative_rms(ours, logits[0][at]) <= 2 * relative_rms(expected[at], logits[0][at])
 
-    for pieces, compiled in ways:
-        found = feed(lean_pass(model, compiled=compiled), KVCache(), ids[0].tolist(), pieces)
-        assert all(near(ours, end - 1) for ours, end in zip(found, itertools.accumulate(pieces), strict=True))
-    ends = torch.tensor(CHUNKS).cumsum(0) - 1
-    again = feed(LibraryDecoder(model), KVCache(), ids[0].tolist(), CHUNKS)
-    assert relative_rms(again, expected[ends]) <= limit, "joined weights changed the library's pass"
+    for compiled in (True, False):
+        found = feed(lean_pass(model, compiled=compiled), KVCache(), ids[0].tolist(), PIECES)
+        assert all(near(ours, at) for at, ours in enumerate(found))
+    again = feed(LibraryDecoder(model), KVCache(), ids[0].tolist(), PIECES)
+    assert relative_rms(again, expected) <= limit, "joined weights changed the library's pass"
 
 
 @pytest.mark.parametrize("name", ["phimoe-longrope", "mixtral-longrope"])
@@ -326,15 +323,17 @@ def test_a_graph_reads_codes_wherever_they_are(tiny_pack: Path, monkeypatch: pyt
     monkeypatch.setattr(kv_stores, "BLOCK", 4)
     plain = opened(tiny_pack, "cpu", advanced=Advanced(kv_bits="8"))
     ids = [1 + 7 * i % 200 for i in range(40)]
+    plain.control.preset = PRESET  # no neuron lies at a threshold
     wanted = feed(plain.decoder, KVCache(), ids, [1] * 40)
     card = FakeCard(monkeypatch)
     loaded, kv = load(tiny_pack, None, "cpu", silent, library=True, advanced=Advanced(kv_bits="8"))[0], KVCache()
     assert "one graph per token" in loaded.decoder.reason and len(card.captures) == 1
-    first = feed(loaded.decoder, kv, ids, [1] * 10)
+    loaded.control.preset = PRESET
+    first, graphs = feed(loaded.decoder, kv, ids, [1] * 10), len(card.captures)
     assert isinstance(kv.store, GrowingStore)
     kv.store.layout = replace(kv.store.layout, most=kv.store.layout.nbytes(1, 24))  # as of a small card
     found = torch.cat([first, feed(loaded.decoder, kv, ids, [1] * 30)])
-    assert relative_rms(found, wanted) <= LOSS and kv.spilled() > 0 and len(card.captures) == 1
+    assert relative_rms(found, wanted) <= NEAR and kv.spilled() > 0 and len(card.captures) == graphs
 
 
 def test_a_pool_gives_way_and_then_ram_does(tiny_pack: Path) -> None:
