@@ -377,12 +377,12 @@ CHECKS: dict[str, Callable[[Made], None]] = {
 
 SLOW = {
     "dualsparse-f9",
+    "floe-f3",
     "floe-f8",
     "floe-t5",
-    "floe-t6",
     "floe-t7",
     "floe-t8",
-}  # figures 3 and 9 have these tables' code
+}  # tables 6 and 8 have these tables' and figure 3's code
 CASES = [
     pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name
     for name in {maker: name for name, maker in MAKERS.items()}.values()

@@ -156,12 +156,11 @@ def on(card: str, ram: int) -> Machine:
     return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4, host_behind=0.0))
 
 
-CARDS = ("none", "2060", "3080", "4070", "4080", "3090")
-
-
 class TestRecommendation:
-    @pytest.mark.parametrize("card", CARDS)
-    @pytest.mark.parametrize("ram", [16, 32, 128])
+    @pytest.mark.parametrize(
+        ("card", "ram"),
+        [("none", 16), ("2060", 16), ("3080", 32), ("4070", 64), ("4080", 32), ("3090", 64)],
+    )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
         found = on(card, ram)
         draw = random.Random(ram)
@@ -170,7 +169,7 @@ class TestRecommendation:
             chosen = planned.chosen
             # What fits RAM but for a hundredth or two may be chosen, or what is smaller: that much is what changes.
             edge = {option.spec for option in planned.options if 0.98 < option.ram_share < 1}
-            for _ in range(3):
+            for _ in range(2):
                 again = plan.make(perturbed(found, draw), entry).chosen
                 assert (again and again.spec) == (chosen and chosen.spec) or (again and again.spec in edge)
 
@@ -192,8 +191,8 @@ class TestRecommendation:
 
     def test_a_faster_choice_is_faster_in_the_printed_figures_too(self) -> None:
         offered = 0
-        for card in ("none", "3060", "3070", "4080"):
-            for ram in (24, 32, 64):
+        for card in ("none", "3060", "4080"):
+            for ram in (24, 64):
                 found = plan.make(on(card, ram), MIXTRAL)
                 for sentence in found.why:
                     if sentence.startswith("Faster: "):
@@ -221,7 +220,7 @@ class TestRecommendation:
 
 
 def test_ranges_hold_what_is_expected() -> None:
-    for vram in (0, 8, 12, 24, 48):
+    for vram in (0, 12, 48):
         for one in plan.make(a_machine(vram=vram, ram=64), MIXTRAL).options:
             for rate in (one.decode, one.prefill):
                 assert 0 < rate.low < rate.mid < rate.high
@@ -229,7 +228,7 @@ def test_ranges_hold_what_is_expected() -> None:
 
 def test_more_of_anything_is_never_worse() -> None:
     """More memory may buy quality instead of speed; at the same widths it never costs speed."""
-    for _ in range(6):
+    for _ in range(4):
         entry = RANDOM.choice([MIXTRAL, LARGE])
         before = a_machine(
             ram=RANDOM.uniform(4, 100),
