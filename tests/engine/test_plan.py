@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from floe_chat.engine.machine.gpus import Gpu
@@ -11,18 +15,22 @@ from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
+from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
 from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, NEWER, READING, WORTH
-from floe_chat.models.catalog import described
+from floe_chat.models.catalog import asset, described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.published import PUBLISHED
 from floe_chat.models.quantities import digits
 
+from ..bench.plan_figures import of_frontier
+
 GB = 1 << 30
+FILE: dict[str, Any] = json.loads(asset("figures.json").read_text(encoding="utf-8"))
 MIXTRAL, LARGE = described("mixtral-8x7b-instruct"), described("mixtral-8x22b-instruct")
 SMALL = described("olmoe-1b-7b-instruct")
 RANDOM = random.Random(11)
@@ -408,3 +416,29 @@ def test_what_does_not_fit_is_last_and_never_recommended() -> None:
     fitting = plan.make(a_machine(ram=30, disk=None), MIXTRAL)
     unfit = dataclasses.replace(plan.make(a_machine(ram=30, disk=None), SMALL), chosen=None)
     assert plan.ranked([unfit, fitting]) == [fitting, unfit]
+
+
+def test_what_tune_measured_is_in_the_file() -> None:
+    points = json.loads(asset("demo", "packed", "frontier.json").read_text(encoding="utf-8"))["points"]
+    for name, values in of_frontier(points).items():
+        assert values == FILE[name]["values"], "run tests/bench/plan_figures.py"
+
+
+def test_one_core_is_known_at_all_widths_and_two_reach_no_more_than_memory_gives() -> None:
+    alone, shares = figures().core_bytes_s, figures().kernels
+    assert set(alone) == set(shares) - {"prompt"}
+    for kind, widths in alone.items():
+        assert set(widths) == set(shares[kind]) and max(shares[kind].values()) <= 1
+
+
+def test_figures_make_sense() -> None:
+    found = figures()
+    for curve in (found.dropped, found.hits):
+        assert all(x0 < x1 for (x0, _), (x1, _) in pairwise(curve)) and min(y for _, y in curve) >= 0
+        values = [y for _, y in curve]
+        assert values in (sorted(values), sorted(values, reverse=True)) and max(values) <= 1
+    for losses in found.quantization.values():
+        assert [losses[bits] for bits in sorted(losses)] == sorted(losses.values(), reverse=True)
+    assert 0 < found.host_s < found.host_gpu_s < found.host_behind_s + found.host_pool_s
+    assert Speeds(read=1e9).host_pool == found.host_pool_s
+    assert all(entry["command"] and re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"]) for entry in FILE.values())

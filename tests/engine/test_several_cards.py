@@ -105,8 +105,7 @@ def opened(
         (f"{CARD},sim:rtx4090-24gb,{CARD}", (1, 3, 1), POOL, "learned", 0),
         (f"{CARD},sim:rtx4090-24gb", (2, 3), Mix(gpu=LAYERS), "none", 0),
         (TWO, (3, 2), Mix(gpu=1, pool=3, cpu=1, order=(3, 1, 0, 4, 2)), "gate", 0),
-        ("throttled:2gb,throttled:4gb", (3, 2), POOL, "gate", 400),
-        ("throttled:2gb,throttled:4gb", (), POOL, "none", 0),
+        ("throttled:2gb,throttled:4gb", (), POOL, "gate", 400),
     ],
 )
 def test_tokens_do_not_depend_on_the_division(
