@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import KvForm
 from floe_chat.engine.decoder.ways import Compiled, Way
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.modules import library_model
@@ -58,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral-one-key-head": {"num_key_value_heads": 1, "num_hidden_layers": 10},
     "mixtral-all-key-heads": {"num_key_value_heads": 4},
     "mixtral-sliding": {"sliding_window": 9},
-    "mixtral-sliding-far": {"sliding_window": 300},
+    "mixtral-sliding-far": {"sliding_window": 100},
     "mixtral-tied": {"tie_word_embeddings": True},
     "mixtral-top-1": {"num_experts_per_tok": 1},
     "mixtral-linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
@@ -221,9 +222,9 @@ def feed(decoder: Decoder, kv: KVCache, ids: Sequence[int], pieces: Sequence[int
     return torch.stack(out)
 
 
-def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> FusedDecoder:
+def lean_pass(model: Any, form: KvForm | None = None, *, compiled: bool = True) -> FusedDecoder:
     """The lean pass with its compiled step, or by torch's operations alone."""
-    lean = choose(model, window)
+    lean = choose(model, WINDOW, form or KvForm())
     assert isinstance(lean, FusedDecoder) and isinstance(lean.way, Compiled), lean.reason
     if not compiled:
         lean.way = Way(lean)

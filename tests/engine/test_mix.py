@@ -68,7 +68,7 @@ def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -
 
 @pytest.mark.parametrize(
     ("device", "mix"),
-    [*(("sim:rtx3060-12gb", mix) for mix in MIXES), ("throttled:1gb", MIXES[0]), ("throttled:1gb", MIXES[-2])],
+    [("throttled:1gb" if at in (1, 6, 10) else "sim:rtx3060-12gb", mix) for at, mix in enumerate(MIXES)],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_mix(
@@ -206,7 +206,7 @@ def test_use_is_saved_for_the_pools_layers_and_kept_for_others(pack: Path) -> No
         assert (new.uses[layer] == 0.5).all() == (new.scores[layer] == 0.25).all() == same
 
 
-@pytest.mark.parametrize(("mix", "tokens"), [(Mix(gpu=2, cpu=1), 40), (Mix(cpu=3), 1)], ids=str)
+@pytest.mark.parametrize(("mix", "tokens"), [(Mix(gpu=2, cpu=1), 1), (Mix(cpu=3), 40)], ids=str)
 def test_an_answer_stops_within_a_layer(pack: Path, mix: Mix, tokens: int) -> None:
     loaded = opened(pack, "throttled:1gb", mix)
     seen: list[int] = []

@@ -56,11 +56,11 @@ def seconds(takes: Footprint, speeds: Speeds, held: Held, work: TokenWork = BALA
 def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram: int) -> None:
     """Cards of the list with 4 to 26 GB of their memory, at widths that turn from card to card."""
     used = set[Mix]()
-    for card, spec in zip(CARDS[ram % 9 :: 9], itertools.cycle(WIDTHS)):
+    for card, spec in zip(CARDS[ram % 4 :: 8], itertools.cycle(WIDTHS)):
         takes, before, token_before = Footprint.of(MIXTRAL.sizes, spec), float("inf"), float("inf")
         speeds = machine.of_card(card, BASE).speeds
         costs = Costs(takes, BALANCED, speeds)
-        for vram in range(4, 27, 3):
+        for vram in range(4, 27, 4):
             if (found := placed(costs, vram, ram)) is None:
                 assert before == float("inf")
                 continue
@@ -74,12 +74,12 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
     assert any(mix.pool and mix.cpu for mix in used) and any(mix.gpu == mix.layers for mix in used)
 
 
-@pytest.mark.parametrize("vram", [6, 20])
+@pytest.mark.parametrize("vram", [6, 12, 20])
 def test_more_ram_is_never_slower(vram: int) -> None:
-    for card in CARDS[::9]:
+    for card in CARDS[::18]:
         takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds
         costs, times = Costs(takes, BALANCED, speeds), list[float]()
-        for ram in range(6, 40, 3):
+        for ram in range(6, 40, 4):
             if found := placed(costs, vram, ram):
                 times.append(seconds(takes, speeds, found[0].held))
         assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
@@ -111,7 +111,7 @@ def test_no_mix_that_fits_is_faster(entry: object) -> None:
 
 
 def test_what_is_chosen_fits_and_counts_no_more_rows_than_there_are() -> None:
-    for card, vram in itertools.product(CARDS[::9], (5, 9, 13, 25)):
+    for card, vram in itertools.product(CARDS[::18], (5, 9, 13, 25)):
         takes = Footprint.of(MIXTRAL.sizes, PackSpec())
         needs, budget = Needs.of_footprint(takes, 4096), memory_plan.budget(vram * GB)
         found = placed(Costs(takes, BALANCED, machine.of_card(card, BASE).speeds), vram, 28)
@@ -138,7 +138,7 @@ class _Mixtral(OpenedPack):
 @pytest.mark.parametrize("context", [4096, 16384])
 def test_opening_divides_memory_as_planned(context: int) -> None:
     pack = _Mixtral(context)
-    for card, vram in itertools.product(CARDS[::15], (4, 8, 12, 24)):
+    for card, vram in itertools.product(CARDS[::30], (4, 8, 12, 24)):
         there, budget = dataclasses.replace(machine.of_card(card, BASE), vram=vram * GB), memory_plan.budget(vram * GB)
         planned = option(there, MIXTRAL, PackSpec(), context)
         if planned.mix is None:  # the CPU is faster
@@ -151,7 +151,7 @@ def test_opening_divides_memory_as_planned(context: int) -> None:
 
 
 def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
-    for vram, context in itertools.product((4, 8, 12, 24), (1024, 4096, 32768)):
+    for vram, context in itertools.product((4, 12, 24), (1024, 4096, 32768)):
         there = dataclasses.replace(machine.of_card(cards.named("RTX 4060"), BASE), vram=vram * GB)
         exact, coarse = (option(there, MIXTRAL, PackSpec(), context, kv_bits=bits) for bits in (16, 8))
         found = option(there, MIXTRAL, PackSpec(), context)
@@ -167,7 +167,7 @@ def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
 def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
     """Against random assignments of the same memory, and against counting all layers alike."""
     draw, takes = random.Random(11), Footprint.of(MIXTRAL.sizes, PackSpec())
-    for card, vram in itertools.product(CARDS[::15], (8, 12, 20)):
+    for card, vram in itertools.product(CARDS[::30], (8, 12, 20)):
         rule = Rule(0.4, 0.6, 0.2, 0.4, True, layers=tuple(draw.choice([0.0, 0.5, 1.0, 1.6]) for _ in range(32)))
         work = TokenWork.of(quality_presets.Preset("made up", rule))
         assert len(work.layers) == 32 and len({one.active for one in work.layers}) == 4

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from floe_chat.engine.machine.gpus import Gpu
@@ -11,18 +15,22 @@ from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
+from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
 from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, NEWER, READING, WORTH
-from floe_chat.models.catalog import described
+from floe_chat.models.catalog import asset, described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.published import PUBLISHED
 from floe_chat.models.quantities import digits
 
+from ..bench.plan_figures import of_frontier
+
 GB = 1 << 30
+FILE: dict[str, Any] = json.loads(asset("figures.json").read_text(encoding="utf-8"))
 MIXTRAL, LARGE = described("mixtral-8x7b-instruct"), described("mixtral-8x22b-instruct")
 SMALL = described("olmoe-1b-7b-instruct")
 RANDOM = random.Random(11)
@@ -156,17 +164,10 @@ def on(card: str, ram: int) -> Machine:
     return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4, host_behind=0.0))
 
 
-CARDS = ("none", "2060", "3080", "4070", "4080", "3090")
-
-
 class TestRecommendation:
     @pytest.mark.parametrize(
         ("card", "ram"),
-        [
-            pytest.param(card, ram, marks=() if at % 3 == size else pytest.mark.thorough)
-            for at, card in enumerate(CARDS)
-            for size, ram in enumerate((16, 32, 128))
-        ],
+        [("none", 16), ("2060", 16), ("3080", 32), ("4070", 64), ("4080", 32), ("3090", 64)],
     )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
         found = on(card, ram)
@@ -176,7 +177,7 @@ class TestRecommendation:
             chosen = planned.chosen
             # What fits RAM but for a hundredth or two may be chosen, or what is smaller: that much is what changes.
             edge = {option.spec for option in planned.options if 0.98 < option.ram_share < 1}
-            for _ in range(3):
+            for _ in range(2):
                 again = plan.make(perturbed(found, draw), entry).chosen
                 assert (again and again.spec) == (chosen and chosen.spec) or (again and again.spec in edge)
 
@@ -198,8 +199,8 @@ class TestRecommendation:
 
     def test_a_faster_choice_is_faster_in_the_printed_figures_too(self) -> None:
         offered = 0
-        for card in ("none", "3060", "3070", "4080"):
-            for ram in (24, 32, 64):
+        for card in ("none", "3060", "4080"):
+            for ram in (24, 64):
                 found = plan.make(on(card, ram), MIXTRAL)
                 for sentence in found.why:
                     if sentence.startswith("Faster: "):
@@ -227,7 +228,7 @@ class TestRecommendation:
 
 
 def test_ranges_hold_what_is_expected() -> None:
-    for vram in (0, 8, 12, 24, 48):
+    for vram in (0, 12, 48):
         for one in plan.make(a_machine(vram=vram, ram=64), MIXTRAL).options:
             for rate in (one.decode, one.prefill):
                 assert 0 < rate.low < rate.mid < rate.high
@@ -235,7 +236,7 @@ def test_ranges_hold_what_is_expected() -> None:
 
 def test_more_of_anything_is_never_worse() -> None:
     """More memory may buy quality instead of speed; at the same widths it never costs speed."""
-    for _ in range(3):
+    for _ in range(4):
         entry = RANDOM.choice([MIXTRAL, LARGE])
         before = a_machine(
             ram=RANDOM.uniform(4, 100),
@@ -414,3 +415,29 @@ def test_what_does_not_fit_is_last_and_never_recommended() -> None:
     fitting = plan.make(a_machine(ram=30, disk=None), MIXTRAL)
     unfit = dataclasses.replace(plan.make(a_machine(ram=30, disk=None), SMALL), chosen=None)
     assert plan.ranked([unfit, fitting]) == [fitting, unfit]
+
+
+def test_what_tune_measured_is_in_the_file() -> None:
+    points = json.loads(asset("demo", "packed", "frontier.json").read_text(encoding="utf-8"))["points"]
+    for name, values in of_frontier(points).items():
+        assert values == FILE[name]["values"], "run tests/bench/plan_figures.py"
+
+
+def test_one_core_is_known_at_all_widths_and_two_reach_no_more_than_memory_gives() -> None:
+    alone, shares = figures().core_bytes_s, figures().kernels
+    assert set(alone) == set(shares) - {"prompt"}
+    for kind, widths in alone.items():
+        assert set(widths) == set(shares[kind]) and max(shares[kind].values()) <= 1
+
+
+def test_figures_make_sense() -> None:
+    found = figures()
+    for curve in (found.dropped, found.hits):
+        assert all(x0 < x1 for (x0, _), (x1, _) in pairwise(curve)) and min(y for _, y in curve) >= 0
+        values = [y for _, y in curve]
+        assert values in (sorted(values), sorted(values, reverse=True)) and max(values) <= 1
+    for losses in found.quantization.values():
+        assert [losses[bits] for bits in sorted(losses)] == sorted(losses.values(), reverse=True)
+    assert 0 < found.host_s < found.host_gpu_s < found.host_behind_s + found.host_pool_s
+    assert Speeds(read=1e9).host_pool == found.host_pool_s
+    assert all(entry["command"] and re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"]) for entry in FILE.values())

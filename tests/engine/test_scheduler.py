@@ -136,7 +136,7 @@ def _pending(guess: Found) -> PendingPrefetch:
 
 
 @pytest.mark.parametrize("capacity", [3, 20, 90, 300, 360])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 6))])
 def test_compiled_steps_are_those_of_the_definition(capacity: int, seed: int) -> None:
     steps = Steps(capacity, seed)
     loads, layer = 0, 0

@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -98,19 +97,17 @@ def opened(
 
 
 @pytest.mark.parametrize(
-    ("device", "division", "mix", "predictor"),
+    ("device", "division", "mix", "predictor", "rows"),
     [
-        (TWO, (2, 3), POOL, "none"),
-        (TWO, (2, 3), POOL, "gate"),
-        (TWO, (4, 1), MIXED, "partial"),
-        (f"{CARD},sim:rtx4090-24gb,{CARD}", (1, 3, 1), POOL, "learned"),
-        (f"{CARD},sim:rtx4090-24gb", (2, 3), Mix(gpu=LAYERS), "none"),
-        (TWO, (3, 2), Mix(gpu=1, pool=3, cpu=1, order=(3, 1, 0, 4, 2)), "gate"),
-        ("throttled:2gb,throttled:4gb", (3, 2), POOL, "gate"),
-        ("throttled:2gb,throttled:4gb", (), POOL, "none"),
+        (TWO, (2, 3), POOL, "none", 400),
+        (TWO, (2, 3), POOL, "gate", 0),
+        (TWO, (4, 1), MIXED, "partial", 400),
+        (f"{CARD},sim:rtx4090-24gb,{CARD}", (1, 3, 1), POOL, "learned", 0),
+        (f"{CARD},sim:rtx4090-24gb", (2, 3), Mix(gpu=LAYERS), "none", 0),
+        (TWO, (3, 2), Mix(gpu=1, pool=3, cpu=1, order=(3, 1, 0, 4, 2)), "gate", 0),
+        ("throttled:2gb,throttled:4gb", (), POOL, "gate", 400),
     ],
 )
-@pytest.mark.parametrize(("preset", "rows"), [(SKIPPING, 0), (SKIPPING, 400), (PLAIN, 0)])
 def test_tokens_do_not_depend_on_the_division(
     pack: Path,
     needs: Needs,
@@ -119,19 +116,20 @@ def test_tokens_do_not_depend_on_the_division(
     division: tuple[int, ...],
     mix: Mix,
     predictor: str,
-    preset: Any,
     rows: int,
 ) -> None:
     prompt, want = expected
     vram = needs.whole() if mix.gpu == LAYERS else needs.least(mix) + rows * needs.row
     parts = Parts(mix=mix, division=division, predictor=predictor)
     with opened(pack, device, vram, parts) as (loaded, pools):
-        loaded.control.preset = preset
-        assert answer(loaded, prompt, max_new_tokens=10) == want[preset.name]
         counts = loaded.telemetry.layers
-        for index, layer in enumerate(counts):
-            placed = layer.ready + layer.coming + layer.copied + layer.on_cpu
-            assert placed == layer.active > 0 or mix.places[index] == "cpu"
+        for preset in (SKIPPING, PLAIN):
+            loaded.control.preset = preset
+            assert answer(loaded, prompt, max_new_tokens=20) == want[preset.name]
+            counts = loaded.telemetry.layers
+            for index, layer in enumerate(counts):
+                placed = layer.ready + layer.coming + layer.copied + layer.on_cpu
+                assert placed == layer.active > 0 or mix.places[index] == "cpu"
         assert len(pools.each) == device.count(",") + 1
         assert [layer for one in pools.each for layer in one.pooled] == mix.pooled
         if predictor != "none" and not rows and division == (2, 3):

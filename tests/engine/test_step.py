@@ -15,9 +15,8 @@ from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choo
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, BorrowingStore, GrowingStore, KvForm
 from floe_chat.engine.decoder.layers import read_rope
-from floe_chat.engine.decoder.ways import Compiled, Way
+from floe_chat.engine.decoder.ways import Compiled
 from floe_chat.engine.events import Advanced
-from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
@@ -43,12 +42,7 @@ from .step_models import (
     make_model,
 )
 
-PIECES = {"token by token": [1] * 24, "chunks": [PREFILL_CHUNK, PREFILL_CHUNK, 60, 1, 1, 5, 1]}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> Any:
-    return make_model(request.param)
+PIECES = [1, 1, 90, 60, 1, 1, 5, 1]
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +54,31 @@ def seeded() -> None:
 both_ways = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 
 
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
-    ids = ids_of(sum(pieces))
-    ends = torch.tensor(pieces).cumsum(0) - 1
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
-        exact = deepcopy(model).double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
-        passes = [lean_pass(model), lean_pass(model, compiled=False)]
-        again = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_librarys(name: str) -> None:
+    """Token by token and in chunks, compiled and by torch's operations."""
+    model = make_model(name)
     # States are summed up token by token: single tokens' noise is larger than the mean's, ours and the library's alike.
     limit = 5 * LIMIT if FAMILIES[model.config.model_type].states else LIMIT
-    for lean in passes:
-        for ours, theirs, true in zip(feed(lean, KVCache(), ids, pieces), expected, exact, strict=True):
-            # Or as near the sum without rounding as the library's own is: ten random layers make noise grow.
-            assert relative_rms(ours, theirs) <= limit or relative_rms(ours, true) <= 2 * relative_rms(theirs, true)
+    ids, ends = torch.tensor([ids_of(sum(PIECES))]), torch.tensor(PIECES).cumsum(0) - 1
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits[0, ends]
+    plain, logits = deepcopy(model).double(), list[Tensor]()
+
+    def near(ours: Tensor, at: int) -> bool:
+        """Or as near the sum without rounding as the library's own is: ten random layers make noise grow."""
+        if relative_rms(ours, expected[at]) <= limit:
+            return True
+        if not logits:
+            with torch.inference_mode():
+                logits.append(plain(input_ids=ids, use_cache=False).logits[0, ends])
+        return relative_rms(ours, logits[0][at]) <= 2 * relative_rms(expected[at], logits[0][at])
+
+    for compiled in (True, False):
+        found = feed(lean_pass(model, compiled=compiled), KVCache(), ids[0].tolist(), PIECES)
+        assert all(near(ours, at) for at, ours in enumerate(found))
+    again = feed(LibraryDecoder(model), KVCache(), ids[0].tolist(), PIECES)
     assert relative_rms(again, expected) <= limit, "joined weights changed the library's pass"
-    assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= limit
 
 
 @pytest.mark.parametrize("name", ["phimoe-longrope", "mixtral-longrope"])
@@ -258,17 +260,20 @@ def test_tokens_outside_the_vocabulary_are_refused_and_the_next_ones_are_not(tok
 
 # Of logits, with 8 bits against 16; and between two paths that round some number to the neighbouring code.
 LOSS, NEAR = 4e-2, 5e-3
+KINDS_OF_HEADS = [
+    *("mixtral-odd", "mixtral-one-key-head", "mixtral-all-key-heads", "mixtral-sliding", "olmoe-biased-clipped"),
+    *("qwen2_moe-mixed", "qwen3_moe", "phimoe-longrope", "gemma4_text", "qwen3_next"),
+]
+OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in EACH_HEAD if name not in KINDS_OF_HEADS]
 
 
-def passing(model: Any, form: KvForm, *, compiled: bool = True) -> FusedDecoder:
-    lean = choose(model, WINDOW, form)
-    assert isinstance(lean, FusedDecoder) and isinstance(lean.way, Compiled), lean.reason
-    if not compiled:
-        lean.way = Way(lean)
-    return lean
-
-
-@pytest.mark.parametrize("name", [*EACH_HEAD, "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        *(name if name in KINDS_OF_HEADS else pytest.param(name, marks=pytest.mark.thorough) for name in EACH_HEAD),
+    ],
+)
 def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     model = make_model(name)
     for block in blocks_of(model):  # a router's near tie decides otherwise after any rounding
@@ -277,7 +282,7 @@ def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     ids = ids_of(sum(pieces))
     exact = feed(LibraryDecoder(model), KVCache(), ids, pieces)
     caches = KVCache(), KVCache()
-    ways = [passing(model, KvForm(8), compiled=compiled) for compiled in (True, False)]
+    ways = [lean_pass(model, KvForm(8), compiled=compiled) for compiled in (True, False)]
     assert all("keys and values of 8 bits" in way.reason for way in ways)
     found = [feed(way, kv, ids, pieces) for way, kv in zip(ways, caches, strict=True)]
     assert 1e-5 < relative_rms(found[0], exact) <= LOSS
@@ -285,21 +290,20 @@ def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     assert caches[0].nbytes() == caches[1].nbytes()
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("near", [0, 1])
+@pytest.mark.parametrize(("bits", "near"), [(16, 0), (8, 1), (16, 2)])
 def test_entries_in_ram_change_nothing(bits: int, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer chats move layers out, an edit brings them back, and another branch goes on from there."""
     monkeypatch.setattr(kv_stores, "BLOCK", 8)
     model, ids = make_model("mixtral"), ids_of(60)
     pieces = [20, *[1] * 20, 15, *[1] * 5]
-    whole = feed(passing(model, KvForm(bits)), KVCache(), ids, pieces)
-    one = passing(model, KvForm(bits))
+    whole = feed(lean_pass(model, KvForm(bits)), KVCache(), ids, pieces)
+    one = lean_pass(model, KvForm(bits))
     kv = KVCache()
     feed(one, kv, ids, [1])
     assert isinstance(kv.store, GrowingStore)
     for compiled in (True, False):
         most = near * kv.store.layout.nbytes(1, 40)
-        lean, own = passing(model, KvForm(bits, most), compiled=compiled), KVCache()
+        lean, own = lean_pass(model, KvForm(bits, most), compiled=compiled), KVCache()
         assert relative_rms(feed(lean, own, ids, pieces), whole) <= (NEAR if bits == 8 else 1e-5)
         assert own.spilled() > 0 and own.nbytes() <= most
         long = own.spilled()
@@ -307,7 +311,7 @@ def test_entries_in_ram_change_nothing(bits: int, near: int, monkeypatch: pytest
         assert own.keep(branch[:12], PRESET) == 11
         assert own.spilled() < long or not near
         again = feed(lean, own, branch, [1] * 49)
-        other = feed(passing(model, KvForm(bits)), KVCache(), branch, [11, *[1] * 49])[1:]
+        other = feed(lean_pass(model, KvForm(bits)), KVCache(), branch, [11, *[1] * 49])[1:]
         assert relative_rms(again, other) <= (NEAR if bits == 8 else 1e-5)
 
 
@@ -319,15 +323,17 @@ def test_a_graph_reads_codes_wherever_they_are(tiny_pack: Path, monkeypatch: pyt
     monkeypatch.setattr(kv_stores, "BLOCK", 4)
     plain = opened(tiny_pack, "cpu", advanced=Advanced(kv_bits="8"))
     ids = [1 + 7 * i % 200 for i in range(40)]
+    plain.control.preset = PRESET  # no neuron lies at a threshold
     wanted = feed(plain.decoder, KVCache(), ids, [1] * 40)
     card = FakeCard(monkeypatch)
     loaded, kv = load(tiny_pack, None, "cpu", silent, library=True, advanced=Advanced(kv_bits="8"))[0], KVCache()
     assert "one graph per token" in loaded.decoder.reason and len(card.captures) == 1
-    first = feed(loaded.decoder, kv, ids, [1] * 10)
+    loaded.control.preset = PRESET
+    first, graphs = feed(loaded.decoder, kv, ids, [1] * 10), len(card.captures)
     assert isinstance(kv.store, GrowingStore)
     kv.store.layout = replace(kv.store.layout, most=kv.store.layout.nbytes(1, 24))  # as of a small card
     found = torch.cat([first, feed(loaded.decoder, kv, ids, [1] * 30)])
-    assert relative_rms(found, wanted) <= LOSS and kv.spilled() > 0 and len(card.captures) == 1
+    assert relative_rms(found, wanted) <= NEAR and kv.spilled() > 0 and len(card.captures) == graphs
 
 
 def test_a_pool_gives_way_and_then_ram_does(tiny_pack: Path) -> None:

@@ -96,8 +96,8 @@ def test_the_dial_loses_little_and_more_the_farther_it_is_turned() -> None:
     def adds(rule: Rule) -> float:
         return measured_divergence(loaded, custom(manifest, rule), windows, expected, told).kl_mean
 
-    found = [adds(Rule(share)) for share in (0.84, 0.9, 0.95)]
-    assert sorted(found) == found and all(kl <= limit for kl, limit in zip(found, (0.014, 0.021), strict=False))
+    found = [adds(Rule(share)) for share in (0.8, 0.9, 0.95)]
+    assert sorted(found) == found and all(kl <= limit for kl, limit in zip(found, (0.012, 0.021), strict=False))
     assert found[-1] < 0.1, "layers have vanished"
 
 
@@ -109,7 +109,7 @@ def test_what_the_dials_are_said_to_lose_is_what_they_lose() -> None:
     told = Told(lambda _step: None, lambda _note: None)
     expected = PackReference(loaded, told).logits(windows[:, :-1], keep)
     assert manifest.dials is not None and manifest.dials.text == "heldout.md"
-    for rule in (Rule(0.75, 0.85), Rule(0.6, 0.8, drop=0.4, major=0.8)):
+    for rule in (Rule(0.6), Rule(0.3, drop=0.6, major=0.6), Rule(0.6, 0.8, drop=0.4, major=0.8)):
         least, most = manifest.dials.estimate(rule) or (0.0, 0.0)
         found = measured_divergence(loaded, custom(manifest, rule), windows, expected, told).kl_mean
         assert least <= found <= most, rule
@@ -119,17 +119,17 @@ def test_without_rounding_it_is_transformers_own_model(tmp_path: Path) -> None:
     """At the demo's sizes: a prompt in chunks and token by token, and a greedy answer."""
     source, folder = demo_source(tmp_path / "source"), tmp_path / "pack"
     make_pack(source, folder, EXACT)
-    loaded, pieces = open_model(folder, "Exact"), [PREFILL_CHUNK, DECODE_TOKENS + 3, DECODE_TOKENS, *[1] * 8]
+    loaded, pieces = open_model(folder, "Exact"), [PREFILL_CHUNK, DECODE_TOKENS + 3, DECODE_TOKENS, *[1] * 16]
     ids = heldout(source)[: sum(pieces)]
     prompt = ids[: PREFILL_CHUNK + 9]
-    tokens = answer(loaded, prompt, max_new_tokens=64).tokens
+    tokens = answer(loaded, prompt, max_new_tokens=32).tokens
     theirs = reference_model(source)
     with torch.inference_mode():
         expected = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0, torch.tensor(pieces).cumsum(0) - 1]
         drawn = theirs(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     logits = feed(loaded.decoder, KVCache(), ids, pieces)
     assert all(relative_rms(mine, its) <= 1e-5 for mine, its in zip(logits, expected, strict=True))
-    assert tokens == drawn.argmax(-1).tolist() and len(tokens) == 64 and len(set(tokens)) >= 5
+    assert tokens == drawn.argmax(-1).tolist() and len(tokens) == 32 and len(set(tokens)) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,6 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, folder
 
 
-@pytest.mark.thorough
 def test_each_layer_skips_by_the_signal_that_loses_less(fine: tuple[Path, Path]) -> None:
     packed, demo = Manifest.read(fine[1]), Manifest.read(asset("demo", "packed"))
     assert (packed.architecture.experts, packed.architecture.top_k, packed.architecture.intermediate) == (32, 8, 96)

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..helpers import relative_rms
 from .driver import a_preset, open_model
 from .margins import layers_of
-from .offloading import SHAPES, offloaded
+from .offloading import EVERYTHING, SHAPES, offloaded
 
 HIDDEN = SHAPES["mixtral"]["hidden"]
 CHOSEN = torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]])
@@ -128,10 +128,10 @@ def test_a_guess_that_comes_too_late_is_left_alone(
     def not_yet(_self: Device, _copy: Copy) -> bool:
         return False
 
-    preset, found = replace(PLAIN, x_bits=22), list[Tensor]()
+    found = list[Tensor]()
     monkeypatch.setattr(Device, "there", not_yet)
     for predict in (False, True):
-        with offloaded(loaded, preset, 0.5, predict=predict) as shared:
+        with offloaded(loaded, EVERYTHING, 0.5, predict=predict) as shared:
             asked.clear()
             loaded.control.counting = True
             found.append(loaded.decoder.forward([7], KVCache()).clone())

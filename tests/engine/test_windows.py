@@ -38,7 +38,6 @@ from .test_states import Chat, converse
 
 CPU = torch.device("cpu")
 SLACK = 64
-NAMES = ["gemma4_text", "mixtral-sliding", "qwen2_moe-mixed"]
 
 
 @pytest.fixture(autouse=True)
@@ -201,12 +200,11 @@ def room(_ram: int) -> int:
 @pytest.mark.parametrize(
     ("way", "name", "bits"),
     [
-        *((compiled, name, 16) for name in NAMES),
-        (compiled, "gemma4_text", 8),
-        (by_torch, "gemma4_text", 8),
-        (by_torch, "qwen2_moe-mixed", 16),
-        (on_a_card, "mixtral-sliding", 16),
-        (of_several, "gemma4_text", 16),
+        (compiled, "gemma4_text", 16),
+        (by_torch, "mixtral-sliding", 16),
+        (on_a_card, "qwen2_moe-mixed", 16),
+        (of_several, "gemma4_text", 8),
+        *((way, "gemma4_text", 16) for way in (by_torch, on_a_card, of_several)),  # with all others only
     ],
 )
 def test_logits_are_those_of_all_keys_and_values(
@@ -229,7 +227,9 @@ def test_logits_are_those_of_all_keys_and_values(
     assert moved and any(0 < there == cut for cut, there in kept), "of what has left a window, some came back"
 
 
-@pytest.mark.parametrize(("way", "name"), [*((compiled, name) for name in NAMES), (by_torch, "mixtral-sliding")])
+@pytest.mark.parametrize(
+    ("way", "name"), [(compiled, "gemma4_text"), (by_torch, "mixtral-sliding"), (compiled, "qwen2_moe-mixed")]
+)
 def test_texts_go_on_together(name: str, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = way(make_model(name), monkeypatch, KvForm())
     dice, pairs = random.Random(1), [Pair(decoder, kv) for kv in (KVCache(), decoder.beside(), decoder.beside())]
@@ -279,7 +279,7 @@ def test_plans_count_what_is_set_aside(name: str, tmp_path: Path, monkeypatch: p
     )
     found = list[Tensor]()
     for loaded in (device, alone):
-        text, cache = [5 + at % 90 for at in range(3300)], KVCache()
+        text, cache = [5 + at % 90 for at in range(2400)], KVCache()
         for start in range(0, len(text), 300):
             found.append(loaded.decoder.forward(text[start : start + 300], cache))
             cache.computed(text[start : start + 300], PRESET)
