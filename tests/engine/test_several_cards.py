@@ -125,7 +125,7 @@ def test_tokens_do_not_depend_on_the_division(
         counts = loaded.telemetry.layers
         for preset in (SKIPPING, PLAIN):
             loaded.control.preset = preset
-            assert answer(loaded, prompt, max_new_tokens=20) == want[preset.name]
+            assert answer(loaded, prompt, max_new_tokens=10) == want[preset.name]
             counts = loaded.telemetry.layers
             for index, layer in enumerate(counts):
                 placed = layer.ready + layer.coming + layer.copied + layer.on_cpu

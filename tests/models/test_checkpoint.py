@@ -172,8 +172,8 @@ def test_a_tensor_in_two_shards_is_refused(source: Path) -> None:
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(source: Path) -> None:
-    (source / "consolidated.safetensors").write_bytes(b"not one at all")
     (source / "adapter.safetensors").write_bytes(sorted(source.glob("*.safetensors"))[0].read_bytes())
+    (source / "consolidated.safetensors").write_bytes(b"not one at all")
     assert Checkpoint(source).experts == 4
 
 
