@@ -47,9 +47,9 @@ class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        layer: its record, for an operation on several. routes: whether it has experts. rope: how many of a position's
-            cosines and sines come before the end of its own. stored: shape and type of a token's keys and values; None
-            where the layer keeps a state. scores: the router's, by token.
+        layer: its record, for an operation on several. routes: whether it has experts. rope: where its own of a
+            position's cosines and sines begin, and how many they are. stored: shape and type of a token's keys and
+            values; None where the layer keeps a state. scores: the router's, by token.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -76,7 +76,7 @@ class NativeStep:
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.router.top_k
         attending = mixer.attending
-        self.rope = 0 if attending is None else attending.rope_at + 2 * mixer.turned
+        self.rope = (0, 0) if attending is None else (attending.rope_at, 2 * mixer.turned)
         self._state, self._window = (2, mixer.state), attending.window if attending else None
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
         self.routes, self._closes = router is not None, layer.sandwich is not None
@@ -156,8 +156,11 @@ def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
     capacity = min(rooms, default=place.position + 1 if own else 0)
     index("position", place.position, capacity)
     stores = (c_void_p * len(own))(*(step.address(part, first, place.position) for step, part, first in own))
-    numbers, rope = max((step.rope for step in steps), default=0), place.rope.flatten(len(more))
-    rope = required("rope", rope, (*more, numbers or rope.shape[-1]))
+    ropes = [step.rope for step in steps if sum(step.rope)]
+    numbers = max(map(sum, ropes), default=0)
+    # Definitions take one after the other of (2, D); several D lie one behind the other.
+    wanted = (numbers,) if any(at for at, _ in ropes) else (2, numbers // 2)
+    rope = place.rope if not ropes else required("rope", place.rope, (*more, *wanted))
     return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position)
 
 

@@ -85,7 +85,7 @@ class NativeToken:
         self._held = dense, made  # the arrays have only their bytes and addresses
         self._dense, self._experts = addresses_of([step.layer for step in dense]), addresses_of(made)
         self._top_k = max(step.layer.router.top_k for step in dense)
-        self._rope = max(step.rope for step in dense)
+        self._rope = max(sum(step.rope) for step in dense)
         self._layers: Any = None  # of the first so many
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer

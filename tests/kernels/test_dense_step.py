@@ -488,6 +488,9 @@ def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
         pytest.param({"x": torch.ones(1, 48, device="meta")}, id="x-elsewhere"),
         pytest.param({"rope": torch.ones(2, 12, device="meta")}, id="rope-elsewhere"),
         pytest.param({"rope": torch.ones(25)}, id="flat-rope"),
+        pytest.param({"rope": torch.ones(24)}, id="flat-rope-of-as-many"),
+        pytest.param({"rope": torch.ones(1, 24)}, id="rope-in-one-row"),
+        pytest.param({"rope": torch.ones(12, 2)}, id="rope-turned"),
         pytest.param({"kv": torch.zeros(CAPACITY, 4, 12, device="meta")}, id="store-elsewhere"),
     ],
 )
