@@ -407,7 +407,9 @@ enum {
     FLOE_POOL_HAND,
     FLOE_POOL_SPARE,
     FLOE_POOL_VISITING,
-    FLOE_POOL_COMING
+    FLOE_POOL_COMING,
+    FLOE_POOL_ASKED,
+    FLOE_POOL_MOST
 };
 
 typedef struct {
