@@ -253,7 +253,7 @@ def test_offloaded(case: Case, kind: str, share: float) -> None:
     indirect=True,
 )
 def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a whole token, and one of each layer with its rows in a pool, which may pass through the next one ahead."""
+    """One of a whole token, and one of each layer with its rows in a pool, also where it looks ahead."""
     exact, pieces = case.exact, [DECODE_TOKENS + 3, 1, 1, 1, DECODE_TOKENS + 1, 1, 1, 1]
     ids = case.prompt(sum(pieces))
     expected = case.expected(ids)[ends(pieces)]
