@@ -65,8 +65,9 @@ def forget_pack(pack: Path) -> None:
 def forget_all() -> int:
     """Delete all states; returns how many bytes they took."""
     found = files()
+    taken = sum(map(_size, found))
     delete(found)
-    return sum(map(_size, found))
+    return taken
 
 
 def forgotten(chat: int, begun: float) -> bool:
