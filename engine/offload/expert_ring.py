@@ -51,7 +51,7 @@ class StreamedLayer:
     def up(self, piece: Piece) -> SignalWeights:
         """One expert's up projection, in RAM."""
         up = self.ram.signal
-        return up.mapped(lambda part: part.view(-1, piece.neurons, *part.shape[2:])[piece.expert, None])
+        return up.mapped(lambda part: part.flatten(0, 1).unflatten(0, (-1, piece.neurons))[piece.expert, None])
 
 
 @dataclass(frozen=True, slots=True)
