@@ -16,7 +16,7 @@ from floe_chat.engine import session, state_folder
 from floe_chat.engine.decoder import fused_pass, kv_stores, state_files
 from floe_chat.engine.decoder.kv_cache import Held, Parked
 from floe_chat.engine.decoder.state_files import LEAST
-from floe_chat.engine.events import Advanced, Finished, Load, Loaded, Sampling, Unload, Unloaded
+from floe_chat.engine.events import Advanced, Failed, Finished, Load, Loaded, Sampling, Unload, Unloaded
 from floe_chat.engine.state_folder import files, states_folder
 from floe_chat.models import private_file
 from floe_chat.models.packing.pack import EXACT
@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import families
 from ..helpers import make_pack
 from .driver import DEADLINE_S, Engine, asking
+from .offloading import needs_of
 
 CHAT, ROOM = 7, 1 << 30
 TEXT = [3 + 7 * at % 241 for at in range(LEAST + 60)]
@@ -45,14 +46,22 @@ def ask(engine: Engine, prompt: Sequence[int], chat: int = CHAT, seed: int | Non
 class Start:
     """One start of the program, which ends as the program does, but waits for all that is written."""
 
-    def __init__(self, pack: Path, states: int = ROOM, kv_bits: str = "auto", preset: str | None = None) -> None:
-        self._load = Load(str(pack), preset, "cpu", advanced=Advanced(kv_bits=kv_bits), parked=0, states=states)
+    def __init__(
+        self,
+        pack: Path,
+        states: int = ROOM,
+        kv_bits: str = "auto",
+        preset: str | None = None,
+        device: str = "cpu",
+        vram: int | None = None,
+    ) -> None:
+        self._load = Load(str(pack), preset, device, vram, Advanced(kv_bits=kv_bits), parked=0, states=states)
         self._engine = Engine()
 
     def __enter__(self) -> Engine:
         self._engine.__enter__()
         self._engine.send(self._load)
-        self._engine.until(Loaded)
+        assert isinstance(self._engine.until((Loaded, Failed)), Loaded), self._engine.seen
         return self._engine
 
     def __exit__(self, *error: object) -> None:
@@ -117,6 +126,23 @@ def test_a_chat_goes_on_after_a_restart_as_without(
 @pytest.fixture
 def pack(packs: Callable[[str], Path]) -> Path:
     return packs("qwen3_moe")
+
+
+@pytest.mark.parametrize("device", ["throttled:1gb", "sim:3060,sim:3060"])
+def test_a_chat_goes_on_where_a_device_holds_a_part_of_the_model(pack: Path, device: str) -> None:
+    needs = needs_of(pack, 4, 16, 700)
+
+    def start(states: int) -> Start:
+        return Start(pack, states, "16", device=device, vram=needs.least() + 40 * needs.row)
+
+    with start(0) as engine:
+        first, _ = ask(engine, TEXT)
+        wanted = ask(engine, [*TEXT, *first, 9])
+    with start(ROOM) as engine:
+        assert ask(engine, TEXT) == (first, 0)
+    with start(ROOM) as engine:
+        assert ask(engine, [*TEXT, *first, 9]) == wanted
+        assert wanted[1] >= len(TEXT)
 
 
 @pytest.fixture
