@@ -232,8 +232,16 @@ class Client(Protocol):
     def listen(self, heard: Callable[[], None]) -> None:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        """Where experts are to be, see `Advanced.placement`; "" where a server decides."""
+        ...
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         """Let `chosen` answer from now on; `poll` reports as after `start`.
+
+        Args:
+            placement: of its experts; None: as before.
 
         Raises:
             UsageError: this engine has no such models, or that is no address of a server.

@@ -85,7 +85,7 @@ async def test_what_a_quality_set_by_hand_is_likely_to_lose() -> None:
             (Rule(drop=0.7), "KL 0.78 to 1.2, estimated: answers may fall apart"),
             (Rule(major=0.5), "KL not measured"),
         ):
-            dials = [dial for dial in pilot.app.screen.query(Dial) if dial.id != "published"]
+            dials = [dial for dial in pilot.app.screen.query(Dial) if hasattr(rule, dial.id or "")]
             for dial in dials:
                 dial.value = float(getattr(rule, dial.id or ""))
             dials[0].post_message(Dial.Turned(dials[0]))
