@@ -158,6 +158,7 @@ def test_states_go_with_their_chat_or_by_themselves(tiny_pack: Path) -> None:
 def test_what_is_not_saved_or_has_no_room_leaves_no_states(tiny_pack: Path) -> None:
     assert ask(tiny_pack, LONG, *SHORT, "--no-save").code == 0 and not files()
     private_file.make_folder(settings_file().parent)
+    assert ask(tiny_pack, LONG, *SHORT).code == 0 and files()
     for table in ('[history]\nstates = "0"\n', "[history]\nsave = false\n"):
         settings_file().write_text(table, encoding="utf-8")
         assert ask(tiny_pack, LONG, *SHORT).code == 0 and not files()
