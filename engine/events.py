@@ -206,6 +206,8 @@ class Loaded:
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.
         remedy: in a sentence, how to make torch compute on a GPU that is there; "" if there is nothing to mend.
+        placed: where experts are, in words. pools: the fewest and the most bytes that a pool of rows may have; None
+            where no card shares the experts, or where several do.
         remote: the host of the server that answers, "" if this process does. A server has no presets and no widths,
             and may not say how large its `context_window` is (0).
     """
@@ -226,6 +228,8 @@ class Loaded:
     advanced: tuple[str, ...] = ()
     remedy: str = ""
     remote: str = ""
+    placed: str = ""
+    pools: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,12 @@ class ChatClient(Asking[_Asked]):
         self._begin_loading()
         self._session.start()
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        """See `Client`."""
+        return self._load.advanced.placement
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         """Switch to the model in this folder, on the same device; `poll` reports as after `start`.
 
         A running answer ends first: cancel it, or wait for it.
@@ -157,7 +162,8 @@ class ChatClient(Asking[_Asked]):
         if not isinstance(chosen, Path):
             raise UsageError(f"{chosen.url} is no model of this machine", "", "Give --connect to use a server.")
         self._forget()
-        self._pack, self._load = chosen, replace(self._load, pack=str(chosen), preset=None)
+        advanced = self._load.advanced if placement is None else replace(self._load.advanced, placement=placement)
+        self._pack, self._load = chosen, replace(self._load, pack=str(chosen), preset=None, advanced=advanced)
         self._begin_loading()
 
     def unload(self) -> None:

@@ -97,15 +97,19 @@ class PlainChat:
                 self.failed = True
                 remark(str(error))
 
-    def use(self, chosen: Choice) -> None:
-        """Switch to that model or server. Raises FloeError: it cannot be loaded, and the previous model stays."""
-        before = self.client.chosen
-        self.client.open(chosen)
+    def use(self, chosen: Choice, placement: str | None = None) -> None:
+        """Switch to that model or server, or to another placement of the same one's experts.
+
+        Raises:
+            FloeError: it cannot be loaded, and the previous model stays.
+        """
+        before = self.client.chosen, self.client.placement
+        self.client.open(chosen, placement)
         try:
             self._load()
         except FloeError:
-            if before != chosen:
-                self.client.open(before)
+            if before != (self.client.chosen, self.client.placement):
+                self.client.open(*before)
                 self._load()
             raise
 
