@@ -366,7 +366,7 @@ class Stats:
         vram_budget: the most of the device's memory that may be used; None where the CPU computes in RAM.
         kv_bytes: bytes in the KV cache.
         context_used, context_window: tokens; a window of 0 is not known.
-        reused_tokens: of the prompt, those that the KV cache held from the turn before.
+        reused_tokens: of the prompt, those whose keys and values were kept.
         rows: None if all rows are in the memory of the device that computes them.
         together: how many answers were computed together with its last token, this one among them.
     """

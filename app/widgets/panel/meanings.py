@@ -11,7 +11,7 @@ KL = (
 MEANINGS = {
     "speed": "Tokens per second: how fast the answer is written, from its first token to its last. The bars show the "
     "last minute, second by second. Prefill: tokens of the prompt read per second. First token: the time from Enter to "
-    "the first piece of the answer. Prompt reused: the part that was still in the KV cache.",
+    "the first piece of the answer. Prompt reused: the part whose keys and values were kept.",
     "origins": "Split: layers are whole on the GPU, or computed by the CPU. Rows are the weights of neurons. "
     "A part of them is in GPU memory, the rest in RAM. Ready: in GPU memory when needed. Coming: prefetched, "
     "and on the way. Copied: fetched when needed. On CPU: computed by the CPU "
@@ -38,7 +38,7 @@ TERMS = (
     ("tokens/s", "how fast an answer is written, from its first token to its last"),
     ("prefill", "tokens of your question and the chat before it, read per second"),
     ("first token", "the time from Enter to the first piece of the answer"),
-    ("prompt reused", "the part of the prompt that was still in the KV cache, and cost no time"),
+    ("prompt reused", "the part of the prompt whose keys and values were kept, and cost next to no time"),
     ("expert", "one of several small networks in each layer; the model picks a few for every token"),
     ("neuron", "one unit of an expert; inactive ones are skipped, which is what makes this fast"),
     ("active share", "the share of the picked experts' neurons that were computed"),
