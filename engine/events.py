@@ -112,7 +112,7 @@ class Load:
 
     `vram` is the most of the device's memory to use, in bytes; None: what is free. `parked` is the most RAM for keys
     and values of conversations that may come back; None: a share of what is free. `spread`: how several processes
-    divide the experts.
+    divide the experts. `states` is the most disk space for those of saved chats, for the next start; 0 keeps none.
     """
 
     pack: str
@@ -122,6 +122,7 @@ class Load:
     advanced: Advanced = Advanced()
     parked: int | None = None
     spread: SpreadBy = SpreadBy()
+    states: int = 0
 
 
 MOST_TOGETHER = 4
@@ -132,7 +133,9 @@ MOST_TOGETHER = 4
 class Generate:
     """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn.
 
-    `conversation` is the same number for all answers of a chat: what is said once per chat is not repeated.
+    `conversation` is the same number for all answers of a chat: what is said once per chat is not repeated. What is
+    kept of it for the next start is found by it; 0: nothing is kept. `alike`: whether an answer with a seed comes again
+    to the last bit, for which less of its prompt can be reused.
     """
 
     request: int
@@ -142,6 +145,7 @@ class Generate:
     stop_ids: tuple[int, ...]
     conversation: int = 0
     extras: Extras = Extras()
+    alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,15 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+# Looking for garbage among what is imported and collected, which all stays, took a quarter of that time.
+gc.disable()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read when torch is imported: what tests compute is so small that sharing it out costs more than it gains.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,24 +43,33 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["FLOE_TEST_ALL"] = "1"  # see `covering.py`
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make test-all` runs, and begin with the longest tests.
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Leave out what only `make test-all` runs, before an item is made of it.
 
     Of a test's cases stay those that bring a value of some axis (a size, an instruction set, a family) for the first
-    time: each value is tried, not each combination. A long test that began last would keep one worker busy alone.
+    time: each value is tried, not each combination.
     """
+    yield
+    cases = metafunc._calls  # pyright: ignore[reportPrivateUsage]
+    if metafunc.config.getoption("--all") or not cases:
+        return
+    seen: set[tuple[object, ...]] = set()
+    kept: list[Any] = []
+    for case in cases:
+        values = {(axis, *_named(value)) for axis, value in case.params.items()}
+        if not values <= seen and not any(mark.name == "thorough" for mark in case.marks):
+            kept.append(case)
+            seen |= values
+    cases[:] = kept or cases[:1]  # without any, pytest would make a test without arguments
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests for `make test-all`, and begin with the longest: begun last, one keeps one worker busy alone."""
     if not config.getoption("--all"):
-        seen: set[tuple[object, ...]] = set()
-        kept: list[pytest.Item] = []
-        left: list[pytest.Item] = []
-        for item in items:
-            test, case = item.nodeid.partition("[")[0], getattr(item, "callspec", None)
-            values = {(test, axis, *_named(value)) for axis, value in case.params.items()} if case else {(test,)}
-            wanted = item.get_closest_marker("thorough") is None and not values <= seen
-            (kept if wanted else left).append(item)
-            seen |= values if wanted else set()
+        left = [item for item in items if item.get_closest_marker("thorough") is not None]
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -71,10 +83,10 @@ def _named(value: object) -> tuple[type, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage less often, and not in what was imported, which stays: it took a third of the screens' time."""
-    gc.collect()
+    """Look for garbage less often, and not in what was imported: it took a third of the screens' time."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

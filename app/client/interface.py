@@ -106,7 +106,7 @@ class Question:
 
     Attributes:
         messages: the last one is the user's. max_new_tokens: of the answer; thinking before it does not count.
-        answer, thought: where the answer goes on. conversation: see `Generate`.
+        answer, thought: where the answer goes on. conversation, alike: see `Generate`.
     """
 
     messages: Sequence[PromptTurn]
@@ -115,6 +115,7 @@ class Question:
     answer: str = ""
     conversation: int = 0
     thought: str = ""
+    alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)

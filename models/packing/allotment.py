@@ -20,6 +20,7 @@ STEPS = 20  # equal shares of an expert's neurons that are compared
 LEAST = 16  # tokens of an expert that say something
 _MOST = 256  # tokens that are measured
 _DIRECTIONS = 64  # of the output, in which errors are measured
+_AT_ONCE = 1 << 18  # values that are compared at the same time
 
 
 class LayerTables:
@@ -84,12 +85,14 @@ def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor
     """
     limits = table[torch.linspace(0, len(table) - 1, STEPS + 1).round().long()]
     place = torch.bucketize(values.abs().to(table.dtype), limits, right=True, out_int32=True).to(torch.uint8)
-    wrong, found = torch.zeros(len(h), felt.shape[1]), torch.zeros(STEPS + 1, dtype=torch.float64)
-    h = h.to(felt.dtype)
-    for step in range(1, STEPS + 1):
-        wrong += h.masked_fill(place != step, 0) @ felt
-        found[step] = wrong.square().sum() / max(1, len(h))
-    return found
+    h, wrong, found = h.to(felt.dtype), torch.zeros(1, len(h), felt.shape[1]), [torch.zeros(1, dtype=torch.float64)]
+    steps = torch.arange(1, STEPS + 1, dtype=torch.uint8)[:, None, None]
+    for some in steps.split(max(1, _AT_ONCE // max(1, h.numel()))):
+        parts = (torch.where(place == some, h, 0) @ felt).float()
+        parts[0] += wrong[-1]
+        wrong = parts.cumsum(0)
+        found.append(wrong.square().sum((1, 2)).double() / max(1, len(h)))
+    return torch.cat(found)
 
 
 def spread(tokens: int) -> slice:

@@ -14,8 +14,10 @@ from floe_chat.engine.planning import rates
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
 from floe_chat.models.packing.pack import EXACT
+from textual import _callback
 from textual._compositor import Compositor
 from textual._context import visible_screen_stack
+from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
 from textual.screen import Screen
 
@@ -35,19 +37,34 @@ def settling() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parsed_once() -> Iterator[None]:
-    """Every application has the same style sheets: each is parsed once for each theme."""
-    parse, parsed = Stylesheet._parse_rules, dict[object, Any]()  # pyright: ignore[reportPrivateUsage]
+def looked_up_once() -> Iterator[None]:
+    """What Textual finds out for each application, widget or call, and what is the same each time, is found out once.
 
-    def once(self: Stylesheet, css: str, read_from: tuple[str, str], *given: Any, **named: Any) -> Any:
+    Every application has the same style sheets: each is parsed once for each theme. The hash of a rule, which is asked
+    for hundreds of times per widget, is the one of any object. A function has the parameters of its code.
+    """
+    parse, parsed = Stylesheet._parse_rules, dict[object, Any]()  # pyright: ignore[reportPrivateUsage]
+    count, counted = _callback._count_parameters, dict[object, int]()  # pyright: ignore[reportPrivateUsage]
+
+    def parse_once(self: Stylesheet, css: str, read_from: tuple[str, str], *given: Any, **named: Any) -> Any:
         variables = frozenset(self._variables.items())  # pyright: ignore[reportPrivateUsage]
         key = css, read_from, given, *named.items(), variables
         if key not in parsed:
             parsed[key] = parse(self, css, read_from, *given, **named)
         return parsed[key]
 
+    def count_once(function: Any) -> int:
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return count(function)
+        if code not in counted:
+            counted[code] = count(function)
+        return counted[code]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stylesheet, "_parse_rules", once)
+        patch.setattr(Stylesheet, "_parse_rules", parse_once)
+        patch.setattr(RuleSet, "__hash__", object.__hash__)
+        patch.setattr(_callback, "_count_parameters", count_once)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,27 @@ from .moving import NBYTES, ROWS, SENTINEL, SLOTS, GatedLink
 
 if TYPE_CHECKING:
     from floe_chat.engine.loader import LoadedModel
+    from floe_chat.engine.offload.lane_rates import Rates
+    from floe_chat.kernels.layouts import RowLayout
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_once() -> Iterator[None]:
+    """A home without files knows no rates: the CPU's for a layout are measured once, not by each test that opens it."""
+    from floe_chat.engine.planning import device_choice
+
+    measure = device_choice.measured_rates
+    measured: dict[object, Rates] = {}
+
+    def once(layout: RowLayout, neurons: int, guess: Rates, place: str = "cpu") -> Rates:
+        key = layout, neurons, place
+        if key not in measured:
+            measured[key] = measure(layout, neurons, guess, place)
+        return dataclasses.replace(measured[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_choice, "measured_rates", once)
+        yield
 
 
 @pytest.fixture
