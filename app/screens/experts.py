@@ -39,6 +39,10 @@ _OF_ROWS = (
     "In pool: the share of the layer's rows that are in the pool now. Hits, late, copied, on CPU: where the rows of "
     "active neurons were; late ones were fetched ahead and still on their way. Guessed: the recall of neurons."
 )
+_EVICTED = (
+    "{} rows left the pool for others in this answer: those worth least, by how highly the router rates their expert, "
+    "how often it uses them, and how soon their layer's turn comes. No setting changes that rule."
+)
 
 
 class HeatMap(Widget):
@@ -122,7 +126,7 @@ def _of_pool(rows: Rows, width: int) -> list[Content]:
             continue
         figures = (layer.resident, layer.ready, layer.coming, layer.copied, layer.on_cpu, _at(rows.recalls, number))
         lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), _columns(figures, column)))
-    return [*lines, Content.styled(f"\n{_OF_ROWS}", MUTED)]
+    return [*lines, Content.styled(f"\n{_OF_ROWS}\n{_EVICTED.format(f'{rows.evicted:,}')}", MUTED)]
 
 
 class ExpertsScreen(ModalScreen[None]):

@@ -137,7 +137,7 @@ def drawn(pilot: Pilot[int]) -> list[str]:
 async def test_experts_are_predicted_beside_their_neurons() -> None:
     async with chatting(size=(60, 20)) as (client, pilot):
         request = await ask(pilot, client)
-        client.say(stats(request, rows=ROWS, experts=64))
+        client.say(stats(request, rows=dataclasses.replace(ROWS, evicted=1234), experts=64))
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(pilot.app.screen, ExpertsScreen) and "88 %" in shown(pilot))
         table = drawn(pilot)
@@ -153,6 +153,7 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         by_layer = table[next(at for at, line in enumerate(table) if "in pool" in line) + 1 :]
         assert [line.split()[1:] for line in by_layer[:2]] == [["not", "used", "yet"], ["whole", "on", "the", "GPU"]]
         assert " ".join(by_layer[2].split()) == "3 31 % 62 % 20 % 12 % 6 % 83 %" and len(by_layer[2]) <= width
+        assert any("1,234 rows left the pool" in line for line in table)
         client.say(stats(request, rows=UNCOUNTED))  # which is no zero
         await until(pilot, lambda: "all 38 % — — — —" in [" ".join(line.split()) for line in drawn(pilot)])
 
