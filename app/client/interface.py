@@ -159,10 +159,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured."""
+    """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured.
+    demo: the demo model's dials, where the pack's own were not measured.
+    """
 
     presets: tuple[Cost, ...] = ()
     dials: DialLoss | None = None
+    demo: DialLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)

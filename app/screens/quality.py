@@ -19,7 +19,7 @@ from ...engine.events import LATE, Loaded, Rule
 from ...engine.planning.measured_figures import figures
 from ...engine.quality_presets import DEFAULT, PUBLISHED
 from ...models.errors import FloeError
-from ...models.pack.dial_loss import BROKEN, NOTICEABLE, DialLoss
+from ...models.pack.dial_loss import BROKEN, NOTICEABLE
 from ...models.quantities import digits, divergence, memory
 from ..chat.model import ChatModel
 from ..client.interface import Cost, Costs
@@ -253,7 +253,7 @@ class QualityScreen(ModalScreen[None]):
         )
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
         by_hand = None if self._preset else self._model.by_hand
-        loss = "" if by_hand is None else Content.assemble(" " * 4, _estimated(self._costs.dials, by_hand))
+        loss = "" if by_hand is None else Content.assemble(" " * 4, _estimated(self._costs, by_hand))
         self._loss.update(Content.assemble("Custom", loss))
 
 
@@ -269,12 +269,18 @@ def placements(loaded: Loaded | None, now: str) -> dict[str, str]:
     return words if now in words else {**words, now: now}
 
 
-def _estimated(dials: DialLoss | None, rule: Rule) -> Content:
-    """What a quality set by hand is likely to lose."""
+def _estimated(costs: Costs, rule: Rule) -> Content:
+    """What a quality set by hand is likely to lose, or what the demo loses with it."""
+    dials = costs.dials or costs.demo
     found = None if dials is None else dials.estimate(rule)
     if found is None:
         return Content.styled("KL not measured (c: command)", "not bold")
     least, most = found
+    if costs.dials is None:
+        demo = f"KL not measured (c: command); demo {digits(least, 2)} to {digits(most, 2)}"
+        if most < BROKEN:
+            return Content.styled(demo, "not bold")
+        return Content.styled(f"{demo}: falls apart", "$error")
     substituted = rule.alpha > 0 or rule.late > 0  # which nothing measured
     spread = f"at least {digits(least, 2)}" if substituted else f"{digits(least, 2)} to {digits(most, 2)}"
     if most < BROKEN:

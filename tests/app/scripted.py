@@ -155,6 +155,7 @@ class ScriptedClient(ChatClient):
         self.dropped = 0
         self.think = True
         self.dials: DialLoss | None = None
+        self.demo: DialLoss | None = None
         self.kind = "never"
         self.thoughts: list[str] = []
         self.refuse: FloeError | None = None
@@ -238,7 +239,7 @@ class ScriptedClient(ChatClient):
     def costs(self) -> Costs:
         exact, _high, balanced, fast = PRESETS
         measured = Cost(balanced, 0.0121, 1.36e6, "heldout.md", 2048)
-        return Costs((Cost(exact, None, 6.5e6), measured, Cost(fast, None, None)), self.dials)
+        return Costs((Cost(exact, None, 6.5e6), measured, Cost(fast, None, None)), self.dials, self.demo)
 
     def close(self) -> None:
         pass
