@@ -329,7 +329,7 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
             "Fiddler",
             "llama.cpp's expert cache, 4 bit",
         ]
-        played = [*(step[0] for step in steps(MIXTRAL)), "1T-Drop, in place"]
+        played = [*(step[0] for step in steps(MIXTRAL)), "1T-Drop, by this engine"]
         assert names == [*others, *played, *PLACED] and len(told) > len(names)
         assert max(map(len, names)) <= NAMES
         assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
