@@ -407,7 +407,8 @@ enum {
     FLOE_POOL_HAND,
     FLOE_POOL_SPARE,
     FLOE_POOL_VISITING,
-    FLOE_POOL_COMING
+    FLOE_POOL_COMING,
+    FLOE_POOL_EVICTED
 };
 
 typedef struct {

@@ -15,6 +15,7 @@ from floe_chat.kernels.offload.placing import Ahead, Found, Narrow, Placed, Way
 from floe_chat.kernels.offload.pool import (
     BROUGHT,
     COMING,
+    EVICTED,
     FILLING,
     FINDS,
     FREE,
@@ -366,6 +367,7 @@ class StepTable(RowTable):
         best = best[worth[best] < np.inf]
         evicted = (first + best) % self.capacity if best.size else best
         self._drop(evicted)
+        self.counters[EVICTED] += evicted.size
         return evicted.astype(np.int32)
 
     def _factors(self) -> NDArray[np.float32]:
