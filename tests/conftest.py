@@ -85,7 +85,7 @@ def _named(value: object) -> tuple[type, object]:
 def pytest_collection_finish() -> None:
     """Look for garbage less often, and not in what was imported: it took a third of the screens' time."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(50_000, 20, 10)
     gc.enable()
 
 
