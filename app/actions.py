@@ -117,6 +117,7 @@ ACTIONS: tuple[Action, ...] = (
     _command("set", "Sampling", "Show sampling values, or set one", "[NAME VALUE]"),
     _command("quality", "Quality", "Presets and fine controls, with the quality loss of each", keys="f4"),
     _command("preset", "Preset", "List quality presets, or use one", "[NAME]"),
+    _command("mix", "Placement of experts", "Show where experts are, or load the model with another mix", "[KIND]"),
     Action("next_preset", "Next quality preset, even in mid-answer", "f3"),
     _command("panel", "Panel", "Switch the panel: column, two lines, hidden", keys="f2", name="toggle_panel"),
     _command("pause", "Pause", "Pause the panel's figures, or resume them", keys="f8", name="pause_panel"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from .decoder.kv_cache import KVCache
+from .decoder.kv_cache import KVCache, Parked
 from .decoder.kv_shelf import KVShelf
 from .decoder.kv_stores import GrowingStore
+from .decoder.state_files import StateFiles
 from .events import MOST_TOGETHER as MOST
 from .events import Generate
 from .experts.moe_layer import Cancelled
@@ -20,6 +22,7 @@ from .generate import Answer, Progress, step_together
 from .loader import LoadedModel
 from .machine.hardware import ram
 from .pace import Pace
+from .quality_presets import Preset
 from .sampling import Allowed
 
 _LIKELY = 1024  # tokens of an answer that memory has to be there for
@@ -52,13 +55,17 @@ class Step:
 class Answers:
     """Those of a loaded model.
 
+    Args:
+        files: for states of saved chats; None: none are kept.
+
     Attributes:
         running: the first to begin first. together: of how many the last tokens came.
-        kv: of the chat that the device's memory is planned for.
+        kv: of the chat that the device's memory is planned for. unkept: whether there is more of it than in a file.
     """
 
-    def __init__(self, loaded: LoadedModel, shelf: KVShelf) -> None:
-        self._loaded, self._shelf, self._pace = loaded, shelf, Pace()
+    def __init__(self, loaded: LoadedModel, shelf: KVShelf, files: StateFiles | None = None) -> None:
+        self._loaded, self._shelf, self._files, self._pace = loaded, shelf, files, Pace()
+        self._chat, self._begun, self.unkept = 0, 0.0, False  # of what `kv` holds
         self.running: list[Running] = []
         self.together = 1
         self.kv = KVCache()
@@ -103,17 +110,46 @@ class Answers:
                 telemetry=loaded.telemetry,
                 extras=command.extras,
                 allowed=allowed,
+                alike=command.alike,
             )
         except BaseException:
             self._leave(kv)
             raise
-        self._shelf.turn_to(kv, command.prompt, control.preset, others, alike=answer.alike)
+        how = command.prompt, control.preset
+        if kv is not self.kv or self._files is None or command.conversation == self._chat:
+            self._shelf.turn_to(kv, *how, others, alike=answer.alike)
+        else:
+            self.keep()
+            self._chat = command.conversation
+            self._shelf.turn_to(kv, *how, others, alike=answer.alike, kept=partial(self._kept, *how, answer.alike))
+        if kv is self.kv:
+            self._begun = time.time()
         self.running.append(Running(command, answer, time.perf_counter()))
         return self.running[-1]
+
+    def _kept(self, prompt: Sequence[int], preset: Preset, alike: bool, least: int) -> Parked | None:
+        """What an earlier start has of the chat, if that serves at least so many tokens of its prompt."""
+        if self._files is None or not self._chat:
+            return None
+        common = partial(Parked.common, prompt=prompt, preset=preset, alike=alike)
+        return self._files.find(self._chat, self._loaded.decoder.store(self.kv), common, least)
+
+    def keep(self) -> None:
+        """Write what there is of the chat for the next start, if a file lacks it, on another thread."""
+        if self._files is not None and self.unkept and self._chat:
+            self._files.keep(self._chat, self.kv, self._begun)
+        self.unkept = False
+
+    def close(self, patience: float) -> None:
+        """No more answers will come: `keep`, and wait at most so many seconds until it is written."""
+        if self._files is not None:
+            self.keep()
+            self._files.close(patience)
 
     def end(self, one: Running) -> None:
         """It has ended, or is given up."""
         self.running = [other for other in self.running if other is not one]
+        self.unkept |= one.answer.kv is self.kv and self._files is not None
         self._leave(one.answer.kv)
 
     def _leave(self, kv: KVCache) -> None:

@@ -112,7 +112,7 @@ class Load:
 
     `vram` is the most of the device's memory to use, in bytes; None: what is free. `parked` is the most RAM for keys
     and values of conversations that may come back; None: a share of what is free. `spread`: how several processes
-    divide the experts.
+    divide the experts. `states` is the most disk space for those of saved chats, for the next start; 0 keeps none.
     """
 
     pack: str
@@ -122,6 +122,7 @@ class Load:
     advanced: Advanced = Advanced()
     parked: int | None = None
     spread: SpreadBy = SpreadBy()
+    states: int = 0
 
 
 MOST_TOGETHER = 4
@@ -132,7 +133,9 @@ MOST_TOGETHER = 4
 class Generate:
     """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn.
 
-    `conversation` is the same number for all answers of a chat: what is said once per chat is not repeated.
+    `conversation` is the same number for all answers of a chat: what is said once per chat is not repeated. What is
+    kept of it for the next start is found by it; 0: nothing is kept. `alike`: whether an answer with a seed comes again
+    to the last bit, for which less of its prompt can be reused.
     """
 
     request: int
@@ -142,6 +145,7 @@ class Generate:
     stop_ids: tuple[int, ...]
     conversation: int = 0
     extras: Extras = Extras()
+    alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,8 @@ class Loaded:
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.
         remedy: in a sentence, how to make torch compute on a GPU that is there; "" if there is nothing to mend.
+        placed: where experts are, in words. pools: the fewest and the most bytes that a pool of rows may have; None
+            where no card shares the experts, or where several do.
         remote: the host of the server that answers, "" if this process does. A server has no presets and no widths,
             and may not say how large its `context_window` is (0).
     """
@@ -222,6 +228,8 @@ class Loaded:
     advanced: tuple[str, ...] = ()
     remedy: str = ""
     remote: str = ""
+    placed: str = ""
+    pools: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,12 @@ class Answer:
     was made.
 
     Args:
-        model: what computes the next tokens; a transformers model is called as it is.
+        model: what computes the next tokens; a transformers model is called as it is. alike: whether a seed makes the
+            answer one that can be repeated.
 
     Attributes:
         counts: what it counts by itself.
-        alike: whether to reuse only what is exactly as if it were computed again: it has a seed, to be repeated by.
+        alike: whether to reuse only what is exactly as if it were computed again.
         reached: is given how many tokens of the prompt a running step has read, as an estimate.
         end: why it ended: "stop" (a stop id was drawn; it is not reported), "length" (max_new_tokens), "context" (the
             window is full); "" before that.
@@ -74,6 +75,7 @@ class Answer:
         telemetry: Telemetry,
         extras: Extras | None = None,
         allowed: Allowed | None = None,
+        alike: bool = True,
     ) -> None:
         if not 0 < len(prompt) < window:
             raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
@@ -81,7 +83,7 @@ class Answer:
         self.kv, self.end = kv, ""
         self._prompt, self._stop_ids, self._control = prompt, stop_ids, control
         self._sampler = Sampler(sampling, prompt, extras, allowed)
-        self.alike = sampling.seed is not None
+        self.alike = alike and sampling.seed is not None
         self._telemetry, self.counts = telemetry, telemetry.answer
         self._most = min(max_new_tokens, window - len(prompt))
         self._ended = "length" if len(prompt) + self._most < window else "context"

@@ -263,6 +263,8 @@ def _describe(
         memory_bytes=nbytes,
         advanced=changed,
         remedy=pack.placement.first.remedy,
+        placed="; ".join(part.choice.shares.words for part in pack.placement.parts),
+        pools=pack.placement.first.pools if len(pack.placement.parts) == 1 else None,
     )
 
 

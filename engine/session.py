@@ -23,6 +23,7 @@ from .events import (
     Finished,
     Generate,
     Load,
+    Loaded,
     Loading,
     NewTokens,
     Notice,
@@ -41,6 +42,7 @@ from .torch_import import import_torch
 
 if TYPE_CHECKING:
     from .answers import Answers, Running, Step
+    from .decoder.state_files import StateFiles
     from .loader import LoadedModel
     from .parallel.spread import Spread
     from .sampling import Allowed
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 PARKED = 1 / 32  # of the RAM that is free once the model is loaded, for conversations that may come back
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
 READING_EVERY_S = 0.5  # within a part of a prompt, which may take many seconds
+KEPT_AFTER_S = 10.0  # of silence, a chat's states are written: its answer is being read, or nobody is there
+MOMENT_S = 1.5  # that the end of the program waits for that
 NO_ROOM = Notice(
     "This chat no longer fits in GPU memory",
     "Part of its context is now read from RAM for each token, so its answers become slower. A new chat is fast again.",
@@ -62,6 +66,9 @@ class Session:
     `send` never blocks and `poll` returns events since the last call; both may be called from any thread. A cancel is
     seen within one layer, since it does not queue behind the running answer. After it, nothing of the answer is
     reported but its end.
+
+    Attributes:
+        keeping: whether it is about to end, and what there is of a chat is written before.
     """
 
     def __init__(self, report: Callable[[Event], None] | None = None) -> None:
@@ -74,7 +81,7 @@ class Session:
         self._cancelled: set[int] = set()
         self._allowed: dict[int, Allowed] = {}
         self._running: set[int] = set()
-        self._closing = False
+        self._closing = self.keeping = False
         self._loaded: LoadedModel | None = None
         self._answers: Answers | None = None  # of the loaded model
         self._spread: Spread | None = None  # over several processes
@@ -118,9 +125,10 @@ class Session:
 
     def _run(self) -> None:
         while True:
-            command = self._waiting.popleft() if self._waiting else self._commands.get()
+            command = self._waiting.popleft() if self._waiting else self._next()
             if self._closing:
-                self._forget()
+                self.keeping = True
+                self._forget(MOMENT_S)
                 if self._spread is not None:
                     with suppress(FloeError):  # another process ended first
                         self._spread.group.end()
@@ -131,6 +139,14 @@ class Session:
             # Rust library, such as the one that reads weights, is not an Exception.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error, command)
+
+    def _next(self) -> Command:
+        """The next command. If none comes for a while, what there is of a chat is written."""
+        if self._answers is not None and self._answers.unkept:
+            with suppress(queue.Empty):
+                return self._commands.get(timeout=KEPT_AFTER_S)
+            self._answers.keep()
+        return self._commands.get()
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -160,8 +176,10 @@ class Session:
             known = PackError(known.title, known.cause, verify_hint(self._loaded.packed.folder))
         self._say(Failed(known.title, known.cause, known.hint, request, known.exit_code))
 
-    def _forget(self) -> None:
-        """Unload the model and everything computed with it."""
+    def _forget(self, patience: float = 0.0) -> None:
+        """Unload the model and everything computed with it; patience: see `Answers.close`."""
+        if self._answers is not None:
+            self._answers.close(patience)
         loaded, self._loaded, self._answers = self._loaded, None, None
         if loaded is not None:
             loaded.close()
@@ -190,7 +208,8 @@ class Session:
             loaded, event = load_together(lambda: folder, command, report, spread)
             parked = 0  # other processes have keys and values too, and no copies
         self._loaded = loaded
-        self._answers = Answers(loaded, KVShelf(int(PARKED * ram()[1]) if parked is None else parked))
+        shelf = KVShelf(int(PARKED * ram()[1]) if parked is None else parked)
+        self._answers = Answers(loaded, shelf, None if spread is not None else self._files(command, loaded, event))
         self._spilled.clear()
         self._say(event)
         # Memory is known before the first answer; what was not measured stays None.
@@ -199,6 +218,19 @@ class Session:
                 kv_bytes=0, vram_bytes=loaded.vram_bytes(), context_used=0, context_window=loaded.window
             )
         )
+
+    def _files(self, command: Load, loaded: LoadedModel, event: Loaded) -> StateFiles | None:
+        """Where states of saved chats are kept; None: nowhere."""
+        if not command.states:
+            return None
+        from .decoder.state_files import StateFiles
+
+        how = f"{event.backend}, {event.device}, {loaded.control.chunk}"  # they decide how sums round
+        try:
+            return StateFiles(Path(command.pack), how, command.states)
+        except OSError as error:
+            _log.warning("states of chats are not kept: %s", error)
+            return None
 
     def _set_preset(self, command: SetPreset | SetQuality) -> None:
         from . import quality_presets

@@ -149,7 +149,7 @@ class Answering:
         """The last question (the last one `before` an answer), and the messages that go with it."""
         turns, seen = self._dialogue.turns(self._model.window or UNKNOWN_WINDOW, before)
         begun, thought = ("", "") if more_of is None else (more_of.text, more_of.thought)
-        sampling, number = self._dialogue.setup.sampling, self._dialogue.id or 0
+        sampling, number = self._dialogue.setup.sampling, self._dialogue.number
         return Question(turns, sampling, self._max_new_tokens, begun, number, thought), seen
 
     def _follow(self, request: int, message: Message, answer: Answer, place: Place, seen: list[int]) -> Running:

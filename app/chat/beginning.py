@@ -20,7 +20,7 @@ from ..arguments import sampling_from
 from ..client.chat_client import ChatClient
 from ..client.interface import Client
 from ..settings.file import read, settings_file, with_installed_model
-from ..settings.settings import fill
+from ..settings.settings import disk_size, fill
 from ..text.plain_text import printable
 from . import model_choice
 
@@ -120,10 +120,11 @@ def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Loc
     Wanted.of(advanced.placement)
     parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
     spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
+    states = disk_size(settings.states) if settings.save_history else 0
 
     def make(pack: Path, preset: str | None = None, /) -> ChatClient:
         own = pack, preset, "auto" if device is None else device, most, advanced
-        return ChatClient(*own, think=think, parked=parked, spread=spread)
+        return ChatClient(*own, think=think, parked=parked, spread=spread, states=states)
 
     return make
 

@@ -84,6 +84,7 @@ class Controller:
             "persona": self.setting.take_persona,
             "set": self.setting.set_sampling,
             "preset": self.model.take_preset,
+            "mix": self.model.take_placement,
             "next_preset": self.model.next_preset,
         }
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from ...engine import state_folder
 from ...models.errors import FloeError
 from ..client.interface import PromptTurn as PromptTurn
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, MessageState, shortened
-from ..history.records import first_line, now
+from ..history.records import first_line, new_id, now
 
 _PAGE = 200  # messages per read while looking back for what fits the window
 _CHARACTERS_PER_TOKEN = 16  # more than any text has; older messages cannot fit
@@ -28,6 +29,7 @@ class Dialogue:
     def __init__(self, history: History, setup: ChatSetup) -> None:
         self._history = history
         self._conversation: int | None = None
+        self._drawn: int | None = None  # the id that the next one gets
         self._known: dict[int, Message] = {}
         self.setup = setup
         self.title = ""
@@ -37,6 +39,15 @@ class Dialogue:
     def id(self) -> int | None:
         """The conversation's id; None until its first question."""
         return self._conversation
+
+    @property
+    def number(self) -> int:
+        """By what the engine knows the conversation, also before its first question; 0 where it is not saved."""
+        if not self._history.saved:
+            return 0
+        if self._conversation is None and self._drawn is None:
+            self._drawn = new_id()
+        return self._conversation or self._drawn or 0
 
     @property
     def name(self) -> str:
@@ -71,7 +82,7 @@ class Dialogue:
     def ask(self, text: str, attachments: Sequence[Attachment] = (), instead: Message | None = None) -> Message:
         """Add a question at the end, or `instead` of an earlier message: that stays, on a branch of its own."""
         if self._conversation is None:
-            self._conversation = self._history.begin(self.setup, self.title)
+            self._conversation, self._drawn = self._history.begin(self.setup, self.title, self._drawn), None
         if instead is not None:
             self._cut(instead)
         parent = self.ids[-1] if self.ids else None
@@ -165,6 +176,7 @@ class Dialogue:
     async def delete(self, message: Message) -> int:
         """Delete a message and all that follows it; returns what `undo` takes."""
         mark = self._history.delete_message(message.id)
+        state_folder.forget(message.conversation)
         await self.reload()
         return mark
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...engine.events import Loaded, Rule
 from ...engine.quality_presets import PUBLISHED
+from ...engine.ranges import PLACEMENTS, Wanted
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..client.interface import Choice, Client
@@ -37,7 +38,7 @@ class ChatModel:
     Attributes:
         name: "" before one is loaded. window: tokens of context, 0 before, and where a server does not say.
         presets: ours, best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one
-            requested last. by_hand: the last quality set by hand.
+            requested last. by_hand: the last quality set by hand. loaded: what answers; None while it loads.
     """
 
     def __init__(self, client: Client, dialogue: Dialogue, view: View) -> None:
@@ -52,6 +53,8 @@ class ChatModel:
         self.window = 0
         self.presets: tuple[str, ...] = ()
         self.by_hand: Rule | None = None
+        self.loaded: Loaded | None = None
+        self._placed: str | None = None  # how experts were placed, until they are as asked
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -131,6 +134,37 @@ class ChatModel:
         self.by_hand = rule
         self._client.set_quality(rule)
 
+    # Where its experts are
+
+    @property
+    def unplaced(self) -> str:
+        """Why nobody can choose where experts are; "" if that can be chosen."""
+        if remote := self._client.remote:
+            return f"{remote} decides where experts are"
+        if self.loaded is None:
+            return "Where experts may be is known once the model is loaded"
+        if self.loaded.pools is None:
+            return f"All experts are in one place ({self.loaded.device}): no card shares them with RAM"
+        return ""
+
+    async def take_placement(self, text: str) -> None:
+        """Load the model again with its experts placed so, see `Wanted`; or say how they are.
+
+        Raises:
+            UsageError: there is no such placement, or no card.
+        """
+        if not text:
+            listed = ", ".join(f"{kind} (now)" if kind == self._client.placement else kind for kind in PLACEMENTS)
+            self._view.gauges.remark(self.unplaced or f"Placements: {listed}, or a pool's size, as pool:4gb")
+            return
+        Wanted.of(text)
+        if self.unplaced:
+            raise UsageError(f"Experts cannot be placed as {text!r}", f"{self.unplaced}.")
+        if self.phase is not Phase.READY:
+            raise UsageError("The model is loaded again for another placement", "", "Stop the answer first.")
+        self._placed = self._client.placement
+        self._open(self._client.chosen, text)
+
     def ask_for_its_quality(self) -> None:
         """Request the quality that this conversation was answered with."""
         setup = self._dialogue.setup
@@ -191,13 +225,14 @@ class ChatModel:
 
     def fall_back(self) -> bool:
         """The model could not be loaded: the previous one answers again. False if there was none."""
-        before = self._before
-        if before is None or before == self._client.chosen:
+        before, placed = self._before, self._placed
+        self._placed = None
+        if before is None or (before == self._client.chosen and placed is None):
             self.phase = Phase.BROKEN
             self._view.gauges.say("no model", "$error")
             return False
         self._picked = None
-        self._open(before)
+        self._open(before, placed)
         if not self._dialogue.ids:
             self._belong_to(self._client.reference)
         return True
@@ -219,11 +254,11 @@ class ChatModel:
     def _expected_reference(self) -> str:
         return model_choice.reference(self._next) if self._next else self._client.reference
 
-    def _open(self, chosen: Choice) -> None:
+    def _open(self, chosen: Choice, placement: str | None = None) -> None:
         if self._before is None and self.phase is Phase.LOADING:
             self._before = self._client.chosen
-        self._client.open(chosen)
-        self._next = self.by_hand = None
+        self._client.open(chosen, placement)
+        self._next = self.by_hand = self.loaded = None
         self.presets = ()
         self.phase = Phase.LOADING
         gauges = self._view.gauges
@@ -248,7 +283,7 @@ class ChatModel:
 
     def take(self, loaded: Loaded) -> str:
         """The model answers from now on. Returns a remark if questions go another way than before, else ""."""
-        self.presets, self.preset = loaded.presets, loaded.preset
+        self.loaded, self.presets, self.preset = loaded, loaded.presets, loaded.preset
         self.wanted = loaded.preset
         self.name, self.window = loaded.model, loaded.context_window
         answers = self._client.chosen if loaded.remote else Path(loaded.folder)
@@ -260,6 +295,10 @@ class ChatModel:
         self._view.gauges.show_loaded(loaded)
         self._view.field.measure_again()
         self.ask_for_its_quality()
+        if self._placed is not None:
+            self._placed = None
+            again = ". It reads this chat again" if self._dialogue.ids else ""
+            return f"{self.name} answers again. Its experts: {loaded.placed}{again}"
         if not picked or not self._dialogue.ids or not (loaded.remote or was_remote):
             return ""
         return f"{self.name} answers from now on. {self._client.privacy or 'Nothing you write leaves this machine.'}"

@@ -84,7 +84,8 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)
-        question = Question(turns, drawn, asked.max_tokens)
+        number = dialogue.number if asked.saved else 0
+        question = Question(turns, drawn, asked.max_tokens, conversation=number, alike=seed is not None)
         progress.step("preparing the prompt ...")
         request = client.submit(question).request  # what does not fit is not saved
         wait = PATIENCE_SECONDS
@@ -99,8 +100,8 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         wait = 0.0
         raise
     finally:
+        saved = history.close_patiently(wait)  # first: the engine may write what is only a cache
         client.close()
-        saved = history.close_patiently(wait)
     return 0 if saved else 1
 
 
@@ -195,6 +196,7 @@ class _Output:
             "remote": loaded.remote or None,
             "seed": sampling.seed,
             "prompt_tokens": stats.prompt_tokens,
+            "reused_tokens": stats.reused_tokens,
             "new_tokens": stats.new_tokens,
             "thinking_tokens": self.thought_tokens,
             "first_token_s": stats.first_token_s,

@@ -231,12 +231,14 @@ def delete(numbers: tuple[int, ...], undo: bool) -> None:
       floe-chat history delete 12 14
       floe-chat history delete 12 --undo
     """
+    from ...engine import state_folder
     from ..history import new_id
 
     with _opened(writing=True) as store, store.transaction():
         for number in dict.fromkeys(numbers):
             if not undo:
-                store.delete(store.numbered(number).id, new_id())
+                store.delete(identity := store.numbered(number).id, new_id())
+                state_folder.forget(identity)
             elif (mark := store.deletion_of(number)) is not None:
                 store.undo(mark)
             else:

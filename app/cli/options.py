@@ -14,6 +14,18 @@ from ...engine.ranges import MAX_TOKENS, PREDICTORS
 Command = Callable[..., Any]
 PUBLISHED_NAMES = ", ".join(rule.name for rule in PUBLISHED)
 
+VRAM = click.option(
+    "--vram",
+    metavar="SIZE",
+    help="Use at most this much GPU memory, of each card, such as 10gb.  [default: what is free]",
+)
+MIX = click.option(
+    "--mix",
+    "placement",
+    metavar="KIND",
+    help="Where experts are if they do not all fit GPU memory: pool or pool:SIZE (the rows used most), static "
+    "(whole layers), cpu, or auto, the fastest by estimate.  [default: auto]",
+)
 MODEL = (
     click.option(
         "--model",
@@ -40,18 +52,8 @@ MODEL = (
         metavar="NAME,NAME",
         help="Cards that share the model's layers, such as cuda:0,cuda:1, or sim:3090,sim:3060 in virtual time.",
     ),
-    click.option(
-        "--vram",
-        metavar="SIZE",
-        help="Use at most this much GPU memory, of each card, such as 10gb.  [default: what is free]",
-    ),
-    click.option(
-        "--mix",
-        "placement",
-        metavar="KIND",
-        help="Where experts are if they do not all fit GPU memory: pool or pool:SIZE (the rows used most), static "
-        "(whole layers), cpu, or auto, the fastest by estimate.  [default: auto]",
-    ),
+    VRAM,
+    MIX,
     click.option(
         "--predictor",
         type=click.Choice(PREDICTORS),

@@ -37,7 +37,7 @@ from ...engine.events import (
     Unload,
 )
 from ...engine.mailbox import Mailbox
-from ...engine.session import Session
+from ...engine.session import MOMENT_S, Session
 from ...models import catalog
 from ...models.errors import FloeError, PackError, TryAgainError, UsageError
 from ...models.tokenizer.chat_process import ChatProcess, Fitted, Stopped
@@ -99,12 +99,14 @@ class ChatClient(Asking[_Asked]):
         think: bool = True,
         parked: int | None = None,
         spread: SpreadBy | None = None,
+        states: int = 0,
     ) -> None:
         """`think`: False asks the model for answers without thinking. Others: see `Load`."""
         super().__init__()
         self._pack = pack
         self.think = think
-        self._load = Load(str(pack), preset, device, vram, advanced or Advanced(), parked, spread or SpreadBy())
+        how = preset, device, vram, advanced or Advanced(), parked, spread or SpreadBy(), states
+        self._load = Load(str(pack), *how)
         self._session = Session(self._hear)
         self._to_text: Mailbox[Event | Load | _Asked | None] = Mailbox()  # what the thread of the text is to do
         self._format: ChatProcess | FloeError | None = None
@@ -144,7 +146,12 @@ class ChatClient(Asking[_Asked]):
         self._begin_loading()
         self._session.start()
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        """See `Client`."""
+        return self._load.advanced.placement
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         """Switch to the model in this folder, on the same device; `poll` reports as after `start`.
 
         A running answer ends first: cancel it, or wait for it.
@@ -155,7 +162,8 @@ class ChatClient(Asking[_Asked]):
         if not isinstance(chosen, Path):
             raise UsageError(f"{chosen.url} is no model of this machine", "", "Give --connect to use a server.")
         self._forget()
-        self._pack, self._load = chosen, replace(self._load, pack=str(chosen), preset=None)
+        advanced = self._load.advanced if placement is None else replace(self._load.advanced, placement=placement)
+        self._pack, self._load = chosen, replace(self._load, pack=str(chosen), preset=None, advanced=advanced)
         self._begin_loading()
 
     def unload(self) -> None:
@@ -261,7 +269,7 @@ class ChatClient(Asking[_Asked]):
         if asked.hand_over():
             question, ids, stop_ids = asked.question, tuple(fitted.ids), asked.chat.stop_ids
             how = question.sampling, question.max_new_tokens, stop_ids, question.conversation, extras or Extras()
-            self._session.send(Generate(asked.request, ids, *how))
+            self._session.send(Generate(asked.request, ids, *how, alike=question.alike))
         return Submitted(asked.request, len(fitted.ids), fitted.dropped)
 
     def _stop(self, asked: _Asked) -> None:
@@ -334,12 +342,15 @@ class ChatClient(Asking[_Asked]):
         self._session.send(SetQuality(rule))
 
     def close(self) -> None:
-        """End the engine; never hangs: the thread is a daemon and gets half a second to end."""
+        """End the engine; never hangs: the thread is a daemon and gets half a second to end, and a moment more where it
+        writes what the next start goes on from.
+        """
         self._closed = True
         self._close_format()
         self._to_text.put(None)
         self._session.send(Shutdown())
-        self._session.join(0.5)
+        if not self._session.join(0.5) and self._session.keeping:
+            self._session.join(MOMENT_S)
 
     def _close_format(self) -> None:
         with self._format_lock:

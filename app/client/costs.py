@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...engine import quality_presets
+from ...models.catalog import asset
 from ...models.errors import FloeError
 from ...models.pack.manifest import SOURCE, Manifest
 from .interface import Cost, Costs
@@ -27,7 +28,8 @@ def costs_of(pack: Path) -> Costs:
         else:
             on = known.text, known.tokens, known.against == SOURCE
             costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
-    return Costs(tuple(costs), manifest.dials)
+    demo = None if manifest.dials else Manifest.read(asset("demo", "packed")).dials
+    return Costs(tuple(costs), manifest.dials, demo)
 
 
 def published_note(name: str, pack: Path) -> str:

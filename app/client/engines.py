@@ -67,14 +67,15 @@ class Engines:
     def _asked(self) -> Client:
         return (self._next or self._now).client
 
-    def open(self, chosen: Choice) -> None:
-        """Let `chosen` answer from now on; `poll` reports as after `start`. A running answer ends first.
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
+        """See `Client`. A running answer ends first.
 
         Raises:
             UsageError: that is no address of a server.
         """
         left = self._next
-        if chosen == self._now.client.chosen and not self._now.failed:
+        same = chosen == self._now.client.chosen and placement in (None, self._now.client.placement)
+        if same and not self._now.failed:
             self._next, self._again = None, self._now.said
         elif isinstance(chosen, SavedServer):
             self._next = self._start(self._remote(chosen))
@@ -82,7 +83,7 @@ class Engines:
             self._local = self._make(chosen)
             self._next = self._start(self._local)
         else:
-            self._local.open(chosen)
+            self._local.open(chosen, placement)
             engine = _Engine(self._local)
             if self._now.client is self._local:
                 self._now, self._next = engine, None
@@ -163,6 +164,11 @@ class Engines:
     def chosen(self) -> Choice:
         """See `Client`."""
         return self._asked.chosen
+
+    @property
+    def placement(self) -> str:
+        """See `Client`."""
+        return self._asked.placement
 
     @property
     def reference(self) -> str:

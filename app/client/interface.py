@@ -106,7 +106,7 @@ class Question:
 
     Attributes:
         messages: the last one is the user's. max_new_tokens: of the answer; thinking before it does not count.
-        answer, thought: where the answer goes on. conversation: see `Generate`.
+        answer, thought: where the answer goes on. conversation, alike: see `Generate`.
     """
 
     messages: Sequence[PromptTurn]
@@ -115,6 +115,7 @@ class Question:
     answer: str = ""
     conversation: int = 0
     thought: str = ""
+    alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +159,13 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured."""
+    """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured.
+    demo: the demo model's dials, where the pack's own were not measured.
+    """
 
     presets: tuple[Cost, ...] = ()
     dials: DialLoss | None = None
+    demo: DialLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +235,16 @@ class Client(Protocol):
     def listen(self, heard: Callable[[], None]) -> None:
         """Have `heard` called, on some thread, whenever there is something to `poll`."""
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        """Where experts are to be, see `Advanced.placement`; "" where a server decides."""
+        ...
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         """Let `chosen` answer from now on; `poll` reports as after `start`.
+
+        Args:
+            placement: of its experts; None: as before.
 
         Raises:
             UsageError: this engine has no such models, or that is no address of a server.

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...engine import state_folder
 from ...models.errors import FloeError
 from .answer import Answer
 from .database.opening import connect
@@ -69,6 +70,12 @@ class History(Reader):
         programs write.
         """
         self._writer.events.heard = heard
+
+    @property
+    def saved(self) -> bool:
+        """Whether what is written now goes into its file. Waits for the opening, but not for a lock."""
+        self._writer.opened.wait()
+        return self._writer.memory is None
 
     def settle(self, timeout: float = 2.0) -> bool:
         """Wait until all writes so far are saved; False if they are not by then."""
@@ -133,9 +140,11 @@ class History(Reader):
 
     # Writing ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, setup: ChatSetup, title: str = "") -> int:
-        """Begin a conversation and return its id. Without a title, its first question names it (`Summary.name`)."""
-        conversation = new_id()
+    def begin(self, setup: ChatSetup, title: str = "", drawn: int | None = None) -> int:
+        """Begin a conversation and return its id, which may be `drawn` already. Without a title, its first question
+        names it (`Summary.name`).
+        """
+        conversation = drawn or new_id()
         self._writer.put(lambda store: store.add_conversation(conversation, setup, title))
         return conversation
 
@@ -185,6 +194,7 @@ class History(Reader):
         """Delete a conversation; returns the mark that `undo` takes, for a week."""
         mark = new_id()
         self._writer.put(lambda store: store.delete(conversation, mark))
+        state_folder.forget(conversation)
         return mark
 
     def delete_message(self, message: int) -> int:

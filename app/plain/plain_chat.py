@@ -97,15 +97,19 @@ class PlainChat:
                 self.failed = True
                 remark(str(error))
 
-    def use(self, chosen: Choice) -> None:
-        """Switch to that model or server. Raises FloeError: it cannot be loaded, and the previous model stays."""
-        before = self.client.chosen
-        self.client.open(chosen)
+    def use(self, chosen: Choice, placement: str | None = None) -> None:
+        """Switch to that model or server, or to another placement of the same one's experts.
+
+        Raises:
+            FloeError: it cannot be loaded, and the previous model stays.
+        """
+        before = self.client.chosen, self.client.placement
+        self.client.open(chosen, placement)
         try:
             self._load()
         except FloeError:
-            if before != chosen:
-                self.client.open(before)
+            if before != (self.client.chosen, self.client.placement):
+                self.client.open(*before)
                 self._load()
             raise
 
@@ -177,7 +181,7 @@ class PlainChat:
 
     def _submit(self, instead: Message | None = None, *, fresh: bool = False) -> Submitted:
         turns, seen = self.dialogue.turns(self._window or UNKNOWN_WINDOW, instead)
-        sampling, number = self.dialogue.setup.sampling, self.dialogue.id or 0
+        sampling, number = self.dialogue.setup.sampling, self.dialogue.number
         sampling = replace(sampling, seed=None) if fresh else sampling
         try:
             submitted = self.client.submit(Question(turns, sampling, self._max_tokens, conversation=number))
@@ -283,8 +287,8 @@ def run_plain(beginning: Beginning, history: History) -> int:
     try:
         chat.run(beginning.chat, own_model=beginning.own_model)
     finally:
+        saved = history.close_patiently()  # first: the engine may write what is only a cache
         client.close()
-        saved = history.close_patiently()
     return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from ...engine.events import Rule
 from ...engine.quality_presets import PUBLISHED
+from ...engine.ranges import PLACEMENTS, Wanted
 from ...models import catalog
 from ...models.errors import UsageError
 from ...models.quantities import size
@@ -60,7 +61,7 @@ class Chat(Protocol):
     def show(self) -> None:
         """Print the chat from its beginning."""
 
-    def use(self, chosen: Choice) -> None:
+    def use(self, chosen: Choice, placement: str | None = None) -> None:
         """Let another model or a server answer."""
 
     def set_quality(self, quality: Rule | str) -> None:
@@ -89,6 +90,7 @@ class PlainCommands:
             _Command("/undo", "restores the chat that you deleted last", self._undo),
             _Command("/models [NAME]", "lists the installed models, or switches to NAME", self._models),
             _Command("/preset [NAME]", "lists the quality presets, or uses NAME", self._preset),
+            _Command("/mix [KIND]", "shows where experts are, or loads the model with another mix", self._mix),
             _Command(
                 "/system [TEXT]", "shows this chat's system prompt, or sets it; /system none removes it", self._system
             ),
@@ -251,6 +253,16 @@ class PlainCommands:
             return
         chat.set_quality(wanted)
         remark(f"{wanted} is used from the next answer on.")
+
+    def _mix(self, kind: str) -> None:
+        chat = self._chat
+        if not kind:
+            remark(f"Placement: {chat.client.placement}. There are {', '.join(PLACEMENTS)} and pool:SIZE.")
+            return
+        if chat.client.remote:
+            raise UsageError(f"{chat.client.remote} decides where experts are")
+        Wanted.of(kind)
+        chat.use(chat.client.chosen, kind)
 
     def _system(self, text: str) -> None:
         setup = self._chat.dialogue.setup

@@ -15,16 +15,16 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from ...engine.events import LATE, Rule
+from ...engine.events import LATE, Loaded, Rule
 from ...engine.planning.measured_figures import figures
 from ...engine.quality_presets import DEFAULT, PUBLISHED
 from ...models.errors import FloeError
-from ...models.pack.dial_loss import BROKEN, NOTICEABLE, DialLoss
-from ...models.quantities import digits, divergence
+from ...models.pack.dial_loss import BROKEN, NOTICEABLE
+from ...models.quantities import digits, divergence, memory
 from ..chat.model import ChatModel
 from ..client.interface import Cost, Costs
 from ..text.plain_text import printable
-from ..text.units import NOT_MEASURED, rate_of, share, size
+from ..text.units import NOT_MEASURED, rate_of, seconds, share, size
 from ..widgets.common.clipboard import copy
 from ..widgets.common.dial import Dial
 from ..widgets.common.hints import Page, hints
@@ -35,7 +35,8 @@ from ..widgets.panel.meanings import KL
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "No effect here: there is no pool of rows. advanced.placement (settings) or --mix makes one."
+_OFFLOADED_ONLY = 'No effect here: there is no pool of rows. The line "experts are" makes one.'
+_SHARES = (0.25, 0.5, 0.75)  # of the largest pool, which are offered
 
 _DIALS = (
     ("sparsity", "skip neurons", "Skip neurons with the weakest signal: up to this share of them."),
@@ -115,6 +116,7 @@ class QualityScreen(ModalScreen[None]):
         closing("quality"),
         Binding("up,k", "app.focus_previous", "the line above", show=False),
         Binding("down,j", "app.focus_next", "the line below", show=False),
+        Binding("enter", "place", "load the model with experts placed so", show=False),
         Binding("c", "copy", "copy the command that measures this quality", show=False),
     ]
 
@@ -129,6 +131,9 @@ class QualityScreen(ModalScreen[None]):
         self._loss = Static("Custom", classes="heading")
         self._meaning = Static("", markup=False, classes="meaning")
         self._published = Dial("published", "  as published", _PUBLISHED, ("none", *_NAMES))
+        self._placements = placements(None if model.unplaced else model.loaded, model.client.placement)
+        self._placement = Dial("placement", "experts are placed", self._why(), tuple(self._placements.values()))
+        self._placement.place = [*self._placements].index(model.client.placement)
         try:
             self._costs, self._trouble = model.client.costs(), ""
         except FloeError as error:
@@ -144,6 +149,7 @@ class QualityScreen(ModalScreen[None]):
             yield self._loss
             for name, label, meaning in _DIALS:
                 yield Dial(name, label, meaning, ("wait for", "leave out") if name == "late" else None)
+            yield self._placement
             yield self._meaning
             yield self._now
 
@@ -180,6 +186,8 @@ class QualityScreen(ModalScreen[None]):
 
     @on(Dial.Turned)
     def _turn(self, event: Dial.Turned) -> None:
+        if event.dial is self._placement:
+            return
         if event.dial is self._published:
             place = self._published.place
             name = _NAMES[place - 1] if place else DEFAULT
@@ -198,8 +206,31 @@ class QualityScreen(ModalScreen[None]):
             copy(self.app, command)
             self._meaning.update(f"Copied: {command}")
 
+    async def action_place(self) -> None:
+        """Load the model again with its experts where the line says, and close the page."""
+        if self.focused is not self._placement:
+            return
+        wanted = [*self._placements][self._placement.place]
+        try:
+            if wanted != self._model.client.placement or self._model.unplaced:
+                await self._model.take_placement(wanted)
+        except FloeError as error:
+            self._meaning.update(" ".join(filter(None, (f"{error.title}.", error.cause, error.hint))))
+        else:
+            self.dismiss()
+
+    def _why(self) -> str:
+        """What the placement costs, and where experts are now; or why there is nothing to choose."""
+        loaded, why = self._model.loaded, self._model.unplaced
+        if why or loaded is None:
+            return f"No effect here: {why}."
+        return (
+            f"Now {loaded.placed}. Enter loads the model again ({seconds(loaded.seconds)} last time); the next answer "
+            "reads this chat again. Until floe-chat ends; /mix takes any size, advanced.placement stays."
+        )
+
     def _dials(self) -> list[Dial]:
-        return [dial for dial in self.query(Dial) if dial is not self._published]
+        return [dial for dial in self.query(Dial) if dial not in (self._published, self._placement)]
 
     def _turn_to(self, rule: Rule) -> None:
         for dial in self._dials():
@@ -222,16 +253,34 @@ class QualityScreen(ModalScreen[None]):
         )
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
         by_hand = None if self._preset else self._model.by_hand
-        loss = "" if by_hand is None else Content.assemble(" " * 4, _estimated(self._costs.dials, by_hand))
+        loss = "" if by_hand is None else Content.assemble(" " * 4, _estimated(self._costs, by_hand))
         self._loss.update(Content.assemble("Custom", loss))
 
 
-def _estimated(dials: DialLoss | None, rule: Rule) -> Content:
-    """What a quality set by hand is likely to lose."""
+def placements(loaded: Loaded | None, now: str) -> dict[str, str]:
+    """Where experts may be, and in words; `now` is among them."""
+    if loaded is None or loaded.pools is None:
+        return {now: "all in one place"}
+    least, most = loaded.pools
+    sizes = [memory(most * part) for part in _SHARES if most * part >= least]
+    words = {"auto": "planner's choice", "pool": f"largest pool, {memory(most)}"}
+    words |= {f"pool:{of.replace(' ', '').lower()}": f"pool of {of}" for of in sizes}
+    words |= {"static": "whole layers on the card", "cpu": "all by the CPU"}
+    return words if now in words else {**words, now: now}
+
+
+def _estimated(costs: Costs, rule: Rule) -> Content:
+    """What a quality set by hand is likely to lose, or what the demo loses with it."""
+    dials = costs.dials or costs.demo
     found = None if dials is None else dials.estimate(rule)
     if found is None:
         return Content.styled("KL not measured (c: command)", "not bold")
     least, most = found
+    if costs.dials is None:
+        demo = f"KL not measured (c: command); demo {digits(least, 2)} to {digits(most, 2)}"
+        if most < BROKEN:
+            return Content.styled(demo, "not bold")
+        return Content.styled(f"{demo}: falls apart", "$error")
     substituted = rule.alpha > 0 or rule.late > 0  # which nothing measured
     spread = f"at least {digits(least, 2)}" if substituted else f"{digits(least, 2)} to {digits(most, 2)}"
     if most < BROKEN:

@@ -32,6 +32,18 @@ class Text:
     obvious: bool = False
 
 
+def disk_size(text: str) -> int:
+    """Bytes of a size as `memory_size` reads it, or 0 for "0". Raises UsageError: something else."""
+    return 0 if text.strip() == "0" else memory_size(text) or 0
+
+
+def _is_disk_size(text: str) -> bool:
+    try:
+        return disk_size(text) >= 0
+    except UsageError:
+        return False
+
+
 def _is_size(text: str) -> bool:
     try:
         return memory_size(text) is not None
@@ -53,6 +65,7 @@ _MAYBE_LINE = Text("text in quotes, without control characters", str.isprintable
 _ANY_TEXT = Text('text in quotes, such as "this"', lambda _text: True, obvious=True)
 _A_DEVICE = Text("auto, cpu, cuda, a card such as cuda:1, or several such as cuda:0,cuda:1", _DEVICE.fullmatch)
 _A_SIZE = Text("a size such as 10gb", _is_size)
+_A_DISK_SIZE = Text("a size such as 4gb, or 0", _is_disk_size)
 _A_PLACEMENT = Text("auto, pool, a pool's size such as pool:4gb, static or cpu", _is_placement)
 
 THINKING = ("fold", "show", "off")
@@ -262,6 +275,13 @@ class Settings:
     theme: str = _key("screen.theme", "floe", "The colours; the settings page lists the themes.", _LINE)
     panel: str = _key("screen.panel", "full", "The live panel when floe-chat starts.", ("full", "compact", "hidden"))
     save_history: bool = _key("history.save", True, "Save chats on this machine.")
+    states: str = _key(
+        "history.states",
+        "4gb",
+        "Disk space for what models computed of saved chats, at most a quarter of what is free: after a restart a chat "
+        "goes on without its text being read again. 0 keeps nothing.",
+        _A_DISK_SIZE,
+    )
     models_folder: str | None = _key(
         "folders.models",
         None,

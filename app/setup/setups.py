@@ -115,6 +115,7 @@ def remove(name: str, *, linked: bool = False) -> None:
     Raises:
         FloeError: it is the demo, there is no such model, its folder is not a pack, or something cannot be deleted.
     """
+    from ...engine import state_folder
     from ...models.pack import usage_file
     from ...models.pack.manifest import FILE_NAME, UNFINISHED
     from ...models.packing.workplace import is_ours
@@ -135,6 +136,7 @@ def remove(name: str, *, linked: bool = False) -> None:
         else:
             # First: an interrupted deletion leaves an unfinished pack, which can still be deleted.
             (folder / UNFINISHED).touch()
+            state_folder.forget_pack(folder)
             (folder / FILE_NAME).unlink(missing_ok=True)
             usage_file.forget(folder)
             shutil.rmtree(folder.resolve())

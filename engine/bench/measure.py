@@ -13,6 +13,7 @@ from statistics import median, quantiles
 from typing import TypeVar
 
 NOISY = 0.15  # a spread above this is marked: something else was running
+NAMES = 36  # cells that a table has for a row's name
 
 K = TypeVar("K", bound=Hashable)
 MeasureReport = Callable[[str, int, int], None]  # the current figure, rounds done, rounds in all

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sampling import Sampler
 from . import finite_check
 from .fused_pass import FusedDecoder
-from .kv_cache import KVCache, LibraryStore
+from .kv_cache import KVCache, KVStore, LibraryStore
 from .kv_stores import KvForm
 from .layers import Unsupported
 
@@ -75,6 +75,10 @@ class Decoder(Protocol):
         """For a text that goes through the model together with the one in the usual place; None as `together`."""
         ...
 
+    def store(self, kv: KVCache) -> KVStore | None:
+        """Where a text's keys and values go, made now if they are nowhere yet; None: these cannot be put back."""
+        ...
+
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """In words, the first part of the model whose values are not finite for these tokens, computed again.
 
@@ -108,14 +112,14 @@ class LibraryDecoder:
         if self._short is not None and kv.turn(len(ids), self._short):
             ids = [*kv.tokens, *ids]
             kv.store = None
-        store = kv.store_of(LibraryStore, self._store)
+        store = kv.store_of(LibraryStore, self._new_store)
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         store.begin()
         found = self.model(input_ids=inputs, past_key_values=store.cache, use_cache=True, logits_to_keep=1)
         store.end(len(ids))
         return found.logits[:, -1]
 
-    def _store(self) -> LibraryStore:
+    def _new_store(self) -> LibraryStore:
         return LibraryStore(self.model.config if self._recurrent else None)
 
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
@@ -126,6 +130,9 @@ class LibraryDecoder:
 
     def beside(self) -> None:
         """See `Decoder`: as `together`."""
+
+    def store(self, kv: KVCache) -> None:
+        """See `Decoder`: the library's cache takes no copies."""
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:

@@ -228,7 +228,7 @@ class FusedDecoder:
 
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
-        store, start = kv.store_of(GrowingStore, self._store), kv.length
+        store, start = self.store(kv), kv.length
         again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else start)
         if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
@@ -285,6 +285,10 @@ class FusedDecoder:
             layout = replace(layout, most=0)  # device memory is planned for one
         kv.store_of(GrowingStore, lambda: made_store(layout, (), [None], self._states, 0))
         return kv
+
+    def store(self, kv: KVCache) -> GrowingStore:
+        """See `Decoder`."""
+        return kv.store_of(GrowingStore, self._store)
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], keep: int, bits: int) -> Tensor:

@@ -6,7 +6,7 @@ first, and comes back when its prompt does: memory is copied much faster than it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,23 +41,26 @@ class KVShelf:
         others: Sequence[KVCache] = (),
         *,
         alike: bool = False,
+        kept: Callable[[int], Parked | None] | None = None,
     ) -> None:
         """Before `kv.keep`: park what that would drop, and bring back what has more of `prompt`, which one of `others`
-        may have too. `alike`: see `KVCache.common`.
+        may have too. `alike`: see `KVCache.common`. `kept`: gives what an earlier start has of so many tokens or more.
         """
 
         def common(one: KVCache | Parked) -> int:
             return one.common(prompt, preset, alike=alike)
 
-        found = kept = common(kv)
+        found = there = common(kv)
         best: Parked | None = None
         nearest = max(others, key=common, default=None)
-        copies = [] if nearest is None or common(nearest) < kept + LEAST else [nearest.parked(self._most)]
+        copies = [] if nearest is None or common(nearest) < there + LEAST else [nearest.parked(self._most)]
         for parked in (*filter(None, copies), *self._parked):
             least = 1 if parked.held.copies else LEAST  # states are far apart: what is gained adds to what is missing
-            if (shared := common(parked)) > found and shared >= kept + least:
+            if (shared := common(parked)) > found and shared >= there + least:
                 best, found = parked, shared
-        if kv.length - kept >= LEAST:
+        if kept is not None and (earlier := kept(found + LEAST)) is not None:
+            best, found = earlier, common(earlier)
+        if kv.length - there >= LEAST:
             self.leave(kv)
         if best is not None and kv.resume(best, found):
             self._parked = [parked for parked in self._parked if parked is not best]

@@ -29,7 +29,7 @@ _SHARING = 32  # tokens of a chunk for each expert: what it costs to unpack its 
 DECODE_TOKENS = 8  # tokens in one step: up to this many go neuron by neuron, more expert by expert
 # Tokens of a prompt that share an expert: up to this many still go neuron by neuron. More tokens need so many of the
 # neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
-FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 8
+FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 12
 
 
 def chunk_for(experts: int, top_k: int) -> int:
@@ -175,7 +175,7 @@ class MoELayer(nn.Module):
         # By expert: once for all, as a mask of each expert waits for a GPU; and its rows are still in the caches.
         work = replace(work, late=None).part(work.calls.experts.argsort(stable=True))
         experts = work.calls.experts
-        few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
+        few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.4 else FEW_TOKENS
         counts = experts.bincount(minlength=len(ruled.limits.signal))
         out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
         self._many(ruled, hidden, Share.of_each(work, counts, few), out)

@@ -50,8 +50,8 @@ class StreamedLayer:
 
     def up(self, piece: Piece) -> SignalWeights:
         """One expert's up projection, in RAM."""
-        up = self.ram.signal
-        return up.mapped(lambda part: part.view(-1, piece.neurons, *part.shape[2:])[piece.expert, None])
+        first = piece.expert * piece.neurons
+        return self.ram.signal.mapped(lambda part: part.flatten(0, 1).narrow(0, first, piece.neurons)[None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ class Led:
     def beside(self) -> None:
         """See `Decoder`: as `together`."""
 
+    def store(self, kv: KVCache) -> None:
+        """See `Decoder`: the other processes have keys and values too, and no copies."""
+
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
         return self._leading(Look(tuple(ids)), lambda: self._inner.first_nonfinite(ids))

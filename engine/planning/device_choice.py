@@ -68,6 +68,7 @@ class DeviceChoice:
         budget: bytes of device memory that weights, keys and values may take; None if the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
         remedy: how to make torch compute on a GPU that would have been chosen, see torch_build.py; or "".
+        pools: the fewest and the most bytes of a pool of rows on this device, or on the one that was not chosen.
     """
 
     place: str
@@ -77,6 +78,7 @@ class DeviceChoice:
     budget: int | None = None
     cap: int | None = None
     remedy: str = ""
+    pools: tuple[int, int] | None = None
 
     def enforce(self) -> None:
         """Make torch refuse allocations beyond the memory that may be used; the driver's own 0.3 to 0.5 GB are not
@@ -116,9 +118,10 @@ def choose(
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
         need_compiled(wanted)
-        return _virtual(wanted, pack, vram)
+        choice = _virtual(wanted, pack, vram)
+        return dataclasses.replace(choice, pools=pack.pools(choice.budget or 0))
     if throttled:
-        return _throttled(wanted, pack, vram)
+        return dataclasses.replace(_throttled(wanted, pack, vram), pools=pack.pools(vram or 0))
     place, why = real_place(wanted)
     if place == "cpu":
         remedy = torch_build.remedy() if wanted.lower() == "auto" else ""
@@ -145,7 +148,8 @@ def choose(
     cpu = pack.tokens_s(best.machine, pack.in_ram())
     if cpu > speeds[best] and asked.mix is None and asked.wanted.kind == "auto":
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
-        return _in_ram(f"{why}, and the CPU is faster for this model by our estimate: {estimate}", pack, packed)
+        why = f"{why}, and the CPU is faster for this model by our estimate: {estimate}"
+        return dataclasses.replace(_in_ram(why, pack, packed), pools=pack.pools(best.budget(vram)))
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
     return _on_gpu(best, why, pack, vram)
@@ -173,11 +177,12 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
     if shares.place != "gpu":
         need_compiled(gpu.place)
     if shares.place == "gpu":
-        return gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
+        choice = gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
+        return dataclasses.replace(choice, pools=None if hardware.uncompiled() else pack.pools(budget))
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
-    why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(pack.needs.whole())}"
-    return gpu_with(gpu, why, shares, pack.streamed(shares), vram)
+    why += f"; with {size(budget)} of its memory, {shares.words}, because all weights need {size(pack.needs.whole())}"
+    return dataclasses.replace(gpu_with(gpu, why, shares, pack.streamed(shares), vram), pools=pack.pools(budget))
 
 
 def gpu_with(
@@ -202,11 +207,6 @@ def gpu_with(
     return DeviceChoice(place, why, shares, make, budget, cap)
 
 
-def _words(shares: DeviceShares) -> str:
-    assert shares.mix is not None
-    return shares.mix.describe()
-
-
 def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceChoice:
     """The CPU computes; where RAM does not hold all rows, the others are read from the disk."""
     tier = "" if packed is None else disk_tier.wanted(packed, pack.needs)
@@ -228,7 +228,7 @@ def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     budget = virtual_budget(card, wanted, vram)
     there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
     shares = pack.shares(there, budget)
-    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {_words(shares)}"
+    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {shares.words}"
     return virtual_with(card, why, shares, budget, pack)
 
 
@@ -268,7 +268,7 @@ def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     needs = next((one for one in pack.forms if one.fits(mix, vram or 0)), pack.needs)
     found = None if pack.mix or pack.wanted.kind == "auto" else pack.wanted_of(needs, vram or 0)
     shares = found or needs.share_out(mix, vram or 0, pack.window)
-    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {_words(shares)}"
+    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {shares.words}"
     return throttled_with(wanted, why, shares, vram or 0, pack.layers)
 
 

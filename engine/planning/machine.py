@@ -136,6 +136,7 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         cores=cores,
         cpu=prompt | {name: rate for name, rate in known.items() if name.endswith(" bit")},
         disk=known.get(rates.DISK, DISK_BYTES_S),
+        states=known.get(rates.STATES, figures().state_bytes_s),
     )
     usable = [gpu for gpu in found.gpus if gpu.index is not None]
     if others := [gpu for gpu in usable[1:] if gpu.index == index]:

@@ -67,6 +67,11 @@ class DeviceShares:
         return self.rows - max(0, -(-(min(keys, self.most or keys) - self.keys) // row))
 
     @property
+    def words(self) -> str:
+        """Where the layers' experts are."""
+        return "all experts in RAM, by the CPU" if self.mix is None else self.mix.describe()
+
+    @property
     def place(self) -> ExpertsPlace:
         """Of all layers: "pool" where they are not all on the device."""
         return "cpu" if self.mix is None else "gpu" if self.mix.gpu == self.mix.layers else "pool"

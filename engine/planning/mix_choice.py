@@ -137,17 +137,28 @@ def asked(needs: Needs, budget: int, wanted: Wanted, order: tuple[int, ...]) -> 
     elif wanted.kind == "static":
         mixes = [Mix(count, 0, needs.layers - count, order) for count in range(needs.layers, -1, -1)]
     else:
-        mixes = [Mix(0, count, needs.layers - count, order) for count in range(needs.layers, 0, -1)]
+        mixes = _pooled(needs, order)
     fitting = [mix for mix in mixes if needs.fits(mix, budget)]
     if not fitting or wanted.pool is None:
         return (fitting[0], None) if fitting else None
-    rows, least, each = wanted.pool // needs.row, needs.top_k * needs.neurons, needs.experts * needs.neurons
+    rows, each = wanted.pool // needs.row, needs.experts * needs.neurons
+    least, most = pool_rows(needs, budget) or (0, 0)
     for mix in fitting:
         if least <= rows and min(rows, mix.pool * each) <= needs.most_rows(mix, budget):
             return mix, rows
-    most = max(needs.most_rows(mix, budget) for mix in fitting)
     hint = f"Give {size(least * needs.row)} to {size(most * needs.row)}, or no size for as many layers as fit."
     raise UsageError(f"A pool of {size(wanted.pool)} does not suit this model and device", "", hint)
+
+
+def pool_rows(needs: Needs, budget: int) -> tuple[int, int] | None:
+    """The fewest and the most rows of a pool; None if the device has no room for one."""
+    rows = [needs.most_rows(mix, budget) for mix in _pooled(needs, ()) if needs.fits(mix, budget)]
+    return (needs.top_k * needs.neurons, max(rows)) if rows else None
+
+
+def _pooled(needs: Needs, order: tuple[int, ...]) -> list[Mix]:
+    """With as many layers in a pool as there are, or fewer; the CPU has the others."""
+    return [Mix(0, count, needs.layers - count, order) for count in range(needs.layers, 0, -1)]
 
 
 def share(needs: Needs, shares: DeviceShares) -> float:

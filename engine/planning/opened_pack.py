@@ -158,6 +158,12 @@ class OpenedPack:
         wanted = mix_choice.asked(needs, budget, self.wanted, self.work.order)
         return None if wanted is None else needs.share_out(wanted[0], budget, self.window, wanted[1])
 
+    def pools(self, budget: int) -> tuple[int, int] | None:
+        """The fewest and the most bytes of a pool that so much of a device's memory has room for; None: no room."""
+        found = (mix_choice.pool_rows(needs, budget) for needs in self.forms)
+        rows = next((each for each in found if each is not None), None)
+        return None if rows is None else (rows[0] * self.needs.row, rows[1] * self.needs.row)
+
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
         """Tokens per second, by the cost model."""
         held = self.held(self.needs, shares, machine.ram)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
-from ...models.catalog_entry import Recurrent, Sizes
+from ...models.catalog_entry import Sizes
 from ...models.families import FAMILIES
 from ..decoder.state_store import EVERY
 from ..machine.random_weights import MIXTRAL
@@ -114,8 +114,9 @@ class Speeds:
     Attributes:
         read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`
             and `cores`, counted as ones like those measured; 0 if it is not known how many there are.
-        disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
-        gpu_flops: what its products reach. launch: one kernel. node: between two of a CUDA graph. host
+        disk: large reads. states: of gated delta rules, that the CPU brings a token further.
+        link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read. gpu_flops: what its
+            products reach. launch: one kernel. node: between two of a CUDA graph. host
             and the like: see `measured_figures.Figures`.
     """
 
@@ -123,6 +124,7 @@ class Speeds:
     cores: float = 0.0
     cpu: Mapping[str, float] = field(default_factory=dict[str, float])
     disk: float = 5e8
+    states: float = field(default_factory=lambda: figures().state_bytes_s)
     link: float = 0.0
     link_latency: float = 5e-6
     gpu: float = 0.0
@@ -131,7 +133,6 @@ class Speeds:
     node: float = 1.5e-6
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
-    recurrent: float = field(default_factory=lambda: figures().recurrent_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
     host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
@@ -165,8 +166,11 @@ class Speeds:
     def times(self, factor: float) -> Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
-        rates = {name: getattr(self, name) * factor for name in ("read", "cores", "disk", "link", "gpu", "gpu_flops")}
-        hosts = "host", "host_gpu", "recurrent", "host_pool", "host_behind", "host_ram"
+        rates = {
+            name: getattr(self, name) * factor
+            for name in ("read", "cores", "disk", "states", "link", "gpu", "gpu_flops")
+        }
+        hosts = "host", "host_gpu", "host_pool", "host_behind", "host_ram"
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
@@ -261,9 +265,8 @@ def decode(
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
     seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense)).seen(context)
-    token, states = _on_cpu(takes, work, speeds, held, seen), takes.sizes.recurrent
-    deltas = states.layers if isinstance(states, Recurrent) else 0
-    return dataclasses.replace(token, host=token.host + held.part * deltas * speeds.recurrent)
+    token = _on_cpu(takes, work, speeds, held, seen)
+    return dataclasses.replace(token, host=token.host + held.part * state_bytes(takes.sizes) / speeds.states)
 
 
 def host_times(speeds: Speeds) -> HostTimes:

@@ -68,7 +68,7 @@ class Evaluation:
         source: the reference's name; None: it is the pack itself with nothing left out.
         lenient: whether the presets left out weak rows, as if none of them were ever on the device.
         kv_bits: of the keys and values that the windows' tokens read as a chat stores them; None: they were not stored.
-        notes: what of a published rule is not as published on this pack.
+        notes: what of a published rule is not as published on this pack. placed: where experts were, in words.
     """
 
     model: str
@@ -85,6 +85,7 @@ class Evaluation:
     lenient: bool = False
     kv_bits: int | None = None
     notes: tuple[str, ...] = ()
+    placed: str = ""
 
 
 def choose_presets(names: Sequence[str], manifest: Manifest, rule: Rule | None = None) -> list[Preset]:
@@ -122,6 +123,8 @@ def run(
     rule: Rule | None = None,
     lenient: bool = False,
     kv_bits: int | None = None,
+    vram: int | None = None,
+    placement: str = "auto",
 ) -> Evaluation:
     """Measure a pack against its source, or against itself with nothing left out if none is given.
 
@@ -132,6 +135,7 @@ def run(
         rule: a quality set by hand, see `choose_presets`.
         lenient: whether presets leave out weak rows, see `quality_presets.lenient`.
         kv_bits: 16 or 8: store keys and values with so many bits, and with 8 compare the pack with itself at 16 too.
+        vram: see `load`. placement: see `opened`.
 
     Raises:
         UsageError: a preset that does not exist, too few or too many tokens, a text too short, another source, or a
@@ -142,7 +146,7 @@ def run(
     told.step("Starting transformers")
     import_model_code()
     checkpoint = None if source is None else Checkpoint(source)
-    loaded, facts = opened(pack, device, kv_bits, told)
+    loaded, facts = opened(pack, device, kv_bits, told, vram, placement)
     config: Any = loaded.model.config if checkpoint is None else checkpoint.config
     windows, keep = cut(ids, config, tokens)
     if int(windows.max()) >= config.vocab_size:
@@ -176,6 +180,7 @@ def run(
         lenient=lenient,
         kv_bits=kv_bits,
         notes=quality_presets.notes(presets, loaded.packed.manifest),
+        placed=facts.placed,
     )
 
 
@@ -197,14 +202,27 @@ def presets_of(
     return [quality_presets.lenient(preset) for preset in presets] if lenient else presets
 
 
-def opened(pack: Path, device: str, kv_bits: int | None, told: Told) -> tuple[LoadedModel, Loaded]:
+def opened(
+    pack: Path, device: str, kv_bits: int | None, told: Told, vram: int | None = None, placement: str = "auto"
+) -> tuple[LoadedModel, Loaded]:
     """A pack whose chats store keys and values with so many bits, None: as they choose.
 
+    Args:
+        vram: see `load`. placement: see `ranges.Wanted`.
+
     Raises:
-        UsageError: 8 bits, where the model's own pass cannot store them. FloeError: as `load`.
+        UsageError: 8 bits, where the model's own pass cannot store them, or a placement where all experts are in one
+            place. FloeError: as `load`.
     """
-    stored = Advanced() if kv_bits is None else Advanced(kv_bits=str(kv_bits))
-    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), advanced=stored, library=True)
+    advanced = Advanced(kv_bits="auto" if kv_bits is None else str(kv_bits), placement=placement)
+
+    def report(step: str, _share: float) -> None:
+        told.step(step)
+
+    loaded, facts = load(pack, None, device, report, vram=vram, advanced=advanced, library=True)
+    if placement != "auto" and facts.pools is None:
+        loaded.close()
+        raise UsageError(f"--mix {placement} has no effect on {facts.device}", "All experts are in one place there.")
     if kv_bits == 8:
         _need_codes(loaded)
     return loaded, facts

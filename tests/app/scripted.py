@@ -50,6 +50,8 @@ LOADED = Loaded(
     reason="there is nothing else in a test",
     seconds=0.1,
     memory_bytes=23_400_000,
+    placed="8 layers with a pool of rows there",
+    pools=(100_000_000, 4_000_000_000),
 )
 
 
@@ -148,10 +150,12 @@ class ScriptedClient(ChatClient):
         self.cancelled = 0
         self.let_go: list[int | None] = []
         self.opened: list[Path] = []
+        self.placed = "auto"
         self.started = False
         self.dropped = 0
         self.think = True
         self.dials: DialLoss | None = None
+        self.demo: DialLoss | None = None
         self.kind = "never"
         self.thoughts: list[str] = []
         self.refuse: FloeError | None = None
@@ -168,9 +172,14 @@ class ScriptedClient(ChatClient):
     def start(self) -> None:
         self.started = True
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        return self.placed
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         assert isinstance(chosen, Path)
         self._pack = chosen
+        self.placed = self.placed if placement is None else placement
         self.opened.append(chosen)
 
     def listen(self, heard: Callable[[], None]) -> None:
@@ -230,7 +239,7 @@ class ScriptedClient(ChatClient):
     def costs(self) -> Costs:
         exact, _high, balanced, fast = PRESETS
         measured = Cost(balanced, 0.0121, 1.36e6, "heldout.md", 2048)
-        return Costs((Cost(exact, None, 6.5e6), measured, Cost(fast, None, None)), self.dials)
+        return Costs((Cost(exact, None, 6.5e6), measured, Cost(fast, None, None)), self.dials, self.demo)
 
     def close(self) -> None:
         pass

@@ -20,7 +20,11 @@ from floe_chat.app.cli.ask import Asked, Form
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta, Update
 from floe_chat.app.history import ChatSetup, History, Message, history_file, live, open_history
+from floe_chat.app.settings.file import settings_file
 from floe_chat.engine.events import Finished
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
+from floe_chat.engine.state_folder import files
+from floe_chat.models import private_file
 
 from ..helpers import Ran, edit_json, explained, reseal, run_cli
 from .scripted import LOADED, ScriptedClient, stats
@@ -28,7 +32,7 @@ from .scripted import LOADED, ScriptedClient, stats
 SHORT = ("--max-tokens", "6", "--seed", "1")
 FIGURES = {
     **dict.fromkeys(("answer", "thinking", "stop_reason", "model", "preset", "backend"), str),
-    **dict.fromkeys(("seed", "prompt_tokens", "new_tokens", "thinking_tokens"), int),
+    **dict.fromkeys(("seed", "prompt_tokens", "reused_tokens", "new_tokens", "thinking_tokens"), int),
     **dict.fromkeys(("first_token_s", "decode_tokens_per_s", "active_neurons", "bytes_per_token"), float),
     **dict.fromkeys(("remote", "rows"), type(None)),
 }
@@ -120,6 +124,37 @@ def test_a_saved_chat_may_be_continued_without_saving(tiny_pack: Path) -> None:
     assert ran.code == 0 and saved() == before
     alone = ask(tiny_pack, "And now?", *SHORT, "--no-save", "--json")
     assert json.loads(ran.out)["prompt_tokens"] > json.loads(alone.out)["prompt_tokens"]
+
+
+LONG = "What an expert is, and what a neuron is, in a hundred words. " * 6
+
+
+def reused(ran: Ran) -> int:
+    return int(json.loads(ran.out)["reused_tokens"])
+
+
+def test_a_chat_that_is_continued_is_not_read_again_until_it_is_deleted(tiny_pack: Path) -> None:
+    brief = ("--temperature", "0", "--max-tokens", "6", "--json")
+    first = ask(tiny_pack, LONG, *brief)
+    assert reused(first) == 0 and len(files()) == 1
+    asked = ("-m", str(tiny_pack), "And now?", *brief, "--continue")
+    where = {name: os.environ[name] for name in os.environ if name.startswith(("HOME", "XDG_", "PATH"))}
+    program = [sys.executable, "-m", "floe_chat.app", "ask", *asked]
+    other = subprocess.run(program, env=where, capture_output=True, check=True, encoding="utf-8")
+    assert json.loads(other.stdout)["reused_tokens"] >= prompt_tokens(first)
+    assert reused(ask(tiny_pack, "More.", *brief, "--continue", "--no-save")) == 0, "nor read where nothing is written"
+    again = ask(tiny_pack, "More.", *brief, "--continue", "--seed", "1")  # to come again to the last bit
+    assert reused(again) == PREFILL_CHUNK < prompt_tokens(first), "only parts that every prompt is read in"
+    assert reused(ask(tiny_pack, "More.", *brief, "--continue")) > 0
+    assert run_cli("history", "delete", "1").code == 0 and not files()
+
+
+def test_what_is_not_saved_or_has_no_room_leaves_no_states(tiny_pack: Path) -> None:
+    assert ask(tiny_pack, LONG, *SHORT, "--no-save").code == 0 and not files()
+    private_file.make_folder(settings_file().parent)
+    for table in ('[history]\nstates = "0"\n', "[history]\nsave = false\n"):
+        settings_file().write_text(table, encoding="utf-8")
+        assert ask(tiny_pack, LONG, *SHORT).code == 0 and not files()
 
 
 @pytest.mark.parametrize("which", [["--continue"], ["--conversation", "1"]], ids=["newest", "number"])

@@ -165,7 +165,9 @@ def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_w
 
 
 def test_presets_with_what_they_cost(client: ChatClient) -> None:
-    costs = client.costs().presets
+    known = client.costs()
+    costs = known.presets
+    assert known.dials is None and known.demo is not None and known.demo.sparsity
     assert [cost.preset.name for cost in costs][-2:] == ["Balanced", "Fast"]
     assert all(cost.kl is None and cost.bytes_per_token is None for cost in costs)  # nobody has tuned it
     client.set_quality(Rule(sparsity=0.7))

@@ -31,7 +31,7 @@ from ..helpers import Ran, edit_json, explained, make_checkpoint, make_pack, run
 PUBLISHED_ROWS = ("FloE 80 %  ", "CORM  ", "1T-Drop  ", "2T-Drop  ", "Importance  ", "Fiddler  ")
 FIELDS = {
     *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
-    *("scored", "continued", "presets", "lenient", "kv_bits", "notes"),
+    *("scored", "continued", "presets", "lenient", "kv_bits", "notes", "placed"),
 }
 ROW_FIELDS = {
     *("preset", "rule", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
@@ -64,6 +64,24 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint:
         perplexity, kl = map(float, line.removeprefix(row["preset"]).replace(",", "").split()[:2])
         assert perplexity == pytest.approx(row["perplexity"], rel=5e-3)
         assert kl == pytest.approx(row["kl_mean"], rel=5e-3)
+
+
+def test_where_experts_are_changes_no_figure(tiny_pack: Path, text: Path) -> None:
+    def found(mix: str) -> dict[str, Any]:
+        how = ("--device", "sim:rtx3060-12gb", "--mix", mix, "--json")
+        return json.loads(run_cli("eval", str(tiny_pack), "--text", str(text), "--tokens", "128", *how).out)
+
+    whole = found("auto")
+    assert whole["placed"] == "2 layers all on the GPU" and [*whole["presets"][0]["first_divergence"]] == [None] * 4
+    for mix, words in (("pool", "2 layers with a pool of rows there"), ("cpu", "2 layers by the CPU")):
+        other = found(mix)
+        assert other["placed"] == words
+        for before, after in zip(whole["presets"], other["presets"], strict=True):
+            assert after["first_divergence"] == before["first_divergence"]
+            assert after["kl_mean"] == pytest.approx(before["kl_mean"], rel=1e-3, abs=1e-9)
+    arguments = ("eval", str(tiny_pack), "--text", str(text), "--tokens", "128")
+    assert "experts   2 layers by the CPU" in run_cli(*arguments, "--device", "sim:rtx3060-12gb", "--mix", "cpu").out
+    assert "has no effect on cpu" in explained(run_cli(*arguments, "--device", "cpu", "--mix", "pool"), 2)
 
 
 def test_published_rules_are_measured_and_say_what_is_not_the_papers(tiny_pack: Path, text: Path) -> None:

@@ -75,8 +75,15 @@ async def test_what_a_quality_set_by_hand_is_likely_to_lose() -> None:
         client.dials = DialLoss(
             "heldout.md", 512, ((0.5, 0.02), (0.9, 0.04), (1.0, 8.0)), ((0.5, 0.01),), ((1.0, 2.0),), ()
         )
+
+        async def turned(rule: Rule) -> None:
+            await until(pilot, lambda: bool(pilot.app.screen.query(Dial)))
+            dials = [dial for dial in pilot.app.screen.query(Dial) if hasattr(rule, dial.id or "")]
+            for dial in dials:
+                dial.value = float(getattr(rule, dial.id or ""))
+            dials[0].post_message(Dial.Turned(dials[0]))
+
         await pilot.press("f4")
-        await until(pilot, lambda: bool(pilot.app.screen.query(Dial)))
         for rule, said in (
             (Rule(0.5), "KL 0.016 to 0.025, estimated"),
             (Rule(0.5, alpha=0.2), "KL at least 0.016, estimated"),
@@ -85,10 +92,15 @@ async def test_what_a_quality_set_by_hand_is_likely_to_lose() -> None:
             (Rule(drop=0.7), "KL 0.78 to 1.2, estimated: answers may fall apart"),
             (Rule(major=0.5), "KL not measured"),
         ):
-            dials = [dial for dial in pilot.app.screen.query(Dial) if dial.id != "published"]
-            for dial in dials:
-                dial.value = float(getattr(rule, dial.id or ""))
-            dials[0].post_message(Dial.Turned(dials[0]))
+            await turned(rule)
+            await until(pilot, lambda said=said: said in screen_text(pilot))
+        client.dials, client.demo = None, client.dials  # as of a pack that was never tuned
+        await pilot.press("escape", "f4")
+        for rule, said in (
+            (Rule(0.5), "KL not measured (c: command); demo 0.016 to 0.025"),
+            (Rule(1.0), "demo 6.4 to 10: falls apart"),
+        ):
+            await turned(rule)
             await until(pilot, lambda said=said: said in screen_text(pilot))
 
 

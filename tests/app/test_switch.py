@@ -43,6 +43,51 @@ def other(tmp_path: Path) -> Path:
     return folder
 
 
+async def test_where_experts_are_is_chosen_in_the_chat(tiny_pack: Path) -> None:
+    client = Engines(ChatClient(tiny_pack, device="sim:rtx3060-12gb"), ChatClient)
+    app = FloeChatApp(client, sampling=Sampling(temperature=0, seed=1), max_new_tokens=300)
+    async with app.run_test(size=(100, 30)) as pilot:
+
+        async def placed(placement: str, words: str) -> None:
+            await until(pilot, lambda: client.placement == placement and words in screen_text(pilot))
+            await until(pilot, lambda: status(pilot).state == "ready")
+
+        await until(pilot, lambda: status(pilot).state == "ready")
+        await pilot.press("f4", "up")
+        await until(pilot, lambda: "Now 2 layers all on the GPU. Enter loads" in screen_text(pilot))
+        await pilot.press("right")
+        await until(pilot, lambda: "◂ largest pool" in screen_text(pilot))
+        await pilot.press("enter")
+        await placed("pool", "2 layers with a pool of")
+        await order(pilot, "one")
+        await until(pilot, lambda: status(pilot).state.startswith("writing"))
+        await order(pilot, "/mix static")
+        await until(pilot, lambda: "Stop the answer first" in screen_text(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: status(pilot).state == "stopped")
+        # A pool that cannot be is refused, and the model answers as before.
+        await order(pilot, "/mix pool:0.00001mb")
+        await until(pilot, lambda: "does not suit this model" in screen_text(pilot))
+        await placed("pool", "tiny answers again")
+        await order(pilot, "/mix heap")
+        await until(pilot, lambda: "There is no placement 'heap'" in screen_text(pilot))
+        await order(pilot, "/mix")
+        await until(pilot, lambda: "pool (now)" in screen_text(pilot))
+        await order(pilot, "/mix cpu")
+        await placed("cpu", "Its experts: 2 layers by the CPU")
+    client.close()
+
+
+async def test_without_a_card_nothing_can_be_placed(tiny_pack: Path) -> None:
+    client = ChatClient(tiny_pack, device="cpu")
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: status(pilot).state == "ready")
+        await pilot.press("f4", "up", "enter")
+        await until(pilot, lambda: "no card shares them" in screen_text(pilot))
+        assert "◂ all in one place ▸" in screen_text(pilot) and client.placement == "auto"
+
+
 async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path) -> None:
     history, client = History(None), ChatClient(tiny_pack)
     app = FloeChatApp(client, sampling=Sampling(temperature=0, seed=1), max_new_tokens=6, history=history)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.wizard.wizard import WizardScreen
-from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.setups import Setups, Survey
 from floe_chat.app.setup.wish import unfinished
 from floe_chat.app.widgets.setup.progress import ProgressStep
+from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.planning.rates import WAITING
 from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import CatalogEntry, ReadyPack
 from floe_chat.models.pack.manifest import Manifest
@@ -180,6 +183,29 @@ async def test_another_folder_is_kept_when_the_setup_begins(
         await pilot.press("escape", "escape", "escape", "escape")
         await until(pilot, lambda: results(pilot) == [None])
     assert not settings.exists() and catalog.models_folder() == before
+
+
+async def test_what_is_measured_again_is_said(published: Path, setups: Setups) -> None:
+    seen = {
+        "rows 4 bit": "Measuring how fast the CPU computes with quantized weights. This takes a few seconds",
+        f"{WAITING}: other programs keep 1.3 cores busy": "Waiting for a quiet moment: other programs keep 1.3 cores",
+        "memory read, again: other programs were busy": "Measuring how fast memory is read again: other programs were",
+    }
+    go_on = {report: threading.Event() for report in seen}
+
+    def slowly_measured(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
+        for report, shown_then in go_on.items():
+            told(report)
+            assert shown_then.wait(60)
+        return surveyor()(told, again=again)
+
+    async with around(wizard(setups, published, surveyor=slowly_measured)) as pilot:
+        for report, said in seen.items():
+            await see(pilot, said)
+            go_on[report].set()
+        await see(pilot, "Enter continues")
+        await pilot.press("escape")
+        await until(pilot, lambda: results(pilot) == [None])
 
 
 async def test_nothing_fits(published: Path, setups: Setups) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..kernels.conftest import isa as isa
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS, GatedLink
 
 if TYPE_CHECKING:

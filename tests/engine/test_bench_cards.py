@@ -14,14 +14,14 @@ import torch
 from floe_chat.engine.answers import MOST
 from floe_chat.engine.bench.cards import baselines, mixes, prompts
 from floe_chat.engine.bench.cards.baselines import FIDDLER_S, MIXTRAL_OFFLOADING_S
-from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
+from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, named_presets, run, steps
 from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Stage, play, room
 from floe_chat.engine.bench.cards.replay import run as replayed
 from floe_chat.engine.bench.cards.several import ALONE, division, in_proportion, sections
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.bench.cards.width import Width
-from floe_chat.engine.bench.measure import ResultTable
-from floe_chat.engine.bench.synthetic import MODELS
+from floe_chat.engine.bench.measure import NAMES, ResultTable
+from floe_chat.engine.bench.synthetic import MODELS, sizes_of
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.lane_rates import Rates
@@ -33,6 +33,7 @@ from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, ho
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.catalog import asset, described
 from floe_chat.models.errors import UsageError
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import PackSpec
 
@@ -178,6 +179,33 @@ def test_naive_moves_all_that_is_chosen_and_others_not_again_what_stays(trace: T
     assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb", study=True), MIXTRAL, trace, WARM) is None
 
 
+@pytest.mark.parametrize("gigabytes", [6, 10, 24])
+def test_llama_cpps_cache_keeps_what_was_used_last(trace: Trace, gigabytes: int) -> None:
+    small = dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=gigabytes << 30)
+    found, width = baselines.llama_cache(small, MIXTRAL, trace, WARM), MIXTRAL.at(4, 4, 4)
+    tokens, layers, each = trace.index.shape
+    room = int((small.vram_bytes - width.fixed) * layers / width.layers // width.expert_bytes)
+    last: list[tuple[int, int]] = []  # used, the last one at the end
+    absent = 0
+    for token in range(tokens):
+        for layer in range(layers):
+            keys = [(layer, int(expert)) for expert in trace.index[token, layer]]
+            absent += sum(key not in last for key in keys) * (token >= WARM)
+            last = ([key for key in last if key not in keys] + keys)[-room:]
+    assert room >= each and found is not None
+    assert found.moved == pytest.approx(absent * width.expert_bytes * width.layers / layers / (tokens - WARM))
+    assert baselines.llama_cache(dataclasses.replace(small, vram_bytes=1 << 30), MIXTRAL, trace, WARM) is None
+
+
+def test_rules_that_a_replay_cannot_follow_are_refused(tiny_pack: Path) -> None:
+    manifest = Manifest.read(tiny_pack)
+    (rule,) = named_presets(["2t-drop"], manifest, Width(sizes_of("qwen3-30b-a3b")))
+    assert rule.rule.drop == pytest.approx(8 * 0.07)  # by the K of the width, not of the pack
+    for name in ("corm", "importance"):
+        with pytest.raises(UsageError, match="cannot be replayed"):
+            named_presets([name], manifest, MIXTRAL)
+
+
 def test_layers_of_each_kind_take_their_own_lanes(trace: Trace) -> None:
     quick = dataclasses.replace(SMALL, launch_s=0.0)  # these layers are so small that launches would be all of it
 
@@ -275,15 +303,25 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
         def report(what: str, _done: int, _total: int) -> None:
             told.append(what)
 
-        return run(tiny_pack, "tiny", text, card, tokens=tokens, skew=None, synthetic=model, report=report)
+        rules = ("1t-drop",)
+        return run(
+            tiny_pack, "tiny", text, card, tokens=tokens, skew=None, synthetic=model, presets=rules, report=report
+        )
 
     table = replay("experts and neurons, " * 40, tokens=9)
     assert "mixtral-8x7b" in str(table.facts["model"])
     counted, free, *first = table.sections
     for section in (counted, free):
         names = [row.name for row in section.rows]
-        assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
-        assert names[3:] == [*(step[0] for step in steps(MIXTRAL)), *PLACED] and len(told) > len(names)
+        others = [
+            "whole experts, 16 bit, on demand",
+            "mixtral-offloading",
+            "Fiddler",
+            "llama.cpp's expert cache, 4 bit",
+        ]
+        played = [*(step[0] for step in steps(MIXTRAL)), "1T-Drop, in place"]
+        assert names == [*others, *played, *PLACED] and len(told) > len(names)
+        assert max(map(len, names)) <= NAMES
         assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
         assert "all of it on the GPU" in section.title
     assert COUNTED in counted.title and FREE in free.title
@@ -291,7 +329,7 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
     for ours, row in zip(counted.rows, free.rows, strict=True):
         if ours.name in PUBLISHED:
             assert row.ms < ours.ms <= row.ms + PUBLISHED[ours.name] * MIXTRAL.layers * 1e3 + 1e-6
-        elif ours.name in names[:3] or ours.name.startswith("FloE"):
+        elif ours.name in names[:4] or ours.name.startswith("FloE"):
             assert ours == row and "host" not in ours.note
         else:
             assert ours.ms != row.ms and "host" in ours.note and "host" not in row.note
@@ -371,6 +409,7 @@ def test_the_table_compares_with_the_best_of_one_card(trace: Trace) -> None:
     assert "counted as plans count it" in counted.title and "no host time" in free.title
     for section in (counted, free):
         best, *rows = section.rows
+        assert max(len(row.name) for row in rows) <= NAMES
         alone = [row.ms for row in rows if row.name.startswith("one card")]
         assert best.name == ALONE and best.ms == min(alone) and any(row.name.startswith("2 cards") for row in rows)
         assert all(row.peer == ALONE for row in rows)

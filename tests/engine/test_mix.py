@@ -16,7 +16,7 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.mix_choice import asked
+from floe_chat.engine.planning.mix_choice import asked, pool_rows
 from floe_chat.engine.ranges import Wanted
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack import usage_file
@@ -154,6 +154,13 @@ def test_a_pool_has_the_rows_that_were_asked_for(pack: Path) -> None:
 
     vram = needs.least(Mix(pool=3)) + 5 * needs.row
     assert rows(least + 5, vram) == (Mix(pool=3), least + 5)
+    for budget in (vram, needs.least(Mix(pool=1, cpu=2)), 1 << 40):
+        found = pool_rows(needs, budget)
+        assert found is not None and found[0] == least and rows(least, budget) and rows(found[1], budget)
+        if budget < 1 << 40:
+            with pytest.raises(UsageError, match="does not suit"):
+                rows(found[1] + 1, budget)
+    assert pool_rows(needs, needs.least(Mix(pool=1, cpu=2)) - 1) is None
     assert rows(9 * every, 1 << 40) == (Mix(pool=3), 9 * every)  # of which there are fewer: all are there
     for wrong in (least - 1, every + 1):
         with pytest.raises(UsageError, match="does not suit"):

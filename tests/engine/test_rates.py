@@ -57,18 +57,27 @@ def test_a_probe_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert told == ["one", "two", "three"] and Measured.load(rates.kept_file()) == found
 
 
-@pytest.mark.parametrize(("busy", "last"), [([0.1, 1.4, 0.0], 0.0), ([1.1, 0.3, 0.9, 0.1, 0.8], 0.8)])
+@pytest.mark.parametrize(
+    ("busy", "last"), [([0.1, 1.4, 0.0, 0.0], 0.0), ([1.1, 0.3, 0.9, 1.2, 0.9, 0.1, 0.4, 0.0, 0.8], 0.8)]
+)
 def test_what_was_disturbed_is_measured_again(
     busy: list[float], last: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first probe of the first case is quiet; in the second case it is disturbed to the end."""
+    """The first probe of the first case is quiet, and so is the moment after them; in the second case it is disturbed
+    to the end, and a quiet moment is waited for twice and comes once.
+    """
+    monkeypatch.setattr(rates, "_PATIENCE", 2)
+    monkeypatch.setattr(rates, "_LISTENING", 0)
     found, left = iter((3.0, 7.0, 9.0, 8.0, 5.0)), iter(busy)
     monkeypatch.setattr(load.Others, "cores", lambda _others: next(left))  # pyright: ignore[reportUnknownLambdaType]
     each = [(name, lambda name=name: {name: next(found)}) for name in ("one", "two")]
     monkeypatch.setattr(rates, "_probes", lambda _folder: iter(each))  # pyright: ignore[reportUnknownLambdaType]
     told: list[str] = []
     measured = rates.measure(tmp_path, told.append)
-    again = [line.partition(",")[0] for line in told[2:]]
+    again = [line.partition(",")[0] for line in told[2:] if not line.startswith(rates.WAITING)]
+    waited = [line.partition(": ")[2] for line in told if line.startswith(rates.WAITING)]
+    assert waited == [f"other programs keep {cores} cores busy" for cores in ("0.9", "1.2", "0.4") if last]
+    assert next(left, None) is None
     if last:
         assert again == ["one", "two", "one"] and measured.rates == {"one": 9.0, "two": 8.0}
     else:
@@ -83,9 +92,11 @@ def test_every_probe_of_this_machine_yields_its_rate(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rates, "read_rate", lambda folder: disk.read_rate(folder, most=1 << 24, seconds=0.05))  # pyright: ignore
     found = rates.measure(tmp_path, lambda _name: None)
     assert not found.reasons
-    wanted = {"memory read", "disk read", "prompt 4 bit", "dense 4 bit", "dense 8 bit"}
+    wanted = {"memory read", "disk read", "states", "prompt 4 bit", "dense 4 bit", "dense 8 bit"}
     assert wanted | {f"{what} {bits} bit" for what in ("up", "rows") for bits in (2, 3, 4)} <= set(found.rates)
     assert all(rate > 0 for rate in found.rates.values())
+    read = (found.rates[name] for name in found.rates if name.startswith(("up", "rows", "dense")))
+    assert found.rates["memory read"] >= max(read)  # since that much was read
 
 
 @pytest.mark.parametrize(("gate", "down"), [(4, 4), (3, 4), (2, 8), (16, 16), (4, 16)])

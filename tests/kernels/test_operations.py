@@ -114,8 +114,8 @@ def test_sparse_swiglu_is_the_formula(
     assert kept.tolist() == [len(neurons) for neurons in chosen]
     limit = on_backend.limit(dtype, x_bits)
     if on_backend.kind == "native" and x_bits == 8:
-        # Of 4-bit down columns the factors are rounded too, relative to the largest of eight.
-        limit = 8e-3 if widths[2] == 4 and size[3] % 64 == 0 else 3e-5
+        # Of 4-bit down columns the factors are rounded too, to 15 bits relative to the largest of eight.
+        limit = 1e-4 if widths[2] == 4 and size[3] % 64 == 0 else 3e-5
     assert relative_rms(y, swiglu(layer, seen, calls, chosen, values)) <= limit
 
 

@@ -118,6 +118,14 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
 @click.option(
     "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."
 )
+@click.option(
+    "--preset",
+    "-p",
+    "presets",
+    multiple=True,
+    metavar="NAME",
+    help=f"Play this preset too, or a published rule ({PUBLISHED_NAMES}); may be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 def offload(
     model: str,
@@ -126,6 +134,7 @@ def offload(
     answer: Path | None,
     tokens: int,
     skew: float | None,
+    presets: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Compare engines where the model is larger than the card, on virtual cards.
@@ -154,6 +163,7 @@ def offload(
             tokens=tokens,
             skew=skew,
             synthetic=synthetic,
+            presets=presets,
             report=report,
         )
     finish(table, as_json=as_json)

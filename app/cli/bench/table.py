@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ....engine.bench.measure import NAMES
 from ...text import units
 from ...text.plain_text import printable
 from ..printing.wrapping import wrapped
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ....engine.bench.history import Verdict
     from ....engine.bench.measure import MeasureReport, ResultTable, Row, Section
 
-_NAME, _TIME, _RATE, _SHARE, _SPREAD = 38, 10, 13, 10, 9
+_NAME, _TIME, _RATE, _SHARE, _SPREAD = NAMES + 2, 10, 13, 10, 9
 _HEAD = f"{'':{_NAME}}{'time':>{_TIME}}{'rate':>{_RATE}}{'of floor':>{_SHARE}}{'spread':>{_SPREAD}}"
 _LEGEND = (
     "time      of one call, the median of all runs",

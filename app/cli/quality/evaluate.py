@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....engine.quality_presets import CUSTOM
-from ....models.quantities import digits, divergence
+from ....models.quantities import digits, divergence, memory_size
 from ... import progress
 from ...progress import rounded
 from ...text import units
 from ...text.plain_text import printable
-from ..options import PUBLISHED_NAMES
+from ..options import MIX, PUBLISHED_NAMES, VRAM
 from ..printing.wrapping import wrapped
 from .comparison import TOKENS, comparing, source_of, text_ids, text_name
 from .dials import LENIENT, meaning, rule_of, with_dials
@@ -61,6 +61,8 @@ _LEGEND = (
     "stored]",
 )
 @LENIENT
+@VRAM
+@MIX
 def evaluate(
     model: str,
     source: Path | None,
@@ -68,6 +70,8 @@ def evaluate(
     presets: tuple[str, ...],
     kv_bits: str | None,
     lenient: bool,
+    vram: str | None,
+    placement: str | None,
     tokens: int | None,
     device: str,
     as_json: bool,
@@ -77,6 +81,9 @@ def evaluate(
 
     Without the checkpoint, the pack is compared with itself with nothing left out: that is what presets add to the loss
     of rounding. With --sparsity and the options after it, a quality set by hand is measured, as the dial (F4) sets it.
+
+    With --mix the pack is read with its experts so placed on a card, a simulated one (--device sim:NAME) too: only
+    rounding and speed depend on that.
 
     The text is read in windows of 512 tokens; the second half of each is predicted. The checkpoint is read twice,
     layer by layer, so it may be larger than memory; its predictions are cached (at most 2.1 GB).
@@ -97,7 +104,20 @@ def evaluate(
         told = Told(progress.step, progress.note)
         bits = None if kv_bits is None else int(kv_bits)
         rule, read = rule_of(by_hand), tokens or TOKENS
-        found = run(pack, origin, ids, presets, read, device, told, rule=rule, lenient=lenient, kv_bits=bits)
+        found = run(
+            pack,
+            origin,
+            ids,
+            presets,
+            read,
+            device,
+            told,
+            rule=rule,
+            lenient=lenient,
+            kv_bits=bits,
+            vram=memory_size(vram),
+            placement=placement or "auto",
+        )
     finally:
         progress.clear()
     text = text_name(pack, text_file)
@@ -116,6 +136,7 @@ def table(found: Evaluation, text: str) -> str:
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} against {against}",
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
+        f"  experts   {found.placed}",
         f"  text      {Path(text).name}: {read}",
         f"  reference perplexity {digits(first.source_perplexity)}",
         *((_ITSELF,) if found.source is None else ()),

@@ -108,7 +108,12 @@ class RemoteClient(Asking[_Asked]):
         """Ask the server for its models; returns at once."""
         self._thread.start()
 
-    def open(self, chosen: Choice) -> None:
+    @property
+    def placement(self) -> str:
+        """Always "": the server decides."""
+        return ""
+
+    def open(self, chosen: Choice, placement: str | None = None) -> None:
         """Raises UsageError: always; another server is another client's."""
         hint = "Start floe-chat without --connect to use a model of this machine."
         raise UsageError(f"floe-chat is connected to {self.remote}", "", hint)

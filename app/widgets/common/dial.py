@@ -59,7 +59,7 @@ class Dial(Widget, can_focus=True):
     @place.setter
     def place(self, place: int) -> None:
         assert self._words is not None
-        self.value = place / (len(self._words) - 1)
+        self.value = place / max(1, len(self._words) - 1)
 
     def render(self) -> Content:
         if self._words is not None:

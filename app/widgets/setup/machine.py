@@ -28,6 +28,7 @@ _log = logging.getLogger("floe_chat.app")
 # What is being measured, by how the names of engine/planning/rates.py begin.
 _MEASURING = {
     "memory": "how fast memory is read",
+    "states": "how fast the CPU computes recurrent layers",
     "up": "how fast the CPU computes with quantized weights",
     "rows": "how fast the CPU computes with quantized weights",
     "dense": "how fast the CPU computes with quantized weights",
@@ -135,8 +136,15 @@ class MachineStep(WizardStep):
             self._hardware = what
             self._show_facts({})
             return
-        told = _MEASURING.get(what.split()[0], what)
-        self._measuring.update(f"Measuring {told}. This takes a few seconds and is done once.")
+        name, _, why = what.partition(", again: ")
+        measuring = f"Measuring {_MEASURING.get(name.split()[0], name)}"
+        if why:
+            said = f"{measuring} again: {why}."
+        elif name.startswith("waiting"):
+            said = f"{name.capitalize()}."
+        else:
+            said = f"{measuring}. This takes a few seconds and is done once."
+        self._measuring.update(said)
 
     def _show(self, found: Survey | FloeError) -> None:
         self._looking = False

@@ -124,6 +124,32 @@ def mixtral_offloading(
     return engine.play(step, warm)
 
 
+def llama_cache(card: Card, width: Width, trace: Trace, warm: int, *, bits: int = 4) -> Played | None:
+    """llama.cpp's --moe-cache-mib (src/llama-moe-cache.cpp, commit 4b060f27): whole experts of all layers share slots,
+    those used last stay, and absent ones are copied before the GPU computes them. Its own code's time is not known.
+
+    None where there is no room for the experts of one token.
+    """
+    engine = Baseline(card, width.at(bits, bits, bits), trace)
+    if engine.room < trace.index.shape[2]:
+        return None
+    kept = OrderedDict[tuple[int, int], None]()
+
+    def step(_token: int, layer: int, chosen: list[int]) -> None:
+        keys = [(layer, expert) for expert in chosen]
+        absent = [key for key in keys if key not in kept]
+        kept.update(dict.fromkeys(keys))
+        for key in keys:
+            kept.move_to_end(key)
+        while len(kept) > engine.room:
+            kept.popitem(last=False)
+        copied = max([engine.copy() for _ in absent], default=0.0)
+        for _ in chosen:
+            engine.on_gpu(copied)
+
+    return engine.play(step, warm)
+
+
 def fiddler(card: Card, width: Width, trace: Trace, warm: int, *, host: bool = False) -> Played:
     """The most popular experts stay on the GPU, in 16 bit; each of the others is computed by the CPU or copied,
     whichever ends the layer sooner (Fiddler section 3). host: with its own code's time.

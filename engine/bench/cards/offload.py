@@ -12,18 +12,19 @@ computed together (batches.py). Several cards of one machine are compared with t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ....kernels.rule import LATE, Rule
 from ....models.errors import UsageError
+from ....models.pack.manifest import Manifest
 from ....models.packing.calibration import read_tokens
 from ...offload.cards import Card, named
 from ...offload.offload import Parts
 from ...planning.device_choice import need_compiled
-from ...quality_presets import PRESETS, Preset
+from ...quality_presets import PRESETS, Preset, get
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from ..synthetic import sizes_of
 from . import baselines, batches, mixes, prompts, several
@@ -47,6 +48,7 @@ def run(
     tokens: int,
     skew: float | None,
     synthetic: str,
+    presets: Sequence[str] = (),
     report: MeasureReport,
 ) -> ResultTable:
     """Play the trace of a pack on cards.
@@ -55,7 +57,7 @@ def run(
         name: the pack's. text: what it reads. cards: names; several with commas between them share one machine.
         tokens: of the text, of which the first third warms up.
         skew: routing drawn with that skew instead of the trace's own; None for its own.
-        synthetic: at which model's width.
+        synthetic: at which model's width. presets: more to play, by name.
 
     Raises:
         UsageError: no such card or model, too little text, a pack of more experts than the model has, or no compiled
@@ -63,6 +65,7 @@ def run(
     """
     machines = [[named(one, study=True) for one in card.split(",")] for card in cards]
     width = Width(sizes_of(synthetic))
+    more = named_presets(presets, Manifest.read(pack), width)
     for card in cards:
         need_compiled(card)
     report("Recording", 0, 1)
@@ -80,7 +83,7 @@ def run(
         if others:
             sections += several.sections([card, *others], width, trace, tokens // 3, report)
             continue
-        sections += _sections(card, width, traces, tokens // 3, report)
+        sections += _sections(card, width, traces, tokens // 3, more, report)
         sections += prompts.sections(card, width, trace, tokens // 3, report)
         sections += batches.sections(card, width, trace, tokens // 3, report)
     facts: dict[str, str | int] = {
@@ -100,6 +103,8 @@ _NOTES = (
     "The pools start with what the first third of the text used, as at the program's next start. Of other engines, "
     "mixtral-offloading and Fiddler have what their published speeds leave for their own code: 3 tokens/s on an RTX "
     "3060 and on a Quadro RTX 6000. Nothing is known of the others', FloE's included, and none is counted.",
+    "llama.cpp's expert cache is --moe-cache-mib by its source (src/llama-moe-cache.cpp, October 2026): whole experts "
+    "of all layers share what the card has left, those used last stay, absent ones are copied before they are used.",
     "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
     "with 2-bit up and 16-bit rows. The CPU computes quantized rows at the share of its memory's rate that plans count "
     "with, and 16-bit experts (Fiddler) at all of it.",
@@ -114,8 +119,30 @@ _NOTES = (
 )
 
 
-def _sections(card: Card, width: Width, traces: Mapping[str, Trace], warm: int, report: MeasureReport) -> list[Section]:
-    """With our host time, and without. traces: by what guesses."""
+def named_presets(names: Sequence[str], manifest: Manifest, width: Width) -> list[Preset]:
+    """Presets and published rules for a model of that width.
+
+    Raises:
+        UsageError: one that does not exist, or that a replay cannot follow.
+    """
+    a = replace(manifest.architecture, experts=width.sizes.experts, top_k=width.sizes.top_k)
+    found = [get(name, replace(manifest, architecture=a)) for name in names]
+    for preset in found:
+        if preset.rule.theta or preset.rule.alpha:
+            cause = "It compares values that a trace does not have: the signal itself, or all experts' scores."
+            raise UsageError(f"{preset.name} cannot be replayed", cause, "Use floe-chat eval or ask with it.")
+    return found
+
+
+def _sections(
+    card: Card,
+    width: Width,
+    traces: Mapping[str, Trace],
+    warm: int,
+    presets: Sequence[Preset],
+    report: MeasureReport,
+) -> list[Section]:
+    """With our host time, and without. traces: by what guesses. presets: more to play."""
     trace = traces["auto"]
     found: dict[bool, list[Timed]] = {True: [], False: []}
     missing: list[str] = []
@@ -133,11 +160,12 @@ def _sections(card: Card, width: Width, traces: Mapping[str, Trace], warm: int, 
     add("whole experts, 16 bit, on demand", lambda _host: baselines.naive(card, width, trace, warm))
     add("mixtral-offloading", lambda host: baselines.mixtral_offloading(card, width, trace, warm, host=host), ours=True)
     add("Fiddler", lambda host: baselines.fiddler(card, width, trace, warm, host=host), ours=True)
+    add("llama.cpp's expert cache, 4 bit", lambda _host: baselines.llama_cache(card, width, trace, warm))
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, width, trace, warm))
-    for step in steps(width):
+    for step in (*steps(width), *((f"{one.name}, in place", width, one, Parts(), "", True) for one in presets)):
         ours = step[1].spec.gate < 16
         add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=ours)  # noqa: B023
-    in_place = dataclasses.replace(card, pack_bytes_s=math.inf)
+    in_place = replace(card, pack_bytes_s=math.inf)
     add(PLACED[0], lambda host: mixes.placed(in_place, width, trace, warm, host=host, ahead=True), ours=True)
     add(PLACED[1], lambda host: mixes.static(card, width, trace, warm, host=host), ours=True)
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
@@ -156,7 +184,7 @@ def _timed(name: str, played: Played, layers: int) -> Timed:
 
 def _played(card: Card, step: Variant, traces: Mapping[str, Trace], warm: int, *, host: bool) -> Played | None:
     _, width, preset, parts, guesses, in_place = step
-    own = dataclasses.replace(card, pack_bytes_s=math.inf) if in_place else card
+    own = replace(card, pack_bytes_s=math.inf) if in_place else card
     share = mixes.cpu_reached(card) if parts.cpu else 1.0
     try:
         given = (own, width, traces[guesses or "auto"], preset, parts)
@@ -187,15 +215,15 @@ def steps(own: Width) -> list[Variant]:
         ("+ Balanced instead of 60 %", own, balanced, Parts(), "", False),
         ("+ rows read in place", own, balanced, Parts(), "", True),
         ("Balanced likewise, looking ahead", own, balanced, Parts(), "auto", True),
-        ("Balanced likewise, ahead through attention", own, balanced, Parts(), "partial", True),
-        ("Balanced likewise, if guesses were right", own, balanced, Parts(), "known", True),
+        ("likewise, ahead through attention", own, balanced, Parts(), "partial", True),
+        ("likewise, if guesses were right", own, balanced, Parts(), "known", True),
         ("Balanced likewise, 3-bit rows", own.at(3, 3, 4), balanced, Parts(), "", True),
         ("Fast likewise", own, fast, Parts(), "", True),
         ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), "", True),
         (
-            "Balanced likewise, weak rows left out",
+            "Balanced, weak rows left out",
             own,
-            Preset(balanced.name, dataclasses.replace(balanced.rule, late=LATE), balanced.x_bits),
+            Preset(balanced.name, replace(balanced.rule, late=LATE), balanced.x_bits),
             Parts(),
             "",
             True,

@@ -83,7 +83,7 @@ def _divided(cards: Sequence[Card], width: Width, trace: Trace, warm: int) -> di
 
     return {
         f"{len(cards)} cards, divided by the planner": way(whole),
-        f"{len(cards)} cards, likewise with {KEPT_FREE:.0%} of them left free": way(less),
+        f"{len(cards)} cards, {KEPT_FREE:.0%} of them left free": way(less),
         f"{len(cards)} cards, a pool for all layers": way(pools),
     }
 

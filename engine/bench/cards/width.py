@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ...planning.footprint import Footprint, kv_bytes
 _PACKED = PackSpec()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Width:
     """A published model at some bits per weight.
 
@@ -35,7 +36,7 @@ class Width:
         """The same model at other widths."""
         return replace(self, spec=PackSpec(up, rows, rows, dense))
 
-    @property
+    @cached_property  # read at each step of a replay
     def footprint(self) -> Footprint:
         """Its bytes."""
         return Footprint.of(self.sizes, self.spec)

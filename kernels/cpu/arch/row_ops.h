@@ -87,8 +87,9 @@ struct RowOps {
                        float *const *out);
 
     // y += a[0] · w[0] + ... for up to kBatch vectors, so that y is read and written once for all of them. The zero
-    // points' share may be left in bias (n / 64 + groups) until `finish` adds it. With two digits a · scale may be read
-    // with 15 bits, with one with 8, relative to the largest of the batch. ahead: one per vector.
+    // points' share may be left in bias (n / 64 + groups) until `finish` adds it. With one digit or two a · scale may
+    // be read with 15 bits relative to the largest of the batch; not with fewer, so that which vectors are a batch,
+    // which hangs on where rows lie, is no more than other noise of floats. ahead: one per vector.
     void (*axpy)(const floe_vector &v, const Stored *w, const float *a, int count, int digits, float *y, float *bias,
                  uint8_t *scratch, const Ahead *ahead);
     void (*finish)(const floe_vector &v, float *y, const float *bias);

@@ -58,14 +58,14 @@ void axpy_codes(const floe_vector &v, const Stored *w, const float *a, int count
     }
 }
 
-// a · scale of a batch of 4-bit vectors as multiples, of DIGITS bytes each, of a step that each chunk has for itself.
+// a · scale of a batch of 4-bit vectors as multiples, of two digits of a byte each, of a step that each chunk has for
+// itself.
 struct Factors {
-    int32_t pairs[kBatch / 2][kMaxChunks];       // of two vectors each: two 16-bit numbers, or two 8-bit ones twice
+    int32_t pairs[2][kBatch / 2][kMaxChunks];    // by digit, the higher first: of two vectors each, twice side by side
     float steps[kMaxChunks], shares[kMaxChunks]; // shares: of the zero points
 };
 
-template <int DIGITS> inline __m256i pair_up(__m256i first, __m256i second) {
-    if (DIGITS == 2) return _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa);
+inline __m256i pair_up(__m256i first, __m256i second) {
     const __m256i byte = _mm256_set1_epi32(0xff);
     const __m256i both =
         _mm256_or_si256(_mm256_and_si256(first, byte), _mm256_slli_epi32(_mm256_and_si256(second, byte), 8));
@@ -73,9 +73,8 @@ template <int DIGITS> inline __m256i pair_up(__m256i first, __m256i second) {
 }
 
 // Eight chunks from c on. False if a factor is not finite.
-template <int DIGITS>
 inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, int count, int64_t c, Factors &out) {
-    constexpr float kMost = DIGITS == 2 ? 32767 : 127;
+    constexpr float kMost = 127 * 128;
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 factors[kBatch], largest = _mm256_setzero_ps(), finite = _mm256_setzero_ps();
     for (int r = 0; r < count; r++) {
@@ -89,81 +88,58 @@ inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, 
     const __m256 step = _mm256_and_ps(some, _mm256_mul_ps(largest, _mm256_set1_ps(1.0f / kMost)));
     const __m256 inverse = _mm256_and_ps(some, _mm256_div_ps(_mm256_set1_ps(kMost), largest));
     __m256 share = _mm256_setzero_ps();
-    __m256i whole[kBatch] = {};
+    __m256i high[kBatch] = {}, low[kBatch] = {};
     for (int r = 0; r < count; r++) {
-        whole[r] = _mm256_cvtps_epi32(_mm256_mul_ps(factors[r], inverse));
-        share = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), zeros8(v, w[r], c), share);
+        const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(factors[r], inverse));
+        share = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), zeros8(v, w[r], c), share);
+        high[r] = _mm256_srai_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(64)), 7);
+        low[r] = _mm256_sub_epi32(whole, _mm256_slli_epi32(high[r], 7));
     }
-    for (int p = 0; p < kBatch / 2; p++)
-        _mm256_storeu_si256((__m256i *)(out.pairs[p] + c), pair_up<DIGITS>(whole[2 * p], whole[2 * p + 1]));
+    for (int p = 0; p < kBatch / 2; p++) {
+        _mm256_storeu_si256((__m256i *)(out.pairs[0][p] + c), pair_up(high[2 * p], high[2 * p + 1]));
+        _mm256_storeu_si256((__m256i *)(out.pairs[1][p] + c), pair_up(low[2 * p], low[2 * p + 1]));
+    }
     _mm256_storeu_ps(out.steps + c, step);
     _mm256_storeu_ps(out.shares + c, _mm256_mul_ps(share, step));
     return true;
 }
 
-inline void add_eight(float *y, __m256i whole, __m256 step) {
+// Eight 16-bit sums of each digit onto y.
+inline void add_eight(float *y, __m128i high, __m128i low, __m256 step) {
+    const __m256i whole =
+        _mm256_add_epi32(_mm256_slli_epi32(_mm256_cvtepi16_epi32(high), 7), _mm256_cvtepi16_epi32(low));
     _mm256_storeu_ps(y, _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), step, _mm256_loadu_ps(y)));
 }
 
-// One chunk of all vectors onto y, with 16-bit factors: two vectors' codes stand side by side in 16 bits, so that one
-// multiplication adds up both.
-inline void add_words(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
-    const __m256i nibble = _mm256_set1_epi16(0x0f);
-    // Of words 0 to 3 and 8 to 11 of a vector's chunk, then of the others: the codes at bits 0, 4, 8 and 12.
-    __m256i sums[2][4] = {};
-    for (int r = 0; r < count; r += 2) {
-        const __m256i first = load(w[r].codes + 32 * c), second = load(w[r + 1 < count ? r + 1 : r].codes + 32 * c);
-        const __m256i factor = _mm256_set1_epi32(factors.pairs[r / 2][c]);
-        FLOE_UNROLL for (int h = 0; h < 2; h++) {
-            const __m256i words = h ? _mm256_unpackhi_epi16(first, second) : _mm256_unpacklo_epi16(first, second);
-            const __m256i codes[4] = {
-                _mm256_and_si256(words, nibble), _mm256_and_si256(_mm256_srli_epi16(words, 4), nibble),
-                _mm256_and_si256(_mm256_srli_epi16(words, 8), nibble), _mm256_srli_epi16(words, 12)};
-            FLOE_UNROLL for (int k = 0; k < 4; k++) sums[h][k] =
-                _mm256_add_epi32(sums[h][k], _mm256_madd_epi16(codes[k], factor));
-        }
-    }
-    const __m256 step = _mm256_broadcast_ss(factors.steps + c);
-    FLOE_UNROLL for (int k = 0; k < 2; k++) { // the lower codes of all bytes, then the upper ones
-        __m256i rows[2][2];
-        FLOE_UNROLL for (int h = 0; h < 2; h++) {
-            rows[h][0] = _mm256_unpacklo_epi32(sums[h][k], sums[h][k + 2]);
-            rows[h][1] = _mm256_unpackhi_epi32(sums[h][k], sums[h][k + 2]);
-        }
-        FLOE_UNROLL for (int h = 0; h < 2; h++) {
-            float *const out = y + 32 * k + 8 * h;
-            add_eight(out, _mm256_permute2x128_si256(rows[h][0], rows[h][1], 0x20), step);
-            add_eight(out + 16, _mm256_permute2x128_si256(rows[h][0], rows[h][1], 0x31), step);
-        }
-    }
-}
-
-// The same with 8-bit factors, in half as many operations: the bytes of two vectors stand side by side, and 16-bit sums
-// of kBatch products of 15 and 127 do not overflow.
-template <bool FULL> inline void add_bytes(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
+// One chunk of all vectors onto y: the codes of two vectors stand side by side in 16 bits, so that one multiplication
+// adds up both, and 16-bit sums of kBatch products of 15 and 127 do not overflow.
+template <bool FULL> inline void add_chunk(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
     const __m256i nibble = _mm256_set1_epi8(0x0f);
-    __m256i sums[2][2] = {}; // the lower and upper codes, of bytes 0 to 7 of each lane and of the others
+    __m256i sums[2][2][2] = {}; // by digit, the lower and upper codes, of bytes 0 to 7 of each lane and of the others
     FLOE_UNROLL for (int r = 0; r < (FULL ? kBatch : count); r += 2) {
-        const __m256i first = load(w[r].codes + 32 * c), second = load(w[r + 1 < count ? r + 1 : r].codes + 32 * c);
-        const __m256i factor = _mm256_set1_epi32(factors.pairs[r / 2][c]);
+        const __m256i first = load(w[r].codes + 32 * c);
+        const __m256i second = load(w[FULL || r + 1 < count ? r + 1 : r].codes + 32 * c); // too many are times 0
+        const __m256i factor[2] = {_mm256_set1_epi32(factors.pairs[0][r / 2][c]),
+                                   _mm256_set1_epi32(factors.pairs[1][r / 2][c])};
         FLOE_UNROLL for (int h = 0; h < 2; h++) {
             const __m256i bytes = h ? _mm256_unpackhi_epi8(first, second) : _mm256_unpacklo_epi8(first, second);
-            const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
-            sums[0][h] = _mm256_add_epi16(sums[0][h], _mm256_maddubs_epi16(_mm256_and_si256(bytes, nibble), factor));
-            sums[1][h] = _mm256_add_epi16(sums[1][h], _mm256_maddubs_epi16(upper, factor));
+            const __m256i codes[2] = {_mm256_and_si256(bytes, nibble),
+                                      _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble)};
+            FLOE_UNROLL for (int d = 0; d < 2; d++) FLOE_UNROLL for (int k = 0; k < 2; k++) sums[d][k][h] =
+                _mm256_add_epi16(sums[d][k][h], _mm256_maddubs_epi16(codes[k], factor[d]));
         }
     }
     const __m256 step = _mm256_broadcast_ss(factors.steps + c);
     FLOE_UNROLL for (int k = 0; k < 2; k++) FLOE_UNROLL for (int h = 0; h < 2; h++) {
         float *const out = y + 32 * k + 8 * h;
-        add_eight(out, _mm256_cvtepi16_epi32(_mm256_castsi256_si128(sums[k][h])), step);
-        add_eight(out + 16, _mm256_cvtepi16_epi32(_mm256_extracti128_si256(sums[k][h], 1)), step);
+        const __m256i high = sums[0][k][h], low = sums[1][k][h];
+        add_eight(out, _mm256_castsi256_si128(high), _mm256_castsi256_si128(low), step);
+        add_eight(out + 16, _mm256_extracti128_si256(high, 1), _mm256_extracti128_si256(low, 1), step);
     }
 }
 
 // 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if they are shorter than a section or a
 // factor is not finite.
-template <int DIGITS>
 bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
                   const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk;
@@ -171,15 +147,14 @@ bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int cou
     Factors factors;
     for (int64_t c = 0; c < chunks; c += kSection) { // the last eight in any case, of which some may be there already
         const int64_t start = c + kSection <= chunks ? c : chunks - kSection;
-        if (!make_factors<DIGITS>(v, w, a, count, start, factors)) return false;
+        if (!make_factors(v, w, a, count, start, factors)) return false;
     }
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Columns next(ahead, count, chunks);
     for (int64_t c = 0; c < chunks; c++, y += kChunk) {
         next.step();
-        if (DIGITS == 2) add_words(w, count, c, factors, y);
-        else if (count == kBatch) add_bytes<true>(w, count, c, factors, y);
-        else add_bytes<false>(w, count, c, factors, y);
+        if (count == kBatch) add_chunk<true>(w, count, c, factors, y);
+        else add_chunk<false>(w, count, c, factors, y);
     }
     return true;
 }
@@ -208,10 +183,7 @@ void axpy(const floe_vector &v, const Stored *w, const float *a, int count, int 
           uint8_t *scratch, const Ahead *ahead) {
     if (v.bits == 16) return axpy16(v, w, a, count, y, ahead);
     if (!chunked(v)) return generic_axpy(v, w, a, count, digits, y, bias, scratch, ahead);
-    if (v.bits == 4 && v.group == kChunk && digits < 3) {
-        const auto in_integers = digits == 1 ? axpy_nibbles<1> : axpy_nibbles<2>;
-        if (in_integers(v, w, a, count, y, bias, ahead)) return;
-    }
+    if (v.bits == 4 && v.group == kChunk && digits < 3 && axpy_nibbles(v, w, a, count, y, bias, ahead)) return;
     switch (v.bits) {
     case 2: return axpy_codes<2>(v, w, a, count, y, bias, ahead);
     case 3: return axpy_codes<3>(v, w, a, count, y, bias, ahead);

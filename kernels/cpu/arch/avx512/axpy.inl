@@ -77,7 +77,8 @@ void axpy_codes(const floe_vector &v, const Stored *w, const float *a, int count
         }
 }
 
-// a · scale of a batch of 4-bit vectors as multiples, of DIGITS bytes each, of a step that each chunk has for itself.
+// a · scale of a batch of 4-bit vectors as multiples, of two digits of a byte each, of a step that each chunk has for
+// itself.
 struct Factors {
     int32_t quads[2][kBatch / 4][kMaxChunks];    // by digit, the higher first: of four vectors each, side by side
     float steps[kMaxChunks], shares[kMaxChunks]; // shares: of the zero points
@@ -93,9 +94,8 @@ inline __m512i side_by_side(const __m512i *digits) {
 }
 
 // 16 chunks from c on, zeros behind the last one. False if a factor is not finite.
-template <int DIGITS>
 inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, int count, int64_t c, Factors &out) {
-    constexpr float kMost = DIGITS == 2 ? 127 * 128 : 127;
+    constexpr float kMost = 127 * 128;
     const int64_t chunks = v.n / kChunk;
     __m512 factors[kBatch], largest = _mm512_setzero_ps(), finite = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
@@ -113,12 +113,12 @@ inline bool make_factors(const floe_vector &v, const Stored *w, const float *a, 
     for (int r = 0; r < count; r++) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(factors[r], inverse));
         share = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), zeros16(v, w[r], c, chunks - c), share);
-        high[r] = DIGITS == 2 ? _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7) : whole;
+        high[r] = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
         low[r] = _mm512_sub_epi32(whole, _mm512_slli_epi32(high[r], 7));
     }
     for (int r = 0; r < kBatch; r += 4) {
         _mm512_storeu_si512(out.quads[0][r / 4] + c, side_by_side(high + r));
-        if (DIGITS == 2) _mm512_storeu_si512(out.quads[1][r / 4] + c, side_by_side(low + r));
+        _mm512_storeu_si512(out.quads[1][r / 4] + c, side_by_side(low + r));
     }
     _mm512_storeu_ps(out.steps + c, step);
     _mm512_storeu_ps(out.shares + c, _mm512_mul_ps(share, step));
@@ -130,11 +130,11 @@ inline __m512i each_half(const int32_t *p) { return _mm512_mask_set1_epi32(_mm51
 
 // Two chunks of all vectors onto y, or the last one: the codes of four vectors stand side by side in 32 bits, so that
 // one multiplication adds up all four.
-template <int DIGITS, bool FULL, int CHUNKS = 2>
+template <bool FULL, int CHUNKS = 2>
 inline void add_two(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
     const __m512i nibble = _mm512_set1_epi8(0x0f);
-    __m512i sums[DIGITS][2][4]; // the lower and upper codes (these times 16), of every four bytes of a lane's 16
-    FLOE_UNROLL for (int d = 0; d < DIGITS; d++) FLOE_UNROLL for (int k = 0; k < 2; k++)
+    __m512i sums[2][2][4]; // by digit, the lower and upper codes (these times 16), of every four bytes of a lane's 16
+    FLOE_UNROLL for (int d = 0; d < 2; d++) FLOE_UNROLL for (int k = 0; k < 2; k++)
         FLOE_UNROLL for (int j = 0; j < 4; j++) sums[d][k][j] = _mm512_setzero_si512();
     FLOE_UNROLL for (int r = 0; r < (FULL ? kBatch : count); r += 4) {
         __m512i rows[4];
@@ -146,11 +146,11 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
         const __m512i high[2] = {_mm512_unpackhi_epi8(rows[0], rows[1]), _mm512_unpackhi_epi8(rows[2], rows[3])};
         const __m512i quads[4] = {_mm512_unpacklo_epi16(low[0], low[1]), _mm512_unpackhi_epi16(low[0], low[1]),
                                   _mm512_unpacklo_epi16(high[0], high[1]), _mm512_unpackhi_epi16(high[0], high[1])};
-        __m512i factor[DIGITS];
-        FLOE_UNROLL for (int d = 0; d < DIGITS; d++) factor[d] = each_half(factors.quads[d][r / 4] + c);
+        __m512i factor[2];
+        FLOE_UNROLL for (int d = 0; d < 2; d++) factor[d] = each_half(factors.quads[d][r / 4] + c);
         FLOE_UNROLL for (int j = 0; j < 4; j++) {
             const __m512i lower = _mm512_and_si512(quads[j], nibble), upper = _mm512_andnot_si512(nibble, quads[j]);
-            FLOE_UNROLL for (int d = 0; d < DIGITS; d++) {
+            FLOE_UNROLL for (int d = 0; d < 2; d++) {
                 sums[d][0][j] = _mm512_dpbusd_epi32(sums[d][0][j], lower, factor[d]);
                 sums[d][1][j] = _mm512_dpbusd_epi32(sums[d][1][j], upper, factor[d]);
             }
@@ -160,7 +160,7 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
     FLOE_UNROLL for (int k = 0; k < 2; k++) {
         __m512i whole[4];
         FLOE_UNROLL for (int j = 0; j < 4; j++) whole[j] =
-            DIGITS == 2 ? _mm512_add_epi32(_mm512_slli_epi32(sums[0][k][j], 7), sums[DIGITS - 1][k][j]) : sums[0][k][j];
+            _mm512_add_epi32(_mm512_slli_epi32(sums[0][k][j], 7), sums[1][k][j]);
         const __m512 scale[2] = {k ? _mm512_mul_ps(step[0], _mm512_set1_ps(1.0f / 16)) : step[0],
                                  k ? _mm512_mul_ps(step[1], _mm512_set1_ps(1.0f / 16)) : step[1]};
         // A lane of each to a lane of one.
@@ -179,23 +179,22 @@ inline void add_two(const Stored *w, int count, int64_t c, const Factors &factor
 }
 
 // 4-bit vectors with a scale per chunk, in integers. False, with nothing added, if a factor is not finite.
-template <int DIGITS>
 bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
                   const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk;
     Factors factors;
     for (int64_t c = 0; c < chunks; c += 16) // kMaxChunks is a multiple of it
-        if (!make_factors<DIGITS>(v, w, a, count, c, factors)) return false;
+        if (!make_factors(v, w, a, count, c, factors)) return false;
     for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
     Pace paces[kBatch];
     for (int r = 0; r < count; r++) paces[r] = Pace(ahead[r], chunks / 2);
     int64_t c = 0;
     for (; c + 2 <= chunks; c += 2, y += 2 * kChunk) {
         for (int r = 0; r < count; r++) paces[r].step();
-        if (count == kBatch) add_two<DIGITS, true>(w, count, c, factors, y);
-        else add_two<DIGITS, false>(w, count, c, factors, y);
+        if (count == kBatch) add_two<true>(w, count, c, factors, y);
+        else add_two<false>(w, count, c, factors, y);
     }
-    if (c < chunks) add_two<DIGITS, false, 1>(w, count, c, factors, y);
+    if (c < chunks) add_two<false, 1>(w, count, c, factors, y);
     return true;
 }
 
@@ -229,10 +228,7 @@ void axpy(const floe_vector &v, const Stored *w, const float *a, int count, int 
           uint8_t *scratch, const Ahead *ahead) {
     if (v.bits == 16) return axpy16(v, w, a, count, y, ahead);
     if (!chunked(v)) return generic_axpy(v, w, a, count, 2, y, bias, scratch, ahead);
-    if (v.bits == 4 && v.group == kChunk && digits < 3) {
-        const auto in_integers = digits == 1 ? axpy_nibbles<1> : axpy_nibbles<2>;
-        if (in_integers(v, w, a, count, y, bias, ahead)) return;
-    }
+    if (v.bits == 4 && v.group == kChunk && digits < 3 && axpy_nibbles(v, w, a, count, y, bias, ahead)) return;
     switch (v.bits) {
     case 2: return axpy_codes<2>(v, w, a, count, y, bias, ahead);
     case 3: return axpy_codes<3>(v, w, a, count, y, bias, ahead);
