@@ -418,7 +418,11 @@ def test_an_interrupt_ends_a_running_answer(long_winded: Path, monkeypatch: pyte
         return updates
 
     monkeypatch.setattr(ChatClient, "poll", interrupted)
-    ran = run_cli("ask", "hi", "-m", str(long_winded), "--max-tokens", "16000", "--temperature", "5", "--seed", "1")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        ran = run_cli("ask", "hi", "-m", str(long_winded), "--max-tokens", "16000", "--temperature", "5", "--seed", "1")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (ran.code, ran.err.strip()) == (130, "floe-chat: interrupted")
     assert [(answer.state, answer.text) for answer in answers()] == [("stopped", ran.out)]
 
