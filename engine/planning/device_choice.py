@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,7 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, f
         made = Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
         if parts.predictor == "auto" and not device.looks_ahead:
             kept = rates_file(hardware.machine_id(), device.name, layers[0].rows.layout.nbytes) if device.real else None
-            made.looking = Looking(len(made.pooled), kept and kept.with_suffix(".ahead.json"))
+            made.tried = partial(Looking, len(made.pooled), file=kept and kept.with_suffix(".ahead.json"))
         return made
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()

@@ -255,15 +255,16 @@ def test_a_prompts_experts_come_before_their_layers_turn(
 def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess comes too late."""
+    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess never comes."""
     with offloaded(loaded, SKIPPING, 0.3) as shared:
         kv = cache()
         forward(loaded, PROMPT[:5], kv)
-        monkeypatch.setattr(shared.scheduler, "look", lambda: None)
+        for look in ("look", "look_again"):
+            monkeypatch.setattr(shared.scheduler, look, lambda: None)
         loaded.control.counting = True
         forward(loaded, [9], kv)
         loaded.control.counting = False
-        assert shared.predictor is not None
+        assert shared.predictors
         assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
 
 

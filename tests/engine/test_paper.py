@@ -177,7 +177,8 @@ def predictions(made: Made) -> None:
         0 <= (share or 0) <= 1 for grid in (experts, recall, precision) for row in grid.rows.values() for share in row
     )
     named = dict(zip(experts.columns, experts.rows["mean"], strict=True))
-    assert (named["K + 1"] or 0) >= (named["learned"] or 0)
+    assert all((named[f"{name}, K + 1"] or 0) >= (named[name] or 0) for name in ("learned", "partial"))
+    assert recall.columns[:2] == precision.columns[:2] == ("gate, true", "partial, true")
     assert all((row[0] or 0) > 0 for row in cost.rows.values()) and (cost.rows["learned"][1] or 0) > 0
     assert "learned" in made.notes[0]
 

@@ -166,7 +166,8 @@ def _sections(
         ours = step[1].spec.gate < 16
         add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=ours)  # noqa: B023
     in_place = replace(card, pack_bytes_s=math.inf)
-    add(PLACED[0], lambda host: mixes.placed(in_place, width, trace, warm, host=host, ahead=True), ours=True)
+    also = [traces["partial"]]
+    add(PLACED[0], lambda host: mixes.placed(in_place, width, trace, warm, host=host, ahead=True, also=also), ours=True)
     add(PLACED[1], lambda host: mixes.static(card, width, trace, warm, host=host), ours=True)
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
     title += f"; does not fit: {', '.join(missing)}" if missing else ""
