@@ -6,13 +6,17 @@ import gc
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+
+from .forking import Nursery
 
 # Looking for garbage among what is imported and collected, which all stays, took a quarter of that time.
 gc.disable()
@@ -85,7 +89,7 @@ def _named(value: object) -> tuple[type, object]:
 def pytest_collection_finish() -> None:
     """Look for garbage less often, and not in what was imported: it took a third of the screens' time."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(50_000, 20, 10)
     gc.enable()
 
 
@@ -97,6 +101,22 @@ def few_tokens() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "TEXT_SHAPE", (4, 256))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_tokenizers() -> Iterator[None]:
+    """Tokenizers' processes start by a fork, see forking.py."""
+    from floe_chat.models.tokenizer import chat_process
+
+    if sys.platform != "linux":
+        yield
+        return
+    nursery = Nursery()
+    with pytest.MonkeyPatch.context() as patch:
+        forking = SimpleNamespace(Popen=nursery.fork, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+        patch.setattr(chat_process, "subprocess", forking)
+        yield
+    nursery.close()
 
 
 @pytest.fixture(scope="session")

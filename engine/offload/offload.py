@@ -185,6 +185,10 @@ class Offload:
         """The pool's layers, and the share of each one's rows that are in it."""
         return {layer: float(self.pool.resident(number).mean()) for layer, number in self.pooled.items()}
 
+    def evicted(self) -> int:
+        """Rows of the pool that gave way to others so far."""
+        return self.pool.evicted
+
     def link_peak(self) -> float:
         """The link's bytes per second when nothing delays it."""
         return self._peak

@@ -183,6 +183,7 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
     why += f"; with {size(budget)} of its memory, {shares.words}, because all weights need {size(pack.needs.whole())}"
+    why += pack.against_pool(gpu.machine, shares, budget)
     return dataclasses.replace(gpu_with(gpu, why, shares, pack.streamed(shares), vram), pools=pack.pools(budget))
 
 
@@ -230,6 +231,7 @@ def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {shares.words}"
+    why += pack.against_pool(there, shares, budget)
     return virtual_with(card, why, shares, budget, pack)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 from floe_chat.app.history import History
@@ -20,9 +21,11 @@ from textual._context import visible_screen_stack
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
 from textual.screen import Screen
+from textual.strip import Strip
 
 from ..helpers import edit_json, make_checkpoint, make_pack
 from ..models.fakehub import FakeHub
+from .scripted import drawn
 from .settling import use_settling
 from .wizardry import IMPATIENT, RATES, REPO
 
@@ -78,15 +81,19 @@ def drawn_when_read() -> Iterator[None]:
     def unseen(self: Compositor, full: bool = False, screen_stack: list[Screen[Any]] | None = None) -> None:
         visible_screen_stack.set(screen_stack or [])
         self._dirty_regions.clear()  # pyright: ignore[reportPrivateUsage]
+        strips.pop(self, None)
 
+    strips = WeakKeyDictionary[Compositor, list[Strip]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Compositor, "render_update", unseen)
+        patch.setattr(drawn, "strips", strips)
         yield
 
 
 @pytest.fixture
 def painted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every frame is drawn, for tests of what is painted."""
+    monkeypatch.setattr(drawn, "strips", None)
     monkeypatch.setattr(Compositor, "render_update", _paint)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import (
@@ -30,6 +31,7 @@ from floe_chat.engine.events import Finished, LayerRows, Loaded, Rows, Rule, Sam
 from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
 from floe_chat.models.pack.dial_loss import DialLoss
+from textual._compositor import Compositor
 from textual._context import visible_screen_stack
 from textual.geometry import Region
 from textual.pilot import Pilot
@@ -50,7 +52,7 @@ LOADED = Loaded(
     reason="there is nothing else in a test",
     seconds=0.1,
     memory_bytes=23_400_000,
-    placed="8 layers with a pool of rows there",
+    placed="8 layers with a pool of rows on the GPU",
     pools=(100_000_000, 4_000_000_000),
 )
 
@@ -263,10 +265,35 @@ def app_for(
     )
 
 
+class Drawn:
+    """What was drawn of a screen and has not been painted since: conditions that are waited for look again and again.
+
+    Attributes:
+        strips: by screen; None where nobody notes what is painted. waiting: whether a condition is looked at. Only then
+            what is kept will do: what changed is painted, and seen at the next look.
+    """
+
+    def __init__(self) -> None:
+        self.strips: WeakKeyDictionary[Compositor, list[Strip]] | None = None
+        self.waiting = False
+
+
+drawn = Drawn()
+
+
+def holds(condition: Callable[[], bool]) -> bool:
+    """Whether it does, by what was drawn last."""
+    drawn.waiting = True
+    try:
+        return condition()
+    finally:
+        drawn.waiting = False
+
+
 async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 30) -> None:
     """Let the application run until `condition` holds; fails with what the screen shows if it never does."""
     deadline, pause = asyncio.get_running_loop().time() + seconds, 0.02
-    while not condition():
+    while not holds(condition):
         assert asyncio.get_running_loop().time() < deadline, f"never came:\n{screen_text(pilot)}"
         await pilot.pause(pause)
         pause = min(1.3 * pause, 0.1)  # most conditions draw the whole screen
@@ -291,8 +318,14 @@ async def write(pilot: Pilot[int], text: str) -> None:
 
 def drawn_lines(pilot: Pilot[int]) -> list[Strip]:
     """The screen's rows, as a terminal shows them."""
+    compositor = pilot.app.screen._compositor  # pyright: ignore[reportPrivateUsage]
+    if drawn.waiting and drawn.strips is not None and compositor in drawn.strips:
+        return drawn.strips[compositor]
     visible_screen_stack.set(pilot.app._background_screens)  # pyright: ignore[reportPrivateUsage]
-    return pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+    strips = compositor.render_strips()
+    if drawn.strips is not None:
+        drawn.strips[compositor] = strips
+    return strips
 
 
 def screen_text(pilot: Pilot[int]) -> str:

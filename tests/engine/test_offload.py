@@ -378,6 +378,22 @@ def test_the_shares_of_rows_add_up_to_all(
         assert sum(share or 0.0 for share in shares) == pytest.approx(1) and None not in shares
 
 
+def test_rows_that_are_evicted_are_counted_by_answer(loaded: LoadedModel) -> None:
+    each: list[int] = []
+    with offloaded(loaded, EVERYTHING, 0.5, parts=Parts(cpu=False)) as shared:
+        loaded.telemetry.memory = shared
+        try:
+            for prompt in (PROMPT, PROMPT[:3], [*PROMPT[::-1]]):
+                loaded.telemetry.begin(len(each), len(prompt), 0.0)
+                answer(loaded, prompt)
+                rows = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
+                assert rows is not None
+                each.append(rows.evicted)
+        finally:
+            loaded.telemetry.memory = None
+        assert min(each) > 0 and sum(each) == shared.pool.evicted
+
+
 def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) -> None:
     def read(preset: Preset) -> tuple[int, int]:
         with offloaded(loaded, preset, 1.0, predict=False) as shared:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.paper import predictors
-from floe_chat.engine.paper.cards import STEPS
+from floe_chat.engine.paper.cards import STEPS, scene
 from floe_chat.engine.paper.papers import Grid, Made, entries, entry
 from floe_chat.engine.paper.study import Study
 from floe_chat.engine.paper.tables import MAKERS, make
@@ -411,6 +412,13 @@ def test_other_families_give_figures_or_a_reason(tmp_path: Path, family: str) ->
             assert error.cause, name
         else:
             assert all(0 <= (share or 0) <= 100 for row in made.grids[0].rows.values() for share in row), name
+
+
+def test_prompts_are_the_texts_tokens_and_do_not_repeat(study: Study) -> None:
+    own, short = (scene(study, "mixtral-8x7b", "rtx3090-24gb", prompt=length) for length in (300, 16))
+    assert len(own.prompt.index) == 300 and len(own.trace.index) == len(short.trace.index) == len(short.prompt.index)
+    for name in ("index", "weights", "values", "ahead", "scores", "heard"):
+        assert np.array_equal(getattr(own.trace, name), getattr(own.prompt, name)[: len(own.trace.index)])
 
 
 def test_every_entry_is_made_or_says_why_not() -> None:

@@ -16,6 +16,7 @@ from floe_chat.kernels.offload.pool import (
     ASKED,
     BROUGHT,
     COMING,
+    EVICTED,
     FILLING,
     FINDS,
     FREE,
@@ -370,6 +371,7 @@ class StepTable(RowTable):
         best = best[worth[best] < np.inf]
         evicted = (first + best) % self.capacity if best.size else best
         self._drop(evicted)
+        self.counters[EVICTED] += evicted.size
         return evicted.astype(np.int32)
 
     def _factors(self) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,12 @@ from ..helpers import TEMPLATE, edit_json, write_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 LONG = [{"role": role, "content": f"{number} and so on"} for number in range(40) for role in ("user", "assistant")]
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are started as the program does, not forked."""
+    monkeypatch.setattr(chat_process, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)

@@ -162,7 +162,7 @@ def _sections(
     add("Fiddler", lambda host: baselines.fiddler(card, width, trace, warm, host=host), ours=True)
     add("llama.cpp's expert cache, 4 bit", lambda _host: baselines.llama_cache(card, width, trace, warm))
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, width, trace, warm))
-    for step in (*steps(width), *((f"{one.name}, in place", width, one, Parts(), "", True) for one in presets)):
+    for step in (*steps(width), *((f"{one.name}, by this engine", width, one, Parts(), "", True) for one in presets)):
         ours = step[1].spec.gate < 16
         add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=ours)  # noqa: B023
     in_place = replace(card, pack_bytes_s=math.inf)
