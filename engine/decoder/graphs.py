@@ -63,7 +63,7 @@ def capture(work: Work, device: torch.device) -> Captured:
 
 def mark(device: torch.device) -> Mark:
     """A point to be recorded between replays."""
-    return torch.cuda.Event() if device.type == "cuda" else _Passed()  # pyright: ignore[reportReturnType]
+    return _Event(device) if device.type == "cuda" else _Passed()
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -106,6 +106,21 @@ class _Graph:
         with torch.cuda.stream(side):
             work()
         stream.wait_stream(side)
+
+
+class _Event:
+    """On the stream where graphs are replayed, whichever card is torch's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event, self._stream = torch.cuda.Event(), torch.cuda.current_stream(device)
+
+    def record(self) -> None:
+        """See `Mark`."""
+        self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        """See `Mark`."""
+        self._event.synchronize()
 
 
 class _Passed:
