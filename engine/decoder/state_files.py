@@ -8,11 +8,10 @@ never here.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +19,8 @@ from threading import Thread
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from ...models import private_file
+from ...models import private_file, sealed_tensors
 from .. import state_folder
 from ..machine.hardware import ram
 from ..quality_presets import Preset
@@ -92,7 +88,7 @@ class StateFiles:
                 return None
             if (parked := _read(file, common, least, store)) is not None:
                 os.utime(file)
-        except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
             _log.warning("a chat's text is read again: %s: %s", file, error)
             if private_file.is_ours(file):
                 state_folder.delete([file])
@@ -158,21 +154,17 @@ def _save(file: Path, parked: Parked) -> None:
     tensors |= {f"entries.{layer}": entries for layer, entries in enumerate(held.entries)}
     for number, copy in enumerate(held.copies):
         tensors |= {f"states.{number}.{layer}": state for layer, state in enumerate(copy.states)}
-    how = msgspec.json.encode(header).decode()
-    with private_file.replacing(file) as partial:
-        save_file(tensors, partial, {"how": how, "seal": _seal(file, how, tensors)})
+    sealed_tensors.save(file, msgspec.json.encode(header).decode(), tensors, state_folder.secret())
 
 
 def _read(file: Path, common: Callable[[Parked], int], least: int, store: GrowingStore) -> Parked | None:
     """Nothing but the tokens is read if too few of them serve.
 
     Raises:
-        OSError, SafetensorError, ValueError, LookupError, RuntimeError, TypeError: it is not what `_save` wrote.
+        OSError, ValueError, LookupError, RuntimeError, TypeError: it is not what `_save` wrote.
     """
-    with safe_open(file, "pt") as opened:
-        said = opened.metadata()
-        header = msgspec.json.decode(said["how"], type=_Header)
-        tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    sealed = sealed_tensors.read(file)
+    header, tensors = msgspec.json.decode(sealed.how, type=_Header), sealed.tensors
     tokens: list[int] = tensors["tokens"].tolist()
     presets = (preset for preset, count in header.presets for _ in range(count))
     computed = Computed(tokens, [*itertools.islice(presets, len(tokens))], header.chunks, long=header.long)
@@ -187,18 +179,7 @@ def _read(file: Path, common: Callable[[Parked], int], least: int, store: Growin
 
     if (found := common(parked())) < least:
         return None
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # from here on no longer the file's
-    if not hmac.compare_digest(_seal(file, said["how"], tensors), said["seal"]):
-        raise ValueError("it is damaged, or from elsewhere")
+    tensors = sealed.checked(state_folder.secret())
     if not store.fits(parked().held, found):
         raise ValueError("it does not fit the model")
     return parked()
-
-
-def _seal(file: Path, how: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of all that a file holds, its name, and this user's secret."""
-    seal = hmac.new(state_folder.secret(), f"{file.name} {how}".encode(), "sha256")
-    for name in sorted(tensors):
-        seal.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        seal.update(memoryview(tensors[name].contiguous().view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-    return seal.hexdigest()

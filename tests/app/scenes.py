@@ -68,7 +68,7 @@ class Stage:
 
     async def see(self, *words: str) -> None:
         """Wait until the screen shows all of these."""
-        await until(self.pilot, lambda: all(word in shown(self.pilot) for word in words), seconds=60)
+        await until(self.pilot, lambda: all(word in shown(self.pilot) for word in words))
 
     async def ask(self) -> int:
         """Send a question; returns its request's number."""

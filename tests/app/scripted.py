@@ -290,7 +290,7 @@ def holds(condition: Callable[[], bool]) -> bool:
         drawn.waiting = False
 
 
-async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 30) -> None:
+async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 60) -> None:
     """Let the application run until `condition` holds; fails with what the screen shows if it never does."""
     deadline, pause = asyncio.get_running_loop().time() + seconds, 0.02
     while not holds(condition):

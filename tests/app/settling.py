@@ -15,7 +15,7 @@ from textual.app import App
 from textual.message_pump import MessagePump, active_app
 
 ROUNDS = 50  # an answer that streams never settles
-PATIENCE = 30.0  # seconds; the tests' own time limit says where it hangs
+PATIENCE = 60.0  # seconds; the tests' own time limit says where it hangs
 
 
 async def settle(_least: float = 0, _most: float = 0) -> None:

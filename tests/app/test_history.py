@@ -300,7 +300,7 @@ def test_it_is_closed_while_another_thread_looks(tmp_path: Path) -> None:
         assert history.close()
         history.poll()
         ended.set()
-        looking.join(10)
+        looking.join(60)
         assert not looking.is_alive()
 
 

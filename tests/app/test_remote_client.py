@@ -50,7 +50,7 @@ def heard(client: RemoteClient, *ends: type[Update]) -> list[Update]:
     """All updates up to the first of one of these kinds."""
     updates: list[Update] = []
     while not any(isinstance(update, ends) for update in updates):
-        more = client.poll(timeout=20)
+        more = client.poll(timeout=60)
         assert more, f"nothing came after {updates}"
         updates += more
     return updates
@@ -227,7 +227,7 @@ def test_stopping_is_final_at_every_moment(moment: str) -> None:
             assert [(end.request, getattr(end, "reason", end)) for end in ends] == [(1, "cancelled")]
             assert not [update for update in ended if isinstance(update, TextDelta) and update.request == 1]
         assert (
-            server.left.wait(20)
+            server.left.wait(60)
             if moment not in ("prepared", "ended")
             else len(server.questions) == (moment == "ended")
         )
@@ -368,7 +368,7 @@ def test_the_thread_ends() -> None:
         client.submit(Question(ASKED, Sampling(), 64))
         heard(client, TextDelta)
         client.close()
-        assert server.left.wait(20)
+        assert server.left.wait(60)
         assert not any(thread.name == "floe-remote" and thread.is_alive() for thread in threading.enumerate())
 
 

@@ -359,7 +359,7 @@ async def test_a_server_that_does_not_answer_changes_nothing_and_one_that_does_s
             await until(pilot, lambda: status(pilot).state == "writing")
             await choose(pilot, "mine")
             await until(pilot, lambda: is_ready(pilot, "mine"))
-            assert server.left.wait(20)
+            assert server.left.wait(60)
             assert texts(history)[-1][1] == "Hello"  # what came is kept
     history.close()
 

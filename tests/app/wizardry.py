@@ -124,7 +124,7 @@ async def see(pilot: Pilot[int], *words: str, absent: str = "") -> None:
         text = shown(pilot)
         return all(word in text for word in words) and (not absent or absent not in text)
 
-    await until(pilot, seen, seconds=60)
+    await until(pilot, seen)
 
 
 def ended(running: Setup) -> Setup:

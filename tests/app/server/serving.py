@@ -118,5 +118,5 @@ def serving(
         yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, server, key)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()

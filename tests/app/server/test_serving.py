@@ -493,7 +493,7 @@ ASKED = [PromptTurn("user", "What is an expert?")]
 def heard(client: RemoteClient, end: type[Update]) -> list[Update]:
     updates: list[Update] = []
     while not any(isinstance(update, end | Failed) for update in updates):
-        more = client.poll(timeout=30)
+        more = client.poll(timeout=60)
         assert more, updates
         updates += more
     return updates
