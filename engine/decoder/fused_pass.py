@@ -229,7 +229,7 @@ class FusedDecoder:
 
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
         """The conversation's store, with room for this many more tokens."""
-        store, start = self.store(kv), kv.length
+        store, start = kv.store_of(GrowingStore, self._store), kv.length
         again = self._turns_again and kv.turn(tokens, self._rope.short)
         store.crop(0 if again else start)
         if isinstance(store, StatefulStore) and not self._apart:  # other processes do not know
