@@ -37,7 +37,7 @@ demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/python -m floe_chat.assets.demo.make assets/demo/checkpoint
 	rm -rf assets/demo/packed
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --dense 8
-	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md
+	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md --no-predictors
 
 # Installed and tried in an environment of its own, with no compiler and nothing of this folder in reach.
 wheel:  ## the source archive and this system's wheel in dist/, tried where nothing else is

@@ -55,16 +55,14 @@ class Step:
 class Answers:
     """Those of a loaded model.
 
-    Args:
-        files: for states of saved chats; None: none are kept.
-
     Attributes:
         running: the first to begin first. together: of how many the last tokens came.
         kv: of the chat that the device's memory is planned for. unkept: whether there is more of it than in a file.
+        files: for states of saved chats; None: none are kept.
     """
 
     def __init__(self, loaded: LoadedModel, shelf: KVShelf, files: StateFiles | None = None) -> None:
-        self._loaded, self._shelf, self._files, self._pace = loaded, shelf, files, Pace()
+        self._loaded, self._shelf, self.files, self._pace = loaded, shelf, files, Pace()
         self._chat, self._begun, self.unkept = 0, 0.0, False  # of what `kv` holds
         self.running: list[Running] = []
         self.together = 1
@@ -116,7 +114,7 @@ class Answers:
             self._leave(kv)
             raise
         how = command.prompt, control.preset
-        if kv is not self.kv or self._files is None or command.conversation == self._chat:
+        if kv is not self.kv or self.files is None or command.conversation == self._chat:
             self._shelf.turn_to(kv, *how, others, alike=answer.alike)
         else:
             self.keep()
@@ -129,27 +127,27 @@ class Answers:
 
     def _kept(self, prompt: Sequence[int], preset: Preset, alike: bool, least: int) -> Parked | None:
         """What an earlier start has of the chat, if that serves at least so many tokens of its prompt."""
-        if self._files is None or not self._chat:
+        if self.files is None or not self._chat:
             return None
         common = partial(Parked.common, prompt=prompt, preset=preset, alike=alike)
-        return self._files.find(self._chat, self._loaded.decoder.store(self.kv), common, least)
+        return self.files.find(self._chat, self._loaded.decoder.store(self.kv), common, least)
 
     def keep(self) -> None:
         """Write what there is of the chat for the next start, if a file lacks it, on another thread."""
-        if self._files is not None and self.unkept and self._chat:
-            self._files.keep(self._chat, self.kv, self._begun)
+        if self.files is not None and self.unkept and self._chat:
+            self.files.keep(self._chat, self.kv, self._begun)
         self.unkept = False
 
     def close(self, patience: float) -> None:
         """No more answers will come: `keep`, and wait at most so many seconds until it is written."""
-        if self._files is not None:
+        if self.files is not None:
             self.keep()
-            self._files.close(patience)
+            self.files.close(patience)
 
     def end(self, one: Running) -> None:
         """It has ended, or is given up."""
         self.running = [other for other in self.running if other is not one]
-        self.unkept |= one.answer.kv is self.kv and self._files is not None
+        self.unkept |= one.answer.kv is self.kv and self.files is not None
         self._leave(one.answer.kv)
 
     def _leave(self, kv: KVCache) -> None:

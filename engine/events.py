@@ -304,6 +304,7 @@ class Rows:
             was needed and the device did not wait.
         pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else. whole: for
             rows of layers that are all there.
+        evicted: rows of the pool that gave way to others since the answer was asked for, in its prompt too.
         virtual: whether times are those of a simulated device.
         cards: of each of several cards; the other figures are of all of them.
     """
@@ -339,6 +340,7 @@ class Rows:
     cards: tuple[CardRows, ...] = ()
     in_place: float | None = None
     hits: float | None = None
+    evicted: int = 0
     layers: tuple[LayerRows, ...] = ()
 
     @property
@@ -366,7 +368,7 @@ class Stats:
         vram_budget: the most of the device's memory that may be used; None where the CPU computes in RAM.
         kv_bytes: bytes in the KV cache.
         context_used, context_window: tokens; a window of 0 is not known.
-        reused_tokens: of the prompt, those that the KV cache held from the turn before.
+        reused_tokens: of the prompt, those whose keys and values were kept.
         rows: None if all rows are in the memory of the device that computes them.
         together: how many answers were computed together with its last token, this one among them.
     """

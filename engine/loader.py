@@ -351,7 +351,10 @@ class _Experts:
         ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
         for one in (one for one in self._offloads if one is not None):
             if self._made and one.parts.predictor != "none":
-                one.predictor = predictor.make(one.parts.predictor, model, self._pack.packed, ahead)
+                given = one.parts.predictor, model, self._pack.packed
+                # Between several cards no attention is passed through ahead by graphs.
+                tried = one.tried is not None and len(self._offloads) == 1
+                one.predict_by(predictor.candidates(*given, ahead) if tried else [predictor.make(*given, ahead)])
         shared.warm(_heat(self._pack.packed))
 
 

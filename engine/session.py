@@ -127,7 +127,7 @@ class Session:
         while True:
             command = self._waiting.popleft() if self._waiting else self._next()
             if self._closing:
-                self.keeping = True
+                self.keeping = self._answers is not None and self._answers.files is not None
                 self._forget(MOMENT_S)
                 if self._spread is not None:
                     with suppress(FloeError):  # another process ended first
@@ -228,7 +228,7 @@ class Session:
         how = f"{event.backend}, {event.device}, {loaded.control.chunk}"  # they decide how sums round
         try:
             return StateFiles(Path(command.pack), how, command.states)
-        except OSError as error:
+        except (OSError, ImportError) as error:
             _log.warning("states of chats are not kept: %s", error)
             return None
 

@@ -102,6 +102,10 @@ class PoolReport(Protocol):
         """The pool's layers, and the share of each one's rows that are in it."""
         ...
 
+    def evicted(self) -> int:
+        """Rows that gave way to others so far."""
+        ...
+
     def link_peak(self) -> float:
         """Bytes per second that the link can move."""
         ...
@@ -163,6 +167,7 @@ class Telemetry:
         self.layers[:] = [LayerCounts(self._experts) for _ in self.layers]
         self._decoded = 0
         self._moved_before, self._prefilled_at = (0, 0.0), asked_at
+        self._evicted_before = 0 if self.memory is None else self.memory.evicted()
         self._cards_before: dict[str, CardRows] = {}
 
     def reused(self, tokens: int) -> None:
@@ -326,6 +331,7 @@ class Telemetry:
             link_peak=memory.link_peak(),
             link_busy=_share(busy, max(busy, now - self._prefilled_at)) if decoded else None,
             link_hidden=hidden(moved, busy, total("waited"), total("unused")) if decoded else None,
+            evicted=memory.evicted() - self._evicted_before,
             virtual=self.clock is not time.perf_counter,
             cards=tuple(map(self._card, memory.cards())),
             **memory.sizes(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 from click.core import ParameterSource
 
+from ...engine import state_folder
 from ...engine.events import SpreadBy
 from ...engine.ranges import Wanted
 from ...models import catalog
@@ -120,7 +121,9 @@ def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Loc
     Wanted.of(advanced.placement)
     parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
     spread = SpreadBy(*(options.pop(name) for name in ("parallel", "balance")))
-    states = disk_size(settings.states) if settings.save_history else 0
+    if not (states := disk_size(settings.states)):
+        state_folder.delete(state_folder.files())  # of earlier starts
+    states = states if settings.save_history else 0
 
     def make(pack: Path, preset: str | None = None, /) -> ChatClient:
         own = pack, preset, "auto" if device is None else device, most, advanced

@@ -80,7 +80,8 @@ def _ask(client: Client, asked: Asked, form: Form) -> int:
         dialogue = Dialogue(history, setup)
         if asked.number is not None:
             dialogue.open(history.numbered(asked.number).id)
-        # Drawn here, so that --json can report the seed that reproduces this answer.
+        # Drawn here, so that --json can report the seed that reproduces this answer; but for rounding, where a part of
+        # its prompt was kept.
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         turns, _seen = dialogue.turns(loaded.context_window or UNKNOWN_WINDOW, asking=asked.text)

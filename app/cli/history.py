@@ -16,6 +16,7 @@ import click
 
 from ...models import private_file
 from ...models.errors import UsageError
+from ...models.quantities import size
 from .. import progress
 from ..arguments import read_text
 from ..text.plain_text import printable
@@ -58,6 +59,7 @@ def history() -> None:
       floe-chat history export --all --format json --output chats.json
       floe-chat history import chats.json
       floe-chat history delete 12
+      floe-chat history forget
     """
 
 
@@ -247,6 +249,31 @@ def delete(numbers: tuple[int, ...], undo: bool) -> None:
                 )
     what = "restored" if undo else "deleted; --undo restores within a week"
     progress.note(f"{', '.join(map(str, dict.fromkeys(numbers)))} {what}")
+
+
+@history.command(short_help="Delete what models computed of chats; the chats stay.")
+@click.argument("numbers", type=NUMBER, nargs=-1)
+def forget(numbers: tuple[int, ...]) -> None:
+    """Delete the states of chats NUMBERS, or of all.
+
+    They are what a model computed of a chat's text, kept so that the chat goes on after a restart without being read
+    again. The chats themselves stay. The setting history.states limits their disk space; 0 keeps none.
+
+    
+    Examples:
+      floe-chat history forget
+      floe-chat history forget 12
+    """
+    from ...engine import state_folder
+
+    before = state_folder.total()
+    if numbers:
+        with _opened(writing=False) as store:
+            for identity in _wanted(store, numbers):
+                state_folder.forget(identity)
+    else:
+        state_folder.delete(state_folder.files())
+    progress.note(f"deleted {size(before - state_folder.total())} of states")
 
 
 @contextmanager

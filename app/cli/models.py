@@ -190,7 +190,8 @@ def _write(file: Path, text: str, *, force: bool) -> None:
 @click.command(short_help="Show where settings, chats, models and the log are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paths(as_json: bool) -> None:
-    """Show where floe-chat stores settings, chats, models, caches and the log."""
+    """Show where floe-chat stores settings, chats, models, caches, states of chats and the log."""
+    from ...engine.state_folder import states_folder
     from ..history import history_file
     from ..settings.file import settings_file
 
@@ -199,6 +200,7 @@ def paths(as_json: bool) -> None:
         "history": history_file(),
         "models": catalog.models_folder(),
         "cache": Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)),
+        "states": states_folder(),
         "log": log_file(),
     }
     if as_json:

@@ -50,7 +50,7 @@ _WIDE = 30  # largest figure over the smallest, from which on an axis is logarit
     "text_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The text to read, in UTF-8.  [default: as for eval]",
+    help="The text to read, in UTF-8.  [default: as for eval; own conversations in floe-f6 and fiddler-f2]",
 )
 @click.option(
     "--tokens", type=click.IntRange(12), default=TOKENS, show_default=True, help="How many tokens of the text to read."
@@ -112,10 +112,12 @@ def paper(
     from ...engine.paper.study import Study
     from ...engine.paper.tables import make
     from ...engine.quality.told import Told
-    from ...models.catalog import find
+    from ...models.catalog import asset, find
 
     pack = find(model)
     called = Path(text_name(pack, text_file)).name
+    if text_file is None and wanted.text:
+        text_file, called = asset(wanted.text), "24 conversations of our own"
     told = Told(progress.step, progress.note)
     ids = text_ids(pack, text_file)
     try:

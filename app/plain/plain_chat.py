@@ -137,7 +137,8 @@ class PlainChat:
     def _answering(self, loaded: Loaded) -> str:
         """What answers, and where everything is sent."""
         if not loaded.remote:
-            return f"{loaded.model} answers at preset {loaded.preset}."
+            placed = "" if loaded.pools is None else f" Its experts: {loaded.placed}."
+            return f"{loaded.model} answers at preset {loaded.preset}.{placed}"
         return f"{loaded.model} answers, remote at {loaded.remote}. {self.client.privacy}"
 
     def _question(self) -> str | None:

@@ -12,8 +12,8 @@ from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
-from ...engine.events import Rows
-from ..text.units import share
+from ...engine.events import LayerRows, Rows
+from ..text.units import NOT_MEASURED, share
 from ..widgets.common.hints import ScrollingPage, hint
 from ..widgets.common.keys import closing
 from ..widgets.common.themes import MUTED
@@ -30,10 +30,18 @@ _PREDICTED = (
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
 _IN_PLACE = "The whole model fits the device, so nothing is prefetched."
+_SPLIT = (
+    "No layer shares a pool: each is whole on the GPU or computed by the CPU, and no row is predicted, copied or "
+    "evicted. F4 or /mix pool makes a pool."
+)
 _ROWS = ("in pool", "hits", "late", "copied", "on CPU", "guessed")
 _OF_ROWS = (
     "In pool: the share of the layer's rows that are in the pool now. Hits, late, copied, on CPU: where the rows of "
     "active neurons were; late ones were fetched ahead and still on their way. Guessed: the recall of neurons."
+)
+_EVICTED = (
+    "{} rows left the pool for others in this answer: those worth least, by how highly the router rates their expert, "
+    "how often it uses them, and how soon their layer's turn comes. No setting changes that rule."
 )
 
 
@@ -66,8 +74,10 @@ class HeatMap(Widget):
         use = stats.expert_use if stats else ()
         if stats is None or not use or not use[0]:
             return Content.styled("Not measured yet. Experts are counted while an answer is written.", MUTED)
-        rows = stats.rows
+        rows = None if stats.rows is None or stats.rows.static else stats.rows
+        places = [_where(layer) for layer in stats.rows.layers] if stats.rows is not None and rows is None else []
         names = (_COLUMNS if width >= _WIDE else _SHORT)[: 1 if rows is None else None]
+        names = (*names, "where") if places else names
         column = 2 + max(len(name) for name in names)
         room = max(1, width - 5 - column * len(names))
         cell = max(1, min(_WIDEST_CELL, room // len(use[0])))
@@ -89,14 +99,20 @@ class HeatMap(Widget):
             if rows is not None:
                 by_layer = (rows.recalls, rows.precisions, rows.expert_recalls, rows.expert_precisions)
                 figures += [_at(values, number) for values in by_layer]
-            lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), *cells, _columns(figures, column)))
+            where = f"{places[number]:>{column}}" if places else ""
+            lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), *cells, _columns(figures, column), where))
         if rows is not None:
             over_all = (stats.active_neurons, rows.recall, rows.precision, rows.expert_recall, rows.expert_precision)
             lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))
-        lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _PREDICTED), MUTED))
+        lines.append(Content.styled("\n" + (_SPLIT if places else _IN_PLACE if rows is None else _PREDICTED), MUTED))
         if rows is not None and rows.layers:
             lines += _of_pool(rows, width)
         return Content("\n").join(lines)
+
+
+def _where(layer: LayerRows) -> str:
+    """Where a layer that shares no pool is computed; NOT_MEASURED if it was not used yet."""
+    return NOT_MEASURED if layer.ready is None else "GPU" if layer.ready else "CPU"
 
 
 def _of_pool(rows: Rows, width: int) -> list[Content]:
@@ -105,12 +121,12 @@ def _of_pool(rows: Rows, width: int) -> list[Content]:
     lines = [Content.styled(f"\n{'':5}" + "".join(f"{name:>{column}}" for name in _ROWS), MUTED)]
     for number, layer in enumerate(rows.layers):
         if layer.resident is None:
-            words = "not used yet" if layer.ready is None else "whole on the GPU" if layer.ready else "by the CPU"
+            words = {"GPU": "whole on the GPU", "CPU": "by the CPU"}.get(_where(layer), "not used yet")
             lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), Content.styled(f"   {words}", MUTED)))
             continue
         figures = (layer.resident, layer.ready, layer.coming, layer.copied, layer.on_cpu, _at(rows.recalls, number))
         lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), _columns(figures, column)))
-    return [*lines, Content.styled(f"\n{_OF_ROWS}", MUTED)]
+    return [*lines, Content.styled(f"\n{_OF_ROWS}\n{_EVICTED.format(f'{rows.evicted:,}')}", MUTED)]
 
 
 class ExpertsScreen(ModalScreen[None]):

@@ -263,7 +263,7 @@ def placements(loaded: Loaded | None, now: str) -> dict[str, str]:
         return {now: "all in one place"}
     least, most = loaded.pools
     sizes = [memory(most * part) for part in _SHARES if most * part >= least]
-    words = {"auto": "planner's choice", "pool": f"largest pool, {memory(most)}"}
+    words = {"auto": "planner's choice", "pool": "pool of rows, as fits"}
     words |= {f"pool:{of.replace(' ', '').lower()}": f"pool of {of}" for of in sizes}
     words |= {"static": "whole layers on the card", "cpu": "all by the CPU"}
     return words if now in words else {**words, now: now}

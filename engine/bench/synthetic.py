@@ -51,6 +51,12 @@ _NAMES = {
     "lfm2-8b-a1b": "lfm2-8b-a1b",
     "phi-3.5-moe": "phi-3.5-moe-instruct",
     "glm-4.7-flash": "glm-4.7-flash",
+    "glm-4.5-air": "glm-4.5-air",
+    "ernie-4.5-21b-a3b": "ernie-4.5-21b-a3b",
+    "deepseek-moe-16b": "deepseek-moe-16b-chat",
+    "qwen1.5-moe-a2.7b": "qwen1.5-moe-a2.7b-chat",
+    "olmoe-1b-7b": "olmoe-1b-7b-0125-instruct",
+    "granite-3.1-3b-a800m": "granite-3.1-3b-a800m-instruct",
 }
 MODELS: dict[str, Sizes] = {name: described(listed).sizes for name, listed in _NAMES.items()}
 """Published models whose widths can be measured."""
@@ -171,12 +177,14 @@ class Spec:
             "num_experts": sizes.experts,
             "n_routed_experts": sizes.experts,
             "num_experts_per_tok": sizes.top_k,
-            "norm_topk_prob": True,
+            "norm_topk_prob": sizes.model_type != "deepseek",
             "max_position_embeddings": sizes.window,
             "tie_word_embeddings": sizes.tied,
         }
         if (shared := family.shared) is not None:
             fields[shared.width or shared.count] = sizes.shared // (1 if shared.width else sizes.intermediate)
+        if sizes.dense_layers:  # none here
+            fields |= {"first_k_dense_replace": 0, "moe_layer_start_index": 0}
         if isinstance(sizes.recurrent, Convolutions):
             fields |= {
                 "layer_types": ["conv", "conv", "full_attention", "conv"] * (self.layers // 4),
@@ -192,7 +200,7 @@ class Spec:
                 "sliding_window": 1024,
                 "final_logit_softcapping": 30.0,
             }
-        if family.model_type == "phimoe":
+        if family.model_type in ("phimoe", "glm4_moe"):
             fields |= {"attention_bias": True, "lm_head_bias": True}
         if (latent := sizes.latent) is not None:
             del fields["head_dim"]

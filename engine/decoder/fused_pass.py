@@ -72,6 +72,7 @@ class FusedDecoder:
         self._rope = read_rope(model, family)
         self._turns_again = self._rope.is_long(window)
         self.layers = read_layers(model, self._rope, self._kv.bits)
+        self._with_experts = [index for index, layer in enumerate(self.layers) if layer.experts is not None]
         self._states = [layer.mixer.state for layer in self.layers]
         self._stateful = any(self._states)
         if self._stateful and (self._kv.parts or all(self._states)):
@@ -344,9 +345,14 @@ class FusedDecoder:
         return "" if is_finite(self._head(self._norm(last, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
-        """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`.
+        """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`. Layers are
+        those with experts.
 
         Keys and values of these tokens are then guesses; layer + 1 overwrites them when it runs.
         """
         assert self._step is not None, "no pass is running"
-        return self._step(layer + 1, *self.layers[layer].behind(self._stepped, output)).hidden
+        place, following = self._with_experts[layer], self._with_experts[layer + 1]
+        x, added = self.layers[place].behind(self._stepped, output)
+        for index in range(place + 1, following):  # layers without experts
+            x, added = self.layers[index].behind(self._step(index, x, added), None)
+        return self._step(following, x, added).hidden

@@ -34,6 +34,18 @@ class Captured(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def record(self) -> None:
+        """It is behind all work that the device was asked for so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device gets there."""
+        ...
+
+
 def possible(device: torch.device) -> bool:
     """Whether the device has graphs."""
     return device.type == "cuda"
@@ -47,6 +59,11 @@ def capture(work: Work, device: torch.device) -> Captured:
             used as before.
     """
     return _Graph(work, device) if device.type == "cuda" else _Again(work)
+
+
+def mark(device: torch.device) -> Mark:
+    """A point to be recorded between replays."""
+    return _Event(device) if device.type == "cuda" else _Passed()
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,6 +106,31 @@ class _Graph:
         with torch.cuda.stream(side):
             work()
         stream.wait_stream(side)
+
+
+class _Event:
+    """On the stream where graphs are replayed, whichever card is torch's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event, self._stream = torch.cuda.Event(), torch.cuda.current_stream(device)
+
+    def record(self) -> None:
+        """See `Mark`."""
+        self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        """See `Mark`."""
+        self._event.synchronize()
+
+
+class _Passed:
+    """Where a replay has ended when it returns."""
+
+    def record(self) -> None:
+        """See `Mark`."""
+
+    def synchronize(self) -> None:
+        """See `Mark`."""
 
 
 class _Again:

@@ -148,9 +148,11 @@ class Computed:
         self, prompt: Sequence[int], preset: Preset, keeps: Callable[[int], int] = int, *, alike: bool = False
     ) -> int:
         """See `KVCache.common`, of what is stored by a store that `keeps`."""
-        kept = 0
+        kept, last, serves = 0, preset, True
         for token, mine, computed in zip(prompt, self.tokens, self.presets, strict=False):
-            if token != mine or not _covers(computed, preset) or (alike and not _covers(preset, computed)):
+            if computed is not last:  # else it is compared for each of thousands of tokens
+                last, serves = computed, _covers(computed, preset) and (not alike or _covers(preset, computed))
+            if token != mine or not serves:
                 break
             kept += 1
         if kept == len(prompt) == self.prompt == keeps(kept) and (self.whole or not alike):

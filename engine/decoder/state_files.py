@@ -8,29 +8,26 @@ never here.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from ...models import private_file
+from ...models import private_file, sealed_tensors
 from .. import state_folder
 from ..machine.hardware import ram
 from ..quality_presets import Preset
 from .kv_cache import Computed, Held, KVCache, KVStore, Parked, StateCopy
 from .kv_stores import GrowingStore
 
-LEAST = 256  # tokens that are worth a file
+LEAST = 256  # tokens that are worth a file: some take 64 MB and more however few tokens they are of
 _FORMAT = 1
 _RAM = 1 / 4  # of what is free, for a copy on its way
 _TURNS = 2  # places, besides the last one, that states are kept of: where the last question ends, and before that
@@ -60,15 +57,17 @@ class StateFiles:
     """Those of a loaded model.
 
     Args:
-        pack: its folder. how: what else its states depend on. most: bytes that all files may take.
+        pack: its folder. how: what else its states depend on, besides the program's version. most: bytes that all files
+            may take.
 
     Raises:
-        OSError: the folder cannot be made, or the pack's manifest not read.
+        OSError: the folder cannot be made, or the pack's manifest not read. ImportError: the program has no version.
     """
 
     def __init__(self, pack: Path, how: str, most: int) -> None:
         private_file.own_folder(state_folder.states_folder())
-        self._mark, self._how, self._most = state_folder.pack_mark(pack), how, most
+        self._mark, self._most = state_folder.pack_mark(pack), most
+        self._how = f"{_FORMAT}, {version('floe-chat')}, {how}"
         self._writing: Thread | None = None
 
     def find(self, chat: int, store: KVStore | None, common: Callable[[Parked], int], least: int) -> Parked | None:
@@ -82,11 +81,14 @@ class StateFiles:
             private_file.need_ordinary(file)
             if not private_file.is_ours(file):
                 raise PermissionError("it is a link, or other users could have written it")
-            if file.stat().st_size > min(self._most, _RAM * ram()[1]):
-                raise ValueError("it takes more memory than it may")
-            parked = _read(file, common, least, store)
-            os.utime(file)
-        except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
+            if (taken := file.stat().st_size) > self._most:
+                raise ValueError("it takes more than all may")
+            if taken > _RAM * ram()[1]:
+                _log.info("a chat's text is read again: there is no memory for %s", file)
+                return None
+            if (parked := _read(file, common, least, store)) is not None:
+                os.utime(file)
+        except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
             _log.warning("a chat's text is read again: %s: %s", file, error)
             if private_file.is_ours(file):
                 state_folder.delete([file])
@@ -102,18 +104,17 @@ class StateFiles:
             return
         try:
             parked = kv.parked(int(min(self._most, _RAM * ram()[1])))
-        except RuntimeError as error:  # no memory for a copy
+            if parked is None or not isinstance(kv.store, GrowingStore):
+                raise ValueError("they are too large, or cannot be copied")
+            last = parked.held.copies[-1:]
+            turns = [copy for copy in parked.held.copies[:-1] if copy.turn][-_TURNS:]
+            parked = Parked(parked.computed, replace(parked.held, copies=[*turns, *last]))
+            given = self._writing, chat, self._file(chat, kv.store), parked, begun
+            writing = Thread(target=self._write, args=given, name="floe-states", daemon=True)
+            writing.start()
+            self._writing = writing
+        except (ValueError, RuntimeError, MemoryError) as error:  # or there is no memory, or no thread
             _log.info("a chat's states are not kept: %s", error)
-            return
-        if parked is None or not isinstance(kv.store, GrowingStore):
-            _log.info("a chat's states are not kept: they are too large, or cannot be copied")
-            return
-        last = parked.held.copies[-1:]
-        turns = [copy for copy in parked.held.copies[:-1] if copy.turn][-_TURNS:]
-        parked = Parked(parked.computed, replace(parked.held, copies=[*turns, *last]))
-        given = self._writing, chat, self._file(chat, kv.store), parked, begun
-        self._writing = Thread(target=self._write, args=given, name="floe-states", daemon=True)
-        self._writing.start()
 
     def close(self, patience: float) -> None:
         """Wait at most so many seconds for what is being written."""
@@ -123,7 +124,7 @@ class StateFiles:
     def _file(self, chat: int, store: GrowingStore) -> Path:
         layout = store.layout
         form = layout.entries, layout.dtype, layout.windowed, layout.sees
-        return state_folder.file_of(chat, self._mark, f"{_FORMAT} {self._how} {form}")
+        return state_folder.file_of(chat, self._mark, f"{self._how}, {form}")
 
     def _write(self, before: Thread | None, chat: int, file: Path, parked: Parked, begun: float) -> None:
         """On its own thread, after the one before."""
@@ -137,7 +138,7 @@ class StateFiles:
                 return
             _save(file, parked)
             if state_folder.forgotten(chat, begun):
-                state_folder.forget(chat)
+                state_folder.delete([file])
         # The thread's border: a cache that cannot be written is no error of the chat's.
         except Exception as error:  # noqa: BLE001
             _log.warning("a chat's states are not kept: %s: %s", type(error).__name__, error)
@@ -153,24 +154,20 @@ def _save(file: Path, parked: Parked) -> None:
     tensors |= {f"entries.{layer}": entries for layer, entries in enumerate(held.entries)}
     for number, copy in enumerate(held.copies):
         tensors |= {f"states.{number}.{layer}": state for layer, state in enumerate(copy.states)}
-    how = msgspec.json.encode(header).decode()
-    with private_file.replacing(file) as partial:
-        save_file(tensors, partial, {"how": how, "seal": _seal(file, how, tensors)})
+    sealed_tensors.save(file, msgspec.json.encode(header).decode(), tensors, state_folder.secret())
 
 
 def _read(file: Path, common: Callable[[Parked], int], least: int, store: GrowingStore) -> Parked | None:
     """Nothing but the tokens is read if too few of them serve.
 
     Raises:
-        OSError, SafetensorError, ValueError, LookupError, RuntimeError, TypeError: it is not what `_save` wrote.
+        OSError, ValueError, LookupError, RuntimeError, TypeError: it is not what `_save` wrote.
     """
-    with safe_open(file, "pt") as opened:
-        said = opened.metadata()
-        header = msgspec.json.decode(said["how"], type=_Header)
-        tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    sealed = sealed_tensors.read(file)
+    header, tensors = msgspec.json.decode(sealed.how, type=_Header), sealed.tensors
     tokens: list[int] = tensors["tokens"].tolist()
-    presets = [preset for preset, count in header.presets for _ in range(min(count, len(tokens)))]
-    computed = Computed(tokens, presets, header.chunks, long=header.long)
+    presets = (preset for preset, count in header.presets for _ in range(count))
+    computed = Computed(tokens, [*itertools.islice(presets, len(tokens))], header.chunks, long=header.long)
 
     def parked() -> Parked:
         copies = [
@@ -182,18 +179,7 @@ def _read(file: Path, common: Callable[[Parked], int], least: int, store: Growin
 
     if (found := common(parked())) < least:
         return None
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # from here on no longer the file's
-    if not hmac.compare_digest(_seal(file, said["how"], tensors), said["seal"]):
-        raise ValueError("it is damaged, or from elsewhere")
+    tensors = sealed.checked(state_folder.secret())
     if not store.fits(parked().held, found):
         raise ValueError("it does not fit the model")
     return parked()
-
-
-def _seal(file: Path, how: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of all that a file holds, its name, and this user's secret."""
-    seal = hmac.new(state_folder.secret(), f"{file.name} {how}".encode(), "sha256")
-    for name in sorted(tensors):
-        seal.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        seal.update(memoryview(tensors[name].contiguous().view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-    return seal.hexdigest()

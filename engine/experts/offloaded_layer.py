@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import operations as kernels
 from ...kernels.offload.placing import Found
-from ...kernels.types import Work
+from ...kernels.rule import Rule
+from ...kernels.types import Limits, Work
 from ...models.pack.packed_model import PackedLayer
 from ..offload.offload import Offload
 from ..offload.scheduler import PendingPrefetch
@@ -46,6 +48,15 @@ class Neighbours:
     gate: Any = None
     following: OffloadedLayer | None = None
     normalized: bool = True
+
+
+def expected(experts: Tensor, scores: Tensor, limits: Limits, rule: Rule) -> tuple[Work, Tensor]:
+    """The work of a layer for which these experts and scores (B, K) are predicted, and its thresholds (P,). Left out is
+    what the rule leaves out at those scores, and experts of less than the mean score: they are right too seldom for
+    what their rows displace.
+    """
+    work = kernels.select(experts, scores.float().softmax(-1), limits, rule)
+    return work, work.thresholds.masked_fill(work.calls.weights * experts.shape[1] < 1, torch.inf)
 
 
 class OffloadedLayer(MoELayer):
@@ -116,7 +127,6 @@ class OffloadedLayer(MoELayer):
 
     def _step(self, hidden: Tensor, choice: Choice) -> Result:
         shared, device = self.shared, self.shared.device
-        shared.scheduler.look()
         device.dense(hidden.shape[0])
         step = self._found(hidden, choice)
         if hidden.shape[0] == 1:
@@ -158,6 +168,7 @@ class OffloadedLayer(MoELayer):
         active, values, found = device.up(
             *(hidden, ruled.layer.signal, there.calls, limits, ruled.preset.x_bits),
             (*asked, choice.experts, choice.weights, limits, *optional, *chain(*(late.tensors for late in uncounted))),
+            shared.scheduler.look_again,
         )
         here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
@@ -186,22 +197,23 @@ class OffloadedLayer(MoELayer):
 
     def look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
         """Predict what the next layer will need (FloE section 3.3): its experts by the predictor, their neurons by its
-        own up projection. Left out are what the preset leaves out at those scores, and experts of less than the mean
-        score: they are right too seldom for what their rows displace. Nothing waits for the answer, see
-        `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing.
+        own up projection, see `expected`. Nothing waits for the answer, see `Scheduler.look`.
+
+        Args:
+            output: (B, H) of this layer, as far as it is known; None for nothing.
         """
         shared, following = self.shared, self.neighbours.following
-        if following is None or shared.predictor is None or not shared.looks(self.pooled):
+        predictor = shared.looks(self.pooled)
+        if following is None or predictor is None:
             return
         device, there, ruled = shared.device, following.shared, following.in_force()
         device.looks()
-        if shared.predictor.attends:
+        if predictor.attends:
             device.dense(hidden.shape[0])
-        guess = shared.predictor.guess(self.index, hidden, output)
+        guess = predictor.guess(self.index, hidden, output)
         (chosen,) = device.sent(choice.experts)
-        best = shared.predictor.experts(self.index, hidden, chosen, guess).topk(choice.experts.shape[1])
-        work = ruled.work(best.indices, best.values.float().softmax(-1))
-        limits = work.thresholds.masked_fill(work.calls.weights * best.indices.shape[1] < 1, torch.inf)
+        best = predictor.experts(self.index, hidden, chosen, guess).topk(choice.experts.shape[1])
+        work, limits = expected(best.indices, best.values, ruled.limits, ruled.rule)
         also = work.calls.experts, work.calls.weights, best.indices
         if there is not shared:
             there.device.meet(device)

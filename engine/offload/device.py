@@ -88,6 +88,9 @@ class Device:
     def looks(self) -> None:
         """The engine looks one layer ahead; see `host`."""
 
+    def fetches(self) -> None:
+        """The engine sends for what was predicted; see `host`."""
+
     def meet(self, other: Device) -> None:
         """The host turns to this card for a moment while it works on a layer of another's: a virtual clock is set to
         that.
@@ -97,17 +100,26 @@ class Device:
         """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
 
     def up(
-        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self,
+        x: Tensor,
+        up: SignalWeights,
+        calls: Calls,
+        thresholds: Tensor,
+        x_bits: int,
+        also: Sequence[Tensor] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Active, Tensor, list[Tensor]]:
         """The active neurons; the host waits for the device here.
 
         Args:
-            thresholds: (P,), infinite for calls that are left out.
+            thresholds: (P,), infinite for calls that are left out. meanwhile: what the host does before it waits.
 
         Returns:
             them and their values on the host, the values on the device, and copies of `also` on the host.
         """
         asked = self.ask(x, up, calls, thresholds, x_bits, also)
+        if meanwhile is not None:
+            meanwhile()
         self.arrived(asked.copy)
         return asked.answer()
 

@@ -42,7 +42,8 @@ class Mix:
 
     def describe(self) -> str:
         """In words."""
-        words = ((self.gpu, "all on the GPU"), (self.pool, "with a pool of rows there"), (self.cpu, "by the CPU"))
+        there = "there" if self.gpu else "on the GPU"
+        words = ((self.gpu, "all on the GPU"), (self.pool, f"with a pool of rows {there}"), (self.cpu, "by the CPU"))
         (first, where), *rest = [(count, where) for count, where in words if count]
         return ", ".join(
             [f"{first} layer{'s' if first > 1 else ''} {where}", *(f"{more} {then}" for more, then in rest)]

@@ -6,7 +6,7 @@ The up projections of the pool's layers are on the device, all their rows in RAM
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -80,8 +80,8 @@ class Offload:
     Attributes:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
         pooled: the model's layers that the pool serves -> their numbers in its tables.
-        predictor: predicts what the next layer will need; None if nothing is prefetched. looking: in which layers that
-            pays; None: in all.
+        predictors: predict what the next layer will need; none if nothing is prefetched. looking: which of them pays in
+            which layers; None: the first in all. tried: makes `looking` for predictors of these names if measured.
         ring: through which a prompt's experts stream.
         notices: for the user, until collected.
     """
@@ -116,8 +116,9 @@ class Offload:
         total = len(which) * experts * neurons
         capacity = min(capacity, total)
         self.device, self.parts = device, parts
-        self.predictor: Predictor | None = None
+        self.predictors: tuple[Predictor, ...] = ()
         self.looking: Looking | None = None
+        self.tried: Callable[[Sequence[str]], Looking] | None = None
         # Tables have a layer at least: where none uses the pool, it stays empty.
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
@@ -133,18 +134,31 @@ class Offload:
         self.called = ""  # where there are several cards, this one's name for people
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
 
+    def predict_by(self, predictors: Sequence[Predictor]) -> None:
+        """Fetch ahead by these, each where it pays, or by the only one in all layers."""
+        self.predictors = tuple(predictors)
+        self.looking = None if self.tried is None else self.tried([one.name for one in predictors])
+
     @property
     def predicts(self) -> bool:
         """Whether anything is predicted."""
-        return self.predictor is not None and (self.looking is None or self.looking.any)
+        return bool(self.predictors) and (self.looking is None or self.looking.any)
 
-    def looks(self, layer: int) -> bool:
-        """Whether what this layer of the pool's would predict is fetched."""
-        return self.predictor is not None and (self.looking is None or self.looking.does(layer))
+    def looks(self, layer: int) -> Predictor | None:
+        """What predicts in this token's layer of the pool's, if anything does."""
+        at = 1 if self.looking is None else self.looking.does(layer)
+        return self.predictors[at - 1] if at and self.predictors else None
+
+    def may_look(self, layer: int) -> tuple[Predictor, ...]:
+        """What predicts in this layer of the pool's in some tokens."""
+        if self.looking is not None and not self.looking.settled:
+            return self.predictors
+        chosen = self.looks(layer)
+        return () if chosen is None else (chosen,)
 
     def found(self, layer: int) -> None:
         """The active neurons of one token in this layer of the pool's are known, and where they are is not."""
-        if self.looking is not None and self.predictor is not None:
+        if self.looking is not None and self.predictors:
             self.looking.found(layer, self.device.now)
 
     def rows(self, layout: RowLayout) -> ExpertRows:
@@ -170,6 +184,10 @@ class Offload:
     def resident(self) -> dict[int, float]:
         """The pool's layers, and the share of each one's rows that are in it."""
         return {layer: float(self.pool.resident(number).mean()) for layer, number in self.pooled.items()}
+
+    def evicted(self) -> int:
+        """Rows of the pool that gave way to others so far."""
+        return self.pool.evicted
 
     def link_peak(self) -> float:
         """The link's bytes per second when nothing delays it."""

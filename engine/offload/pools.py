@@ -54,6 +54,10 @@ class Pools:
         """See `Offload.resident`: of all cards' layers."""
         return {layer: share for one in self.each for layer, share in one.resident().items()}
 
+    def evicted(self) -> int:
+        """See `Offload.evicted`: of all cards."""
+        return sum(one.evicted() for one in self.each)
+
     def link_peak(self) -> float:
         """Of one link: in decode they move one after the other."""
         return max(one.link_peak() for one in self.each)

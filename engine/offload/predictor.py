@@ -147,6 +147,16 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     return GatePredictor(routers, carries(model))
 
 
+def candidates(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None = None) -> list[Predictor]:
+    """Among which "auto" chooses layer by layer, where that is measured: of no cost, and through attention where that
+    works; else what `make` makes. The arguments and errors are `make`'s.
+    """
+    found = [make(name, model, packed, ahead)]
+    if name == "auto" and ahead is not None:
+        found.append(make("partial", model, packed, ahead))
+    return found
+
+
 def _learned(packed: PackedModel, routers: Sequence[Tensor], useful: Sequence[bool]) -> list[Lookahead | None]:
     """Of the layers where it is useful, the learned predictors next to the routers."""
     if not useful:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...kernels.cpu.pool_table import PoolTable
 from ...kernels.offload.located import Keys, Slots
 from ...kernels.offload.placing import Ahead, Found, Placed, Way
-from ...kernels.offload.pool import FREE_COUNT, VISITING
+from ...kernels.offload.pool import EVICTED, FREE_COUNT, VISITING
 from ...kernels.offload.sharing import Lanes
 from ...models.pack.usage_file import Heat
 from . import eviction
@@ -150,6 +150,11 @@ class RowPool:
     def used(self) -> int:
         """Slots that hold a row or wait for one that is to stay."""
         return self.capacity - int(self.table.counters[FREE_COUNT] + self.table.counters[VISITING])
+
+    @property
+    def evicted(self) -> int:
+        """Rows that gave way to others so far."""
+        return int(self.table.counters[EVICTED])
 
     def resize(self, capacity: int) -> None:
         """More slots, all free, or fewer: the rows in slots from `capacity` on are dropped.

@@ -2,7 +2,8 @@
 
 A prefetch goes behind everything urgent, in pieces that are sent or dropped as a whole. `predictor.py` predicts the
 next layer's experts and input; the device is asked which neurons follow, their rows are fetched once it has found them,
-and pieces that have not begun are dropped when that layer's own choice is known. Nothing waits for a prediction. Both
+and pieces that have not begun are dropped when that layer's own choice is known. Nothing waits for a prediction longer
+than for what comes behind it. Both
 ends of a step are compiled (kernels/cpu/offload_steps.py).
 """
 
@@ -94,6 +95,13 @@ class Scheduler:
             self._fetch_ahead(self.ahead)
             self.ahead = None
 
+    def look_again(self) -> None:
+        """The same, waiting for it: when the device has been given what comes next, which it does behind it."""
+        if self.ahead is not None:
+            self._device.arrived(self.ahead.asked.copy)
+            self._fetch_ahead(self.ahead)
+            self.ahead = None
+
     def start(self, found: Found, beside: Beside, cpu_share: float) -> tuple[Placed, Joined | None]:
         """A layer's turn, when the device has done all earlier work: drop its prefetches that have not begun, place
         the step by its real needs, send for absent rows and start the CPU's share of them.
@@ -133,6 +141,10 @@ class Scheduler:
     def lasting(self, found: Found, beside: Beside, lists: StepLists) -> tuple[Any, Any]:
         """See `OffloadSteps.lasting`."""
         return self._steps.lasting(found, self._way(found.layer), beside, lists)
+
+    def guessing(self, guess: Found, named: Tensor) -> Any:
+        """See `OffloadSteps.guessing`."""
+        return self._steps.guessing(guess, self._way(guess.layer), named)
 
     def begin_token(self, cpu_share: float) -> Any:
         """What its lasting steps work on."""
@@ -194,6 +206,7 @@ class Scheduler:
 
     def _fetch_ahead(self, ahead: PendingPrefetch) -> None:
         """Request the absent rows, those of the likeliest expert first."""
+        self._device.fetches()
         active, _, (experts, weights, named) = ahead.asked.answer()
         none = named[:0]
         if not isfinite(sum(weights.tolist())):

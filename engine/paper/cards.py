@@ -45,12 +45,13 @@ _SEEN: dict[tuple[str, int, str], Trace] = {}
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A card, a model's width, and the routing."""
+    """A card, a model's width, and the routing: of the tokens of an answer, and of a prompt from its beginning on."""
 
     model: str
     card: Card
     width: Width
     trace: Trace
+    prompt: Trace
 
     @property
     def warm(self) -> int:
@@ -62,22 +63,27 @@ class Scene:
         return dataclasses.replace(self, card=dataclasses.replace(self.card, vram_bytes=int(gib * 2**30)))
 
 
-def scene(study: Study, model: str, card: str, guesses: str = "auto") -> Scene:
+def scene(study: Study, model: str, card: str, guesses: str = "auto", prompt: int = TOKENS) -> Scene:
     """What the paper had, unless the person names a model or a card; a pack of more experts has its own width.
+
+    Args:
+        prompt: tokens of the text for prompts; longer ones repeat them.
 
     Raises:
         UsageError: no such card or model, or a pack of more experts than the model that was named has.
     """
-    sizes, trace = sizes_of(study.synthetic) if study.synthetic else described(model).sizes, _trace(study, guesses)
+    sizes = sizes_of(study.synthetic) if study.synthetic else described(model).sizes
+    trace = _trace(study, guesses, max(TOKENS, prompt))
     called = study.synthetic or model
     if not study.synthetic and (study.experts > sizes.experts or study.top_k > sizes.top_k):
         sizes, called = own_sizes(study.loaded.packed.manifest, study.loaded.model.config), study.name
     width, own = Width(sizes), named(study.card or card, study=True)
-    return Scene(called, own, width, trace.widened(sizes.experts, sizes.top_k))
+    trace = trace.widened(sizes.experts, sizes.top_k)
+    return Scene(called, own, width, trace.first(TOKENS), trace)
 
 
-def _trace(study: Study, guesses: str) -> Trace:
-    ids = list(study.ids[: min(TOKENS, study.tokens)])
+def _trace(study: Study, guesses: str, tokens: int) -> Trace:
+    ids = list(study.ids[: min(tokens, study.tokens)])
     if len(ids) < TOKENS // 4:
         raise UsageError(f"The text has {len(ids)} tokens", f"{TOKENS // 4} are needed.", "Give a longer one.")
     key = str(study.pack), hash(tuple(ids)), guesses
@@ -118,13 +124,13 @@ def _engine(own: Scene, preset: Preset, parts: Parts, lengths: Sequence[int], *,
     """This program's engine with these parts: decode, then prompts with what decode left on the card."""
     given = own.card, own.width, own.trace, preset, parts
     token = play(*given, ahead=ahead, warm=own.warm, host=False).seconds
-    stage = Stage(*given, ahead=False)
+    stage = Stage(own.card, own.width, own.prompt, preset, parts, ahead=False)
     for at in range(own.warm):
         stage.step([at])
     first: dict[int, float] = {}
     for length in lengths:
         before = stage.spent()
-        stage.step([at % len(own.trace.index) for at in range(length)])
+        stage.step([at % len(own.prompt.index) for at in range(length)])
         first[length] = played_since(stage, before, 1).seconds
     return Pace(first, token)
 
@@ -146,7 +152,7 @@ def _naive(bits: int) -> Engine:
     def pace(own: Scene, lengths: Sequence[int]) -> Pace:
         decode = baselines.naive(own.card, own.width, own.trace, own.warm, bits)
         width = own.width.at(bits, bits, bits)
-        return _others(own, decode, prompts.layerwise(own.card, width, own.trace, lengths), lengths)
+        return _others(own, decode, prompts.layerwise(own.card, width, own.prompt, lengths), lengths)
 
     return pace
 
@@ -155,7 +161,7 @@ def _mixtral_offloading(bits: int, dense: int) -> Engine:
     def pace(own: Scene, lengths: Sequence[int]) -> Pace:
         decode = baselines.mixtral_offloading(own.card, own.width, own.trace, own.warm, bits=bits, dense=dense)
         width = own.width.at(bits, bits, dense)
-        return _others(own, decode, prompts.layerwise(own.card, width, own.trace, lengths), lengths)
+        return _others(own, decode, prompts.layerwise(own.card, width, own.prompt, lengths), lengths)
 
     return pace
 
@@ -163,7 +169,7 @@ def _mixtral_offloading(bits: int, dense: int) -> Engine:
 def _fiddler(own: Scene, lengths: Sequence[int]) -> Pace:
     decode = baselines.fiddler(own.card, own.width, own.trace, own.warm)
     width = own.width.at(16, 16, 16)
-    return _others(own, decode, prompts.fiddler(own.card, width, own.trace, lengths), lengths)
+    return _others(own, decode, prompts.fiddler(own.card, width, own.prompt, lengths), lengths)
 
 
 def _mixtral_gpu(own: Scene, lengths: Sequence[int]) -> Pace:
@@ -172,7 +178,7 @@ def _mixtral_gpu(own: Scene, lengths: Sequence[int]) -> Pace:
     decode = baselines.gpu_int2(large.card, own.width, own.trace, own.warm)
     assert decode is not None
     width = own.width.at(2, 2, 4)
-    return _others(own, decode, prompts.layerwise(large.card, width, own.trace, lengths), lengths)
+    return _others(own, decode, prompts.layerwise(large.card, width, own.prompt, lengths), lengths)
 
 
 def _ours(own: Scene, lengths: Sequence[int]) -> Pace:
@@ -185,7 +191,7 @@ def _ours(own: Scene, lengths: Sequence[int]) -> Pace:
     layers = own.trace.index.shape[1]
     prompt = mixes.between(
         mixes.in_proportion(chosen.mix, layers),
-        lambda mix: prompts.played(*given, mix, own.warm, host=True, lengths=lengths),
+        lambda mix: prompts.played(own.card, own.width, own.prompt, mix, own.warm, host=True, lengths=lengths),
     )
     return _others(own, decode, prompt, lengths)
 
@@ -236,8 +242,8 @@ def _over(a: float | None, b: float | None) -> float | None:
 
 def floe_f6(study: Study) -> Made:
     """A grid of lengths at 12 GB."""
-    own = scene(study, MIXTRAL, "rtx3090-24gb@12gb")
     lengths = (16, 64, 256, 512)
+    own = scene(study, MIXTRAL, "rtx3090-24gb@12gb", prompt=max(lengths))
     paces = _paces(study, own, ENGINES, lengths)
     rows = _speeds(paces, [(prompt, answer) for prompt in lengths for answer in (64, 256)])
     means = {name: _mean(rows, at) for at, name in enumerate(ENGINES)}
@@ -277,7 +283,8 @@ def fiddler_f2(study: Study) -> Made:
     grids: list[Grid] = []
     gains: dict[str, Cells] = {}
     scenes = [
-        scene(study, MIXTRAL, card) for card in ((study.card,) if study.card else ("quadrortx6000-24gb", "l4-24gb"))
+        scene(study, MIXTRAL, card, prompt=max(lengths))
+        for card in ((study.card,) if study.card else ("quadrortx6000-24gb", "l4-24gb"))
     ]
     plot: dict[str, list[tuple[float, float]]] = {}
     for own in scenes:

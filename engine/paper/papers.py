@@ -35,6 +35,7 @@ class Entry:
     Attributes:
         id: such as "floe-t8". paper: its short name. shows: in words. setup: what it was measured on.
         says: what the text says of figures that are only drawn. printed: figures that are printed.
+        text: of assets/, which is read where a person gives none; "": as for eval.
         tasks: of lm-evaluation-harness that it is about, with commas between them; "" where it is about none.
         why_not: why floe-chat cannot make it; "" if it can.
     """
@@ -45,6 +46,7 @@ class Entry:
     setup: str = ""
     says: str = ""
     printed: tuple[Grid, ...] = ()
+    text: str = ""
     tasks: str = ""
     why_not: str = ""
 

@@ -1,7 +1,7 @@
 """How well the next layer's experts and neurons are predicted, layer by layer, and what a prediction costs.
 
 Experts are predicted by the next router on this layer's input, as it is ("raw") or carried over the norms ("gate"); by
-the predictor that packing learned, naming K ("learned") or K + 1 ("K + 1"); by the next layer's attention and
+the predictor that packing learned ("learned"), the best K or K + 1; by the next layer's attention and
 router on what this layer has without its experts ("alone"), or with its resident ones, the more popular half
 ("partial", importance-driven scheduling section 5.2). A shared expert, which needs no choice, is part of "alone".
 """
@@ -272,31 +272,36 @@ def floe_f4(study: Study) -> Made:
             if name != "learned"
         )
         found = [recall(scores, then.chosen, ahead.top_k) for _, scores in guesses.values()]
-        if "learned" in guesses:
-            found.append(recall(guesses["learned"][1], then.chosen, ahead.top_k + 1))
+        more = [name for name in ("learned", "partial") if name in guesses]
+        found += [recall(guesses[name][1], then.chosen, ahead.top_k + 1) for name in more]
         experts[at] = tuple(found)
-        true = neurons(ahead.packed, layer + 1, then, guesses["gate"][0], then.chosen, sparsity)
+        true = [
+            neurons(ahead.packed, layer + 1, then, guesses[name][0], then.chosen, sparsity)
+            for name in ("gate", "partial")
+            if name in guesses
+        ]
         each = [
             neurons(ahead.packed, layer + 1, then, guess, scores.topk(ahead.top_k).indices, sparsity)
             for guess, scores in guesses.values()
         ]
-        shares[at], precise[at] = (tuple(one[of] for one in (true, *each)) for of in (0, 1))
+        shares[at], precise[at] = (tuple(one[of] for one in (*true, *each)) for of in (0, 1))
     tokens = len(hops[0][1].hidden) * len(hops)
     cost = {name: (1e6 * seconds / tokens, _bytes(study, name)) for name, seconds in ahead.seconds.items()}
-    learned = ("K + 1",) if "learned" in names else ()
-    columns = ("true experts", *names)
+    more = tuple(f"{name}, K + 1" for name in ("learned", "partial") if name in names)
+    columns = (*(f"{name}, true" for name in ("gate", "partial") if name in names), *names)
     grids = (
         Grid("cosine of the predicted input", tuple(name for name in names if name != "learned"), _with_mean(cosine)),
-        Grid("experts: share of the chosen named", (*names, *learned), _with_mean(experts)),
+        Grid("experts: share of the chosen named", (*names, *more), _with_mean(experts)),
         Grid(f"neurons at {sparsity:.0%}: recall", columns, _with_mean(shares)),
         Grid(f"neurons at {sparsity:.0%}: precision", columns, _with_mean(precise)),
         Grid("cost of a prediction", ("us of a token", "bytes a layer"), cost),
     )
     plot = {
         name: [(float(place + 2), row[at] or 0.0) for place, row in enumerate(experts.values())]
-        for at, name in enumerate((*names, *learned))
+        for at, name in enumerate((*names, *more))
     }
-    return Made(_here(study), grids, plot, ("layer", "experts named"), notes=(_uses(study), _TIMES))
+    notes = _uses(study), "Neurons: by the experts named, or (true) by those that are chosen.", _TIMES
+    return Made(_here(study), grids, plot, ("layer", "experts named"), notes=notes)
 
 
 _TIMES = "Times are of this machine's processor, many tokens at once; a single token takes longer for each."
@@ -318,8 +323,9 @@ def _uses(study: Study) -> str:
     better = ", ".join(str(layer + 2) for layer, gained in enumerate(gains) if gained) or "none"
     return (
         f'The engine\'s "auto" uses "learned" to predict layers {better}, where it named more experts than the next '
-        'router on calibration text that it had not learned from, and "gate" for the others. Rows are fetched ahead '
-        "only if a predictor is chosen, or from the disk; `partial` takes a pass through the next layer's attention."
+        'router on calibration text that it had not learned from, and "gate" for the others; beside a card, in each '
+        "layer these or `partial`, which takes a pass through the next layer's attention, or nothing, by what the "
+        "first tokens gain."
     )
 
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
     why += f"; with {size(budget)} of its memory, {shares.words}, because all weights need {size(pack.needs.whole())}"
+    why += pack.against_pool(gpu.machine, shares, budget)
     return dataclasses.replace(gpu_with(gpu, why, shares, pack.streamed(shares), vram), pools=pack.pools(budget))
 
 
@@ -229,6 +231,7 @@ def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {shares.words}"
+    why += pack.against_pool(there, shares, budget)
     return virtual_with(card, why, shares, budget, pack)
 
 
@@ -340,7 +343,7 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, f
         made = Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix, first)
         if parts.predictor == "auto" and not device.looks_ahead:
             kept = rates_file(hardware.machine_id(), device.name, layers[0].rows.layout.nbytes) if device.real else None
-            made.looking = Looking(len(made.pooled), kept and kept.with_suffix(".ahead.json"))
+            made.tried = partial(Looking, len(made.pooled), file=kept and kept.with_suffix(".ahead.json"))
         return made
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()

@@ -34,7 +34,7 @@ class Figures:
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
-            host_ahead_s: what looking one layer ahead adds there.
+            host_ahead_s, host_fetch_s: what looking one layer ahead adds there, and sending for what was guessed.
         state_bytes_s: states of gated delta rules that the CPU brings a token further.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
@@ -55,6 +55,7 @@ class Figures:
     host_behind_s: float
     host_ram_s: float
     host_ahead_s: float
+    host_fetch_s: float
     state_bytes_s: float
     lenient_kl: float
 
@@ -80,6 +81,7 @@ def figures() -> Figures:
         host_behind_s=values["host_behind_ms"] / 1e3,
         host_ram_s=values["host_ram_ms"] / 1e3,
         host_ahead_s=values["host_ahead_ms"] / 1e3,
+        host_fetch_s=values["host_fetch_ms"] / 1e3,
         state_bytes_s=values["state_bytes_s"] * 1e9,
         lenient_kl=values["lenient_kl"],
     )

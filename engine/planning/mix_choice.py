@@ -141,10 +141,10 @@ def asked(needs: Needs, budget: int, wanted: Wanted, order: tuple[int, ...]) -> 
     fitting = [mix for mix in mixes if needs.fits(mix, budget)]
     if not fitting or wanted.pool is None:
         return (fitting[0], None) if fitting else None
-    rows, each = wanted.pool // needs.row, needs.experts * needs.neurons
+    rows, every = wanted.pool // needs.row, needs.layers * needs.experts * needs.neurons
     least, most = pool_rows(needs, budget) or (0, 0)
     for mix in fitting:
-        if least <= rows and min(rows, mix.pool * each) <= needs.most_rows(mix, budget):
+        if least <= rows and min(rows, every) <= needs.most_rows(mix, budget):
             return mix, rows
     hint = f"Give {size(least * needs.row)} to {size(most * needs.row)}, or no size for as many layers as fit."
     raise UsageError(f"A pool of {size(wanted.pool)} does not suit this model and device", "", hint)

@@ -11,6 +11,7 @@ import torch
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
+from ...models.quantities import digits
 from .. import context, quality_presets
 from ..context import CONTEXT
 from ..events import Advanced
@@ -168,6 +169,16 @@ class OpenedPack:
         """Tokens per second, by the cost model."""
         held = self.held(self.needs, shares, machine.ram)
         return 1 / speed_estimate.decode(self.takes, self.work, machine.speeds, held).seconds
+
+    def against_pool(self, machine: Machine, shares: DeviceShares, budget: int) -> str:
+        """Why the planner's choice has no pool, where one would fit: the estimates; "" for other choices."""
+        if shares.mix is None or shares.mix.pool or self.mix is not None or self.wanted.kind != "auto":
+            return ""
+        if (wanted := mix_choice.asked(self.needs, budget, Wanted("pool"), self.work.order)) is None:
+            return ""
+        pooled = self.needs.share_out(wanted[0], budget, self.window, wanted[1])
+        slower, chosen = (digits(self.tokens_s(machine, one)) for one in (pooled, shares))
+        return f", by our estimate {chosen} tokens/s against {slower} with a pool of rows"
 
     def held(self, needs: Needs, shares: DeviceShares, ram: int) -> Held:
         """As the cost model takes it. needs: of the layers that the shares are about."""

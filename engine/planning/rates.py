@@ -276,7 +276,7 @@ def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]
         )
     for bits in DENSE_WIDTHS:
         yield f"dense {bits} bit", lambda bits=bits: {f"dense {bits} bit": dense_rate(MIXTRAL, bits)}
-    yield STATES, lambda: {STATES: state_rate()}
+    yield STATES, lambda: {STATES: best_rate(state_work())}
     shapes = Shapes(MIXTRAL.hidden, _BATCH_NEURONS)
     yield "prompt 4 bit", lambda: {"prompt 4 bit": batch_rate(shapes, 4)}
     if torch.cuda.is_available():
@@ -288,9 +288,9 @@ def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]
     yield DISK, lambda: {DISK: read_rate(folder)}
 
 
-def state_rate() -> float:
-    """Bytes of states that gated delta rules bring a token further per second, with all that such a layer does besides
-    its projections: at Qwen3.6's sizes, and with a narrow stream, so that projections cost next to nothing. Layers take
+def state_work() -> Work:
+    """The work of states that gated delta rules bring a token further, with all that such a layer does besides its
+    projections: at Qwen3.6's sizes, and with a narrow stream, so that projections cost next to nothing. Layers take
     turns, so that no state is in a cache.
     """
     heads, shared, width, hidden = 32, 16, 128, 16
@@ -313,7 +313,7 @@ def state_rate() -> float:
             step.together(number, x, None, where)
         return 4 * mixer.state * len(states)
 
-    return best_rate(work)
+    return work
 
 
 def _read() -> float:

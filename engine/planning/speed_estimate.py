@@ -272,7 +272,7 @@ def decode(
 def host_times(speeds: Speeds) -> HostTimes:
     """What plans count for the engine's own code beside a GPU."""
     own = speeds.host_gpu, speeds.host_ram, speeds.host_pool, speeds.host_behind
-    return HostTimes(*own, figures().host_ahead_s)
+    return HostTimes(*own, figures().host_ahead_s, figures().host_fetch_s)
 
 
 def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:

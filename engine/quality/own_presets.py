@@ -25,7 +25,9 @@ from ...models.pack.manifest import PACK, Manifest, TunedPreset
 from ...models.transformers_import import import_model_code
 from ..loader import LoadedModel, load
 from ..quality_presets import LEVELS, Preset, custom, ruled
+from . import own_predictors
 from .evaluate import continuation, measured_divergence
+from .own_predictors import OwnPredictors
 from .references import PackReference
 from .text_windows import cut, cut_prompts
 from .told import Told
@@ -56,7 +58,7 @@ class OwnPresets:
 
     Attributes:
         adds: what each preset's rule adds by itself, nats; its `kl` counts the precision of its products too.
-        dials: what each dial of a quality set by hand adds.
+        dials: what each dial of a quality set by hand adds. predictors: see `own_predictors.run`.
     """
 
     model: str
@@ -66,14 +68,17 @@ class OwnPresets:
     dials: DialLoss
     scored: int
     seconds: float
+    predictors: OwnPredictors | None = None
 
 
-def run(pack: Path, ids: Sequence[int], tokens: int, told: Told, *, text: str, device: str = "auto") -> OwnPresets:
+def run(
+    pack: Path, ids: Sequence[int], tokens: int, told: Told, *, text: str, device: str = "auto", learn: bool = False
+) -> OwnPresets:
     """Find the presets of a pack, and write them into it.
 
     Args:
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
-        text: its name, saved with the presets. device: as `load` takes it.
+        text: its name, saved with the presets. device: as `load` takes it. learn: train the predictors on it too.
 
     Raises:
         UsageError: too few or too many tokens, a text too short. PackError: the pack cannot be read or written to.
@@ -108,8 +113,9 @@ def run(pack: Path, ids: Sequence[int], tokens: int, told: Told, *, text: str, d
     manifest = replace(loaded.packed.manifest, tuned=tuned)
     dials = dial_losses(loaded, manifest, windows, expected, told, text)
     replace(manifest, dials=dials).write(pack)
-    adds = tuple(kl for _, kl in found.values())
-    return OwnPresets(facts.model, facts.widths, tuned, adds, dials, len(windows) * keep, time.monotonic() - began)
+    learned = own_predictors.run(loaded, ids, told) if learn else None
+    given = facts.model, facts.widths, tuned, tuple(kl for _, kl in found.values()), dials, len(windows) * keep
+    return OwnPresets(*given, time.monotonic() - began, learned)
 
 
 def dial_losses(

@@ -26,10 +26,11 @@ from ...models.packing import calibration
 from ...models.transformers_import import import_model_code
 from .. import quality_presets
 from ..loader import load
-from . import frontier
+from . import frontier, own_predictors
 from .candidates import Candidate
 from .evaluate import continuation, measured_divergence
 from .frontier import Frontier, Point
+from .own_predictors import OwnPredictors
 from .own_presets import dial_losses, need_writable
 from .references import NO_SPARSITY, PackReference, SourceReference
 from .source_model import identify
@@ -41,7 +42,7 @@ from .told import Told
 class TunedPresets:
     """The result. `unskipped_kl` is the pack's own KL with nothing left out; `scored` tokens were predicted.
 
-    `dials`: what each dial of a quality set by hand adds to it.
+    `dials`: what each dial of a quality set by hand adds to it. `predictors`: see `own_predictors.run`.
     """
 
     model: str
@@ -52,6 +53,7 @@ class TunedPresets:
     dials: DialLoss
     unskipped_kl: float
     scored: int
+    predictors: OwnPredictors | None = None
 
 
 def run(
@@ -64,6 +66,7 @@ def run(
     text: str,
     widths: bool,
     device: str = "auto",
+    learn: bool = False,
 ) -> TunedPresets:
     """Search the frontier of a pack, and write the presets that follow into it.
 
@@ -71,6 +74,7 @@ def run(
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
         text: the name of the text, saved with the pack's presets.
         widths: whether other widths than the pack's are tried too. device: for the pack, as `load` takes it.
+        learn: train the predictors on all of the text too.
 
     Raises:
         UsageError: too few or too many tokens, a text too short, another source.
@@ -100,7 +104,8 @@ def run(
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
         presets.append(TunedPreset(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
-    manifest = dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told))
+    others = {name: entry for name, entry in manifest.beside.items() if name != FRONTIER}
+    manifest = dataclasses.replace(manifest, tuned=tuple(presets), beside=others | _keep(pack, found, told))
     unskipped = PackReference(loaded, told).logits(windows[:, :-1], keep)
     dials = dial_losses(loaded, manifest, windows, unskipped, told, text)
     dataclasses.replace(manifest, dials=dials).write(pack)
@@ -113,6 +118,7 @@ def run(
         dials=dials,
         unskipped_kl=unskipped_kl,
         scored=windows.shape[0] * keep,
+        predictors=own_predictors.run(loaded, ids, told) if learn else None,
     )
 
 

@@ -76,9 +76,9 @@ FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, 
 FLOE_API int floe_offload_note(const floe_pool *pool, const floe_found *found, FLOE_OPTIONAL const floe_places *places);
 
 // Slots for the absent ones of a guess's neurons, those of the calls that weigh most first, as many as may be fetched
-// ahead; returns how many. Filled: guessed (total) keys of all; keys, slots (total) of the absent ones; runs
-// (calls, 2), in their order: a call, and how many of the keys are its own. If a way is given, they are sent for, and
-// sent (calls * pieces, 2) is filled: a transfer and how many keys end with it, then zeros.
+// ahead, and FLOE_POOL_MOST at most; returns how many. Filled: guessed (total) keys of all; keys, slots (total) of the
+// absent ones; runs (calls, 2), in their order: a call, and how many of the keys are its own. If a way is given, they
+// are sent for, and sent (calls * pieces, 2) is filled: a transfer and how many keys end with it, then zeros.
 FLOE_API int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, FLOE_OPTIONAL const floe_way *way,
                                     int32_t *guessed, int32_t *keys, int32_t *slots, int64_t *runs,
                                     FLOE_OPTIONAL int64_t *sent);
@@ -170,6 +170,26 @@ typedef struct {
 // floe_offload_start, and floe_offload_finish with floe_share_join behind its last load.
 FLOE_API int floe_step_start(floe_offload *offload, const floe_step *step);
 FLOE_API int floe_step_end(floe_offload *offload, floe_step *step);
+
+// What a layer will probably need, over memory that stays. guessed, keys, slots, runs, sent: as floe_offload_ahead
+// fills them for `found`, with room for all. named (experts): those that are expected, each once or more often. asked,
+// taken: how many of guessed and of keys the last guess has; asked is -1 where there is none. All others are counted up
+// by floe_step_compare: guesses, neurons that were guessed, needed, and both, experts that were named and chosen, and
+// rows that came and were not needed.
+typedef struct {
+    const floe_found *found;
+    const floe_way *way;
+    const int64_t *named;
+    int32_t *guessed, *keys, *slots;
+    int64_t *runs, *sent;
+    int64_t experts, asked, taken, guesses, predicted, needed, right, experts_right, unused;
+} floe_guess;
+
+// floe_offload_ahead for what the device has found; nothing where a weight is not finite: the model has failed.
+FLOE_API int floe_step_guess(floe_offload *offload, floe_guess *guess);
+
+// Compares the guess with what its layer's step needs, once that has been started. After it there is none.
+FLOE_API int floe_step_compare(const floe_offload *offload, const floe_step *step, floe_guess *guess);
 
 // ---- virtual time
 

@@ -176,6 +176,35 @@ class OffloadSteps:
         )
         return step, placed
 
+    def guessing(self, guess: Found, way: Way, named: Tensor) -> Any:
+        """`floe_guess` of what a layer will probably need, over what `guess` has at any time.
+
+        Args:
+            guess: with room for all neurons. named: (experts,) int64, expected in that layer.
+
+        Raises:
+            ValueError: tensors of other types or shapes.
+        """
+        record = found_record(guess)
+        if record is None or named.dtype is not torch.int64 or not named.is_contiguous():
+            raise ValueError("the compiled kernels cannot take this guess")
+        guessed, keys, slots = np.empty((3, record.room), np.int32)
+        counted = dict.fromkeys(("guesses", "predicted", "needed", "right", "experts_right", "unused"), 0)
+        return records.guess(
+            found=record,
+            way=way_record(way),
+            named=named,
+            guessed=guessed,
+            keys=keys,
+            slots=slots,
+            runs=np.empty((record.calls, 2), np.int64),
+            sent=np.empty((record.calls * way.pieces, 2), np.int64),
+            experts=named.numel(),
+            asked=-1,
+            taken=0,
+            **counted,
+        )
+
     def of_now(self, cpu_share: float) -> Any:
         """`floe_offload` for a token's steps."""
         self._offload.cpu_share = cpu_share

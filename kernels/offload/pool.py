@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from .located import Slots, require
 
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
-FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE, VISITING, COMING = range(8)  # places in `RowTable.counters`
+FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE, VISITING, COMING, EVICTED, ASKED, MOST = range(
+    11
+)  # places in `RowTable.counters`
 
 # A slot's fields, side by side, so that scanning many reads memory once.
 CELL = np.dtype([("state", np.int32), ("key", np.int32), ("mark", np.int32), ("mean", np.float32)])
@@ -101,8 +103,9 @@ class RowTable:
             neuron when it was last copied, unless there is a slot for every row.
         busy: (L · E,) uint8, whether the running step uses the expert: none of its rows is evicted.
         free: (S,) int32, a stack. visitors: (S,) int32, slots. bar: (1,) float32, see `EvictionRule`.
-        counters: (8,) int64, see FINDS and so on; SPARE slots are for urgent rows, VISITING are visitors', COMING are
-            filling.
+        counters: (11,) int64, see FINDS and so on; SPARE slots are for urgent rows, VISITING are visitors', COMING are
+            filling, EVICTED rows gave way so far; of the rows that the last guess wanted, slots were ASKED for, and the
+            next one's may be for MOST.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
@@ -127,7 +130,8 @@ class RowTable:
         self._have(np.zeros(1, CELL))
         self.free, self.visitors = np.zeros((2, 0), np.int32)
         self.busy, self.bar = np.zeros(layers * experts, np.uint8), np.zeros(1, np.float32)
-        self.counters = np.zeros(8, np.int64)
+        self.counters = np.zeros(11, np.int64)
+        self.counters[MOST] = self.width
 
     def release(self) -> None:
         """The kernels that read this step's rows have ended: they may be evicted, and visitors' slots are free."""

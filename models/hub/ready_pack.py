@@ -18,11 +18,11 @@ from .. import catalog, private_file
 from ..catalog_entry import CatalogEntry, ReadyPack, Sizes
 from ..errors import FloeError, HubError, PackError
 from ..pack import manifest as manifests
-from ..pack.manifest import COPIED, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
+from ..pack.manifest import AHEAD, COPIED, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
 from ..visible import as_name
 from .repository import Repo
 
-_OURS = frozenset({"dense.safetensors", "profile.safetensors", FRONTIER, *COPIED})
+_OURS = frozenset({"dense.safetensors", "profile.safetensors", AHEAD, FRONTIER, *COPIED})
 _ALIKE = {"dense.safetensors", "profile.safetensors"}  # which no checkpoint has
 _SPARE = 64 << 20  # bytes: more than headers, tables of predictors' figures, or a tokenizer take
 _HEADER = 1 << 20  # bytes: more than the header of a layer's file takes
@@ -199,7 +199,7 @@ def _most(manifest: Manifest, name: str) -> int:
     if _is_layer(name):  # as large by either signal
         whole = sum(math.prod(shape) * dtype.itemsize for dtype, shape in manifest.layer_plan().values())
         return whole + _HEADER
-    if name == "profile.safetensors":
+    if name in ("profile.safetensors", AHEAD):
         return _SPARE + 8 * a.layers * a.experts * (a.hidden + manifest.calibration.quantiles)
     if name == "dense.safetensors":
         return 1 << 40  # `check_config` knows better

@@ -45,7 +45,7 @@ def carry(norm: Tensor, following: Tensor) -> Tensor:
 def inputs(hidden: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """hidden (B, H) and the chosen experts (B, K) as a predictor reads them: (B, X), the latter as ones among zeros."""
     history = hidden.new_zeros(len(hidden), experts + 1).scatter_(1, chosen, 1.0)
-    history[:, -1] = 1.0
+    history[:, -1:].fill_(1.0)
     return torch.cat([hidden, history], dim=1)
 
 
@@ -117,8 +117,8 @@ def learn(lesson: Lesson, width: int, seed: int) -> tuple[Lookahead, float, floa
         held = _part(len(lesson.hidden), _HELD_OUT)
         hidden, chosen, following = (t[held] for t in (lesson.hidden, lesson.chosen, lesson.following))
         with torch.no_grad():
-            learned = _recall(found.to("cpu", torch.float32).scores(hidden, chosen), following)
-            return found, learned, _recall(F.linear(hidden, lesson.router), following)
+            learned = recall(found.to("cpu", torch.float32).scores(hidden, chosen), following)
+            return found, learned, recall(F.linear(hidden, lesson.router), following)
 
 
 class _Course:
@@ -156,7 +156,7 @@ class _Course:
         return Lookahead(linear, (inner.detach() / self._size).to(DTYPE), (share * outer.detach()).to(DTYPE))
 
     def _recall(self, scores: Tensor) -> float:
-        return _recall(scores[self._choose], self._following[self._choose])
+        return recall(scores[self._choose], self._following[self._choose])
 
     def _loss(self, scores: Tensor) -> float:
         """Cross entropy with the router's own probabilities, on the tokens that choose."""
@@ -325,7 +325,7 @@ def _part(tokens: int, blocks: Sequence[int]) -> Tensor:
     return torch.isin(block, torch.tensor(blocks))
 
 
-def _recall(scores: Tensor, chosen: Tensor) -> float:
-    """Share of the chosen experts (B, K) among the K of the highest scores (B, E)."""
+def recall(scores: Tensor, chosen: Tensor) -> float:
+    """The share of the chosen experts (B, K) among the K of the highest scores (B, E)."""
     top = scores.topk(chosen.shape[1], dim=1).indices
     return float((top[:, :, None] == chosen[:, None, :]).any(dim=1).float().mean())

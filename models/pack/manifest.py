@@ -32,6 +32,7 @@ from .widths import CALIBRATED, Widths
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
+AHEAD = "predictors.safetensors"  # what it has learned of a person's text, which predicts instead of the profile's
 DOWN_BIAS = "down.bias"  # of a layer's experts
 LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal

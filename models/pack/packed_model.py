@@ -15,9 +15,9 @@ from torch import Tensor
 from ...kernels.rule import NEVER
 from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
-from ..errors import UsageError, damaged
+from ..errors import PackError, UsageError, damaged
 from . import learned_predictor, tensor_file
-from .manifest import DOWN_BIAS, FILE_NAME, Manifest, file_entry, layer_file, signal_names
+from .manifest import AHEAD, DOWN_BIAS, FILE_NAME, Manifest, file_entry, layer_file, signal_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class PackedModel:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._ahead: dict[str, Tensor] | None = None
 
     @classmethod
     def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
@@ -136,7 +137,17 @@ class PackedModel:
         """Whether the pack has learned predictors; packs of earlier versions and those calibrated on very little text
         have none.
         """
-        return learned_predictor.RECALL in self.profile()
+        return learned_predictor.RECALL in self._foresight()
+
+    def _foresight(self) -> dict[str, Tensor]:
+        """What was learned of a person's text, or else of the calibration's, for which a damaged file is left."""
+        if self._ahead is None:
+            self._ahead = self.profile()
+            entry = self.manifest.beside.get(AHEAD)
+            with suppress(PackError, OSError):
+                if entry is not None and file_entry(self.folder / AHEAD) == entry:
+                    self._ahead = self._tensors(AHEAD)
+        return self._ahead
 
     def lookahead(self) -> list[learned_predictor.Lookahead]:
         """The learned predictors of the next layer's experts, one for each layer but the last.
@@ -146,7 +157,7 @@ class PackedModel:
         """
         a = self.manifest.architecture
         try:
-            found = learned_predictor.load(self.profile(), a.layers, a.hidden, a.experts)
+            found = learned_predictor.load(self._foresight(), a.layers, a.hidden, a.experts)
         except ValueError as error:
             raise damaged(self.folder, f"profile.safetensors holds {error}.") from error
         if not found:
@@ -165,7 +176,7 @@ class PackedModel:
         """
         if not self.has_lookahead():
             return []
-        routers = self.profile()[learned_predictor.RECALL][:, 1]
+        routers = self._foresight()[learned_predictor.RECALL][:, 1]
         return [gains and router < 0.5 for gains, router in zip(self.lookahead_gains(), routers.tolist(), strict=True)]
 
     def lookahead_gains(self) -> list[bool]:
@@ -175,7 +186,7 @@ class PackedModel:
             PackError: what was measured does not fit the model.
         """
         try:
-            return learned_predictor.gains(self.profile(), self.manifest.architecture.layers)
+            return learned_predictor.gains(self._foresight(), self.manifest.architecture.layers)
         except ValueError as error:
             raise damaged(self.folder, f"profile.safetensors holds {error}.") from error
 

@@ -52,7 +52,7 @@ LOADED = Loaded(
     reason="there is nothing else in a test",
     seconds=0.1,
     memory_bytes=23_400_000,
-    placed="8 layers with a pool of rows there",
+    placed="8 layers with a pool of rows on the GPU",
     pools=(100_000_000, 4_000_000_000),
 )
 

@@ -133,7 +133,7 @@ def reused(ran: Ran) -> int:
     return int(json.loads(ran.out)["reused_tokens"])
 
 
-def test_a_chat_that_is_continued_is_not_read_again_until_it_is_deleted(tiny_pack: Path) -> None:
+def test_a_chat_that_is_continued_is_not_read_again(tiny_pack: Path) -> None:
     brief = ("--temperature", "0", "--max-tokens", "6", "--json")
     first = ask(tiny_pack, LONG, *brief)
     assert reused(first) == 0 and len(files()) == 1
@@ -146,12 +146,19 @@ def test_a_chat_that_is_continued_is_not_read_again_until_it_is_deleted(tiny_pac
     again = ask(tiny_pack, "More.", *brief, "--continue", "--seed", "1")  # to come again to the last bit
     assert reused(again) == PREFILL_CHUNK < prompt_tokens(first), "only parts that every prompt is read in"
     assert reused(ask(tiny_pack, "More.", *brief, "--continue")) > 0
-    assert run_cli("history", "delete", "1").code == 0 and not files()
+
+
+def test_states_go_with_their_chat_or_by_themselves(tiny_pack: Path) -> None:
+    for command in ("forget", "1"), ("delete", "2"), ("forget",):
+        assert ask(tiny_pack, LONG, *SHORT).code == 0 and len(files()) == 1
+        assert run_cli("history", *command).code == 0 and not files()
+    assert len(run_cli("history", "list").out.splitlines()) == 2
 
 
 def test_what_is_not_saved_or_has_no_room_leaves_no_states(tiny_pack: Path) -> None:
     assert ask(tiny_pack, LONG, *SHORT, "--no-save").code == 0 and not files()
     private_file.make_folder(settings_file().parent)
+    assert ask(tiny_pack, LONG, *SHORT).code == 0 and files()
     for table in ('[history]\nstates = "0"\n', "[history]\nsave = false\n"):
         settings_file().write_text(table, encoding="utf-8")
         assert ask(tiny_pack, LONG, *SHORT).code == 0 and not files()

@@ -73,7 +73,7 @@ def test_where_experts_are_changes_no_figure(tiny_pack: Path, text: Path) -> Non
 
     whole = found("auto")
     assert whole["placed"] == "2 layers all on the GPU" and [*whole["presets"][0]["first_divergence"]] == [None] * 4
-    for mix, words in (("pool", "2 layers with a pool of rows there"), ("cpu", "2 layers by the CPU")):
+    for mix, words in (("pool", "2 layers with a pool of rows on the GPU"), ("cpu", "2 layers by the CPU")):
         other = found(mix)
         assert other["placed"] == words
         for before, after in zip(whole["presets"], other["presets"], strict=True):

@@ -75,7 +75,7 @@ def test_refuses_to_remove_what_is_no_model_of_the_folder(name: str) -> None:
 
 def test_paths(own_folders: Path) -> None:
     found = json.loads(run("paths", "--json").stdout)
-    assert list(found) == ["settings", "history", "models", "cache", "log"]
+    assert list(found) == ["settings", "history", "models", "cache", "states", "log"]
     assert all(Path(path).is_relative_to(own_folders) for path in found.values())
     assert found["models"] == str(catalog.models_folder())
     assert [line.split()[0] for line in run("paths").stdout.splitlines()] == list(found)

@@ -137,7 +137,7 @@ def drawn(pilot: Pilot[int]) -> list[str]:
 async def test_experts_are_predicted_beside_their_neurons() -> None:
     async with chatting(size=(60, 20)) as (client, pilot):
         request = await ask(pilot, client)
-        client.say(stats(request, rows=ROWS, experts=64))
+        client.say(stats(request, rows=dataclasses.replace(ROWS, evicted=1234), experts=64))
         await pilot.press("f9")
         await until(pilot, lambda: isinstance(pilot.app.screen, ExpertsScreen) and "88 %" in shown(pilot))
         table = drawn(pilot)
@@ -153,8 +153,20 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         by_layer = table[next(at for at, line in enumerate(table) if "in pool" in line) + 1 :]
         assert [line.split()[1:] for line in by_layer[:2]] == [["not", "used", "yet"], ["whole", "on", "the", "GPU"]]
         assert " ".join(by_layer[2].split()) == "3 31 % 62 % 20 % 12 % 6 % 83 %" and len(by_layer[2]) <= width
+        assert any("1,234 rows left the pool" in line for line in table)
         client.say(stats(request, rows=UNCOUNTED))  # which is no zero
         await until(pilot, lambda: "all 38 % — — — —" in [" ".join(line.split()) for line in drawn(pilot)])
+
+
+async def test_of_a_split_the_page_says_where_each_layer_is() -> None:
+    async with chatting(size=(100, 30)) as (client, pilot):
+        request = await ask(pilot, client)
+        client.say(stats(request, rows=STATIC))
+        await pilot.press("f9")
+        await until(pilot, lambda: isinstance(pilot.app.screen, ExpertsScreen) and "where" in shown(pilot))
+        table = drawn(pilot)
+        assert [line.split()[-1] for line in table[1 : table.index("")]] == ["GPU", "CPU", "CPU", "CPU"]
+        assert "/mix pool makes a pool" in shown(pilot) and "in pool" not in shown(pilot)
 
 
 # What the panel draws of rows, link and memory, for every width and for figures of every kind
@@ -251,7 +263,10 @@ def test_a_split_has_no_hits() -> None:
         "Split       1 of 4 layers on GPU",
         "█" * 9 + "░" * 23,
         "█ on GPU   27 %  ░ on CPU   73 %",
+        "F4 or /mix pool makes a pool",
     ]
+    nowhere = dataclasses.replace(figures(STATIC), loaded=dataclasses.replace(LOADED, pools=None))
+    assert len(rows_of(memory.origins, nowhere)) == 3 and "pool" not in memory.memory(figures(STATIC), 32).plain
     assert rows_of(memory.link, figures(STATIC)) == ["Link" + " " * 28, "a split moves no rows"]
     strip = rows_of(draw.strip, figures(STATIC), 76)[0]
     assert "on GPU 27 %" in strip and "hits" not in strip
@@ -279,6 +294,16 @@ def test_zeros_that_were_counted_are_shown() -> None:
     assert value(memory.link, shown, "wait per token") == "0 ms"
     assert value(memory.link, shown, "of its peak") == "— not yet"
     assert set(rows_of(memory.memory, shown)[4]) == set("▚·")
+
+
+def test_nothing_comes_where_nothing_is_fetched_ahead() -> None:
+    none = dataclasses.replace(ZERO, recall=None, precision=None)
+    drawn = rows_of(memory.origins, figures(none))
+    assert (
+        drawn[2:4] == ["█ ready     0 %  ▒ copied    0 %", "░ on CPU  100 %"]
+        and "coming" in rows_of(memory.origins, figures(dataclasses.replace(none, coming=0.1, on_cpu=0.9)))[2]
+    )
+    assert any(line.startswith("predictor") and line.endswith("not used") for line in drawn)
 
 
 def test_left_out_is_what_the_engine_counted() -> None:

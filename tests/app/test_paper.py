@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from floe_chat.app.cli.paper import page, plot
 from floe_chat.engine.paper.papers import Entry, Grid, Made, entries
+from floe_chat.engine.paper.study import Study
 from floe_chat.engine.quality import text_windows
+from floe_chat.models.catalog import asset
+from floe_chat.models.tokenizer.chat_process import encode
 
 from ..helpers import explained, run_cli
 
@@ -34,6 +37,22 @@ def test_a_table_as_a_page_and_as_json(tiny_pack: Path, tmp_path: Path, monkeypa
     told = json.loads(run_cli(*asked, "--json").out)
     assert told["id"] == "floe-t7" and told["printed"][0]["rows"]["gate"] == [8.6434, 8.8331, 9.8083]
     assert set(told["made"]["grids"][0]["rows"]) == {"gate", "down", "up"}
+
+
+def test_engines_are_asked_what_people_ask(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    studies: list[Study] = []
+
+    def make(_name: str, study: Study) -> Made:
+        studies.append(study)
+        return Made("here", ())
+
+    monkeypatch.setattr("floe_chat.engine.paper.tables.make", make)
+    conversations = asset("conversations.txt").read_text(encoding="utf-8").split("\n---\n\n")
+    assert len(conversations) == 24 and all(one.startswith("User: ") for one in conversations)
+    for name in ("floe-f6", "fiddler-f2", "floe-f8"):
+        assert run_cli("paper", name, str(tiny_pack)).code == 0
+    assert [study.called for study in studies[:2]] == 2 * ["24 conversations of our own"]
+    assert studies[0].ids == encode(tiny_pack, "\n---\n\n".join(conversations)) != studies[2].ids
 
 
 def test_names_that_are_not_there() -> None:

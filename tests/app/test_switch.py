@@ -56,7 +56,7 @@ async def test_where_experts_are_is_chosen_in_the_chat(tiny_pack: Path) -> None:
         await pilot.press("f4", "up")
         await until(pilot, lambda: "Now 2 layers all on the GPU. Enter loads" in screen_text(pilot))
         await pilot.press("right")
-        await until(pilot, lambda: "◂ largest pool" in screen_text(pilot))
+        await until(pilot, lambda: "◂ pool of rows, as fits ▸" in screen_text(pilot))
         await pilot.press("enter")
         await placed("pool", "2 layers with a pool of")
         await order(pilot, "one")

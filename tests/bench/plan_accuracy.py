@@ -95,6 +95,7 @@ def _works(spec: synthetic.Spec) -> dict[str, rates.Work]:
         f"up {spec.up} bit": rates.up_work(MIXTRAL, spec.up),
         f"rows {spec.rows} bit": rates.row_work(MIXTRAL.row_layout(spec.rows), MIXTRAL.neurons),
         **{f"dense {bits} bit": rates.dense_work(MIXTRAL, bits) for bits in {spec.dense, 8}},
+        rates.STATES: rates.state_work(),
     }
 
 
@@ -106,7 +107,7 @@ def _rates(works: Mapping[str, rates.Work]) -> dict[str, float]:
 
 def _speeds(found: Sequence[dict[str, float]]) -> Speeds:
     middle = {name: median(one[name] for one in found) for name in found[0]}
-    return Speeds(read=middle.pop(READ), cpu=middle)
+    return Speeds(read=middle.pop(READ), states=middle.pop(rates.STATES), cpu=middle)
 
 
 def _estimate(spec: synthetic.Spec, work: TokenWork, speeds: Speeds, count: int) -> speed_estimate.Token:

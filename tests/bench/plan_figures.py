@@ -103,9 +103,11 @@ def lenient() -> float:
 
 def host() -> dict[str, float]:
     """The host's own time for a layer with a pool and for one in RAM, milliseconds."""
-    ran = json.loads(_bench("step_overhead.py", "--predictor", "none"))
-    graphs = ran["through_graphs"]["10%"]
+    ran = json.loads(_bench("step_overhead.py"))
+    graphs, ahead = (ran["through_graphs"][name] for name in ("10%", "10%, looking ahead"))
     found = {"host_pool_ms": graphs["cpu_until_asked_ms"], "host_behind_ms": graphs["cpu_behind_ms"]}
+    found["host_fetch_ms"] = ahead["cpu_meanwhile_ms"]
+    found["host_ahead_ms"] = ahead["cpu_median_ms"] - graphs["cpu_median_ms"] - found["host_fetch_ms"]
     return {name: round(ms, 3) for name, ms in (found | {"host_ram_ms": ran["in_ram"]["cpu_median_ms"]}).items()}
 
 

@@ -1,6 +1,6 @@
 """Whether a chat's states are worth a file: what writing and reading them takes, and reading its prompt again.
 
-    python tests/bench/states.py [--synthetic qwen3.6-35b-a3b] [--layers 8] [--tokens 64 256 1024 4096]
+    OMP_WAIT_POLICY=passive python tests/bench/states.py [--synthetic NAME] [--layers 8] [--tokens 64 256 1024 4096]
 
 Each file is read once past the page cache. Figures are of so many layers; the last line says how many the model has.
 """

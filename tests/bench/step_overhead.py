@@ -9,6 +9,7 @@ fetched ahead.
 
 Through graphs: the same on a GPU with the fused decoder, where the host only waits, starts graphs and calls compiled
 code (engine/decoder/card/card_experts.py). Here no graph does anything: what launches cost the driver is not in it.
+Looking ahead takes a graph more, and sends for the guess while the next layer's graph runs.
 
 Where rows are read in place, on the CPU: a layer's whole step, counted as in an answer, against `kernels.moe_step`
 alone, in turns. The floor is 1.
@@ -51,6 +52,7 @@ from floe_chat.kernels.cpu.offload_steps import Beside
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Total
 from floe_chat.kernels.offload.placing import Found, Placed
+from floe_chat.kernels.offload.pool import ASKED, MOST
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls, Work
 from floe_chat.kernels.weights import ExpertRows, SignalWeights
@@ -62,6 +64,7 @@ POPULAR = np.linspace(2, 1, EXPERTS) / np.linspace(2, 1, EXPERTS).sum()  # how l
 ACTIVE = 0.49  # of the neurons, as at Balanced
 IN_PLACE = 4  # experts that are read in place, more than any cache holds
 WARM = 12  # tokens
+ARRIVES = 1800  # rows that a guess asks for: what a link of 25 GB/s brings in 0.3 ms of Mixtral's
 
 
 class _Given(Rates):
@@ -85,10 +88,13 @@ class _Nothing(Device):
         likely = np.clip(2 * ACTIVE * (1 - rank), 0.02, 1.0)
         self._likely = likely * ACTIVE / likely.mean()
 
-    def _find(self, x: Any, up: Any, calls: Calls, thresholds: Any, x_bits: int) -> Active:
+    def _find(self, x: Any, up: Any, calls: Calls, thresholds: torch.Tensor, x_bits: int) -> Active:
         pieces = self._likely.reshape(-1, up.q.shape[1])  # an expert, or its halves
         likely = [pieces[expert % len(pieces)] for expert in calls.experts.tolist()]
-        found = [np.flatnonzero(self._draw.random(part.size) < part) for part in likely]
+        made = thresholds.isfinite().tolist()
+        found = [
+            np.flatnonzero(self._draw.random(part.size) < part * on) for part, on in zip(likely, made, strict=True)
+        ]
         ends = torch.tensor([0, *np.cumsum([part.size for part in found])])
         neurons = np.concatenate(found).astype(np.int32)  # as a card lists them
         return Active(ends, torch.from_numpy(neurons), torch.ones(neurons.size))
@@ -149,7 +155,7 @@ def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLa
     control, telemetry = Control(PRESETS[2]), Telemetry(LAYERS, EXPERTS)
     shared = Offload(device, parts, [packed] * LAYERS, int(share * LAYERS * EXPERTS * NEURONS))
     if parts.predictor == "drawn":
-        shared.predictor = _Drawn()
+        shared.predictors = (_Drawn(),)
     made = [OffloadedLayer(i, packed, packed, shared, control, telemetry) for i in range(LAYERS)]
     for layer, following in itertools.pairwise(made):
         layer.neighbours = Neighbours(following=following)
@@ -212,6 +218,7 @@ class _Graph:
 
     def __init__(self, then: Callable[[], None] | None = None) -> None:
         self._then, self.took = then, 0.0
+        self.meanwhile = 0.0  # the thread's time between its start and waiting for it
         self.ended: list[float] = []  # the thread's time when the host had waited, or had started it
 
     def replay(self) -> None:
@@ -222,46 +229,58 @@ class _Graph:
         self.took += self.ended[-1] - begun
 
     def wait(self) -> None:
-        self.ended[-1] = time.thread_time()
+        self.meanwhile, self.ended[-1] = time.thread_time() - self.ended[-1], time.thread_time()
 
 
-def through_graphs(share: float, tokens: int) -> dict[str, float]:
-    """As `measure`, on a GPU's path."""
+def through_graphs(share: float, tokens: int, predictor: str) -> dict[str, float]:
+    """As `measure`, on a GPU's path; and how much lies between the start of a layer's graph and waiting for it."""
     device = _Nothing(0)
-    made, control = layers(device, share, Parts(predictor="none"))
+    made, control = layers(device, share, Parts(predictor=predictor))
     control.counting = True
     find, draw, weights = device._find, np.random.default_rng(1), torch.tensor([[0.6, 0.4]])  # pyright: ignore[reportPrivateUsage]
-    captured: list[_Graph] = []
+    captured, counters = list[_Graph](), made[0].shared.pool.table.counters
 
     def capture(_work: object, _device: torch.device) -> _Graph:
         captured.append(_Graph())
         return captured[-1]
 
-    with mock.patch.object(card_lists, "capture", capture), torch.inference_mode():
+    with torch.inference_mode():
         experts = CardExperts(made, TOP_K, Total(torch.zeros(1, 64), torch.zeros(1, dtype=torch.int64)))
-        experts.begin()
-    ready = captured[0]
 
-    def found(one: Any) -> None:
-        """What a layer's graph leaves for the host."""
+    def drawn(one: Any, memory: Any, listing: Any) -> None:
+        """What a layer's graph leaves for the host, or one that looks ahead."""
+        here = memory.record.here
         chosen = torch.from_numpy(draw.choice(EXPERTS, TOP_K, replace=False, p=POPULAR))[None]
-        work, here, listing = one.ruled.work(chosen, weights), one.form.record.here, one.form.listing
+        work = one.ruled.work(chosen, weights)
         fields = {"chosen": chosen, "scores": weights, "experts": work.calls.experts, "weights": work.calls.weights}
-        for name, tensor in (fields | {"thresholds": work.thresholds}).items():
-            here[name].copy_(tensor)
-        active = find(None, one.ruled.layer.signal, work.calls, None, 0)
+        fields |= {"thresholds": work.thresholds, "named": chosen}
+        for name in here.keys() & fields.keys():
+            here[name].copy_(fields[name])
+        limits = work.thresholds
+        if "named" in here:
+            limits = limits.masked_fill(work.calls.weights * TOP_K < 1, torch.inf)
+            counters[MOST], counters[ASKED] = ARRIVES, 0
+        active = find(None, one.ruled.layer.signal, work.calls, limits, 0)
         listing.offsets.copy_(active.offsets)
         listing.neurons[: active.neurons.numel()] = active.neurons
         listing.copies.fill_(1.0)
 
     served = experts._pooled  # pyright: ignore[reportPrivateUsage]
-    graphs = [_Graph(partial(found, one)) for one in served]
+    graphs, aheads = [_Graph(partial(drawn, one, one.form, one.form.listing)) for one in served], list[_Graph]()
+    for index, one in enumerate(served[1:]):
+        for how in experts.looks(index):
+            assert one.expects is not None
+            aheads.append(_Graph(partial(drawn, one, one.expects, one.expects.listing)))
+            experts.look(index, how, aheads[-1])
+    with mock.patch.object(card_lists, "capture", capture), torch.inference_mode():
+        experts.begin()
     if share == 1.0:
         made[0].shared.warm(made[0].shared.pool.heat())
-    took, asked = list[float](), list[float]()
+    took, asked, fetched = list[float](), list[float](), list[float]()
+    ready = captured[0]
     with torch.inference_mode():
         for token in range(tokens + WARM):
-            for graph in (*captured, *graphs):
+            for graph in (*captured, *graphs, *aheads):
                 graph.took = 0.0
                 graph.ended.clear()
             begun = time.thread_time()
@@ -269,7 +288,8 @@ def through_graphs(share: float, tokens: int) -> dict[str, float]:
             experts.end(LAYERS)
             ended = time.thread_time()
             if token >= WARM:
-                took.append((ended - begun - sum(graph.took for graph in graphs)) / LAYERS * 1e3)
+                took.append((ended - begun - sum(graph.took for graph in (*graphs, *aheads))) / LAYERS * 1e3)
+                fetched += [graph.meanwhile for graph in graphs[1:]]
                 asked += [after - graph.ended[0] for graph, after in zip(graphs, ready.ended, strict=True)]
     until = statistics.median(asked) * 1e3
     median = statistics.median(took)
@@ -278,6 +298,7 @@ def through_graphs(share: float, tokens: int) -> dict[str, float]:
         "cpu_least_ms": min(took),
         "cpu_until_asked_ms": until,
         "cpu_behind_ms": median - until,
+        "cpu_meanwhile_ms": statistics.median(fetched) * 1e3,
     }
 
 
@@ -352,12 +373,17 @@ def main() -> None:
             f"{ms['cpu_until_asked_ms']:.3f} from the active neurons to asking for absent rows, "
             f"{ms['cpu_behind_ms']:.3f} besides"
         )
-    by_graphs = {f"{share:.0%}": through_graphs(share, tokens) for share in (0.1, 0.3, 1.0)}
+    by_graphs = {
+        f"{share:.0%}" + (", looking ahead" if predictor == "drawn" else ""): through_graphs(share, tokens, predictor)
+        for share in (0.1, 0.3, 1.0)
+        for predictor in predictors
+    }
     for name, ms in by_graphs.items():
         print(
             f"through graphs, pool of {name}: the thread alone {ms['cpu_median_ms']:.2f} "
             f"(least {ms['cpu_least_ms']:.2f}), of these {ms['cpu_until_asked_ms']:.3f} until the rows are asked for "
-            f"and the sum of those that are there is started, {ms['cpu_behind_ms']:.3f} besides"
+            f"and the sum of those that are there is started, {ms['cpu_behind_ms']:.3f} besides, of these "
+            f"{ms['cpu_meanwhile_ms']:.3f} while the next layer's graph runs"
         )
     beside = in_ram(tokens)
     print(f"experts in RAM beside a device: {beside['cpu_median_ms']:.2f} ms (least {beside['cpu_least_ms']:.2f})")

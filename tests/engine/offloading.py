@@ -69,7 +69,7 @@ def offloaded(
     shared = Offload(device(kind, before[0], cpu), parts or Parts(), packed, max(1, int(share * total)))
     shared.memory.rows.fill_(255)
     if predict:
-        shared.predictor = predictor.make("gate", loaded.model, loaded.packed)
+        shared.predictors = (predictor.make("gate", loaded.model, loaded.packed),)
     previous: OffloadedLayer | None = None
     for index, block in enumerate(blocks):
         block.experts = OffloadedLayer(index, packed[index], packed[index], shared, loaded.control, loaded.telemetry)

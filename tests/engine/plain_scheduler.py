@@ -15,6 +15,7 @@ from floe_chat.engine.offload.scheduler import BESIDE, PIECE, PIECES, PendingPre
 from floe_chat.kernels.cpu.offload_steps import Beside
 from floe_chat.kernels.offload.located import Part
 from floe_chat.kernels.offload.placing import Ahead, Found, Placed
+from floe_chat.kernels.offload.pool import ASKED, MOST
 from floe_chat.kernels.types import Active
 from numpy.typing import NDArray
 from torch import Tensor
@@ -79,7 +80,7 @@ class PlainScheduler:
         rates, self.ahead = self._device.rates, None
         self.release()
         self.collect()
-        self.forget(found.layer)
+        self._ask_for(self.forget(found.layer))
         queued = self._link.queued_bytes() / rates.link_bytes_s
         lanes = rates.lanes(self._memory.row_bytes, queued, cpu_share)
         placed = self._pool.place(found, lanes)
@@ -131,12 +132,24 @@ class PlainScheduler:
             self._visit = None
         self._pool.release()
 
-    def forget(self, layer: int | None) -> None:
-        """Drop prefetches for a layer (None: for all) that have not begun."""
+    def forget(self, layer: int | None) -> int:
+        """Drop prefetches for a layer (None: for all) that have not begun; returns how many rows."""
         if dropped := self._link.drop(layer):
             self._pool.abandon(np.concatenate([transfer.slots for transfer in dropped]))
             for transfer in dropped:
                 del self._under_way[transfer]
+        return sum(transfer.slots.size for transfer in dropped)
+
+    def _ask_for(self, dropped: int) -> None:
+        """How many rows the next guess may ask for: not many more than arrive."""
+        counters, width = self._pool.table.counters, self._pool.table.width
+        asked, most = int(counters[ASKED]), int(counters[MOST])
+        came = max(0, asked - dropped)
+        if dropped:
+            counters[MOST] = max(PIECE, came + came // 2)
+        elif asked == most:
+            counters[MOST] = min(width, most + most // 2 + 1)
+        counters[ASKED] = 0
 
     def collect(self) -> None:
         """Record what has arrived, and how fast."""

@@ -109,6 +109,16 @@ def test_every_active_neuron_is_counted_once(trace: Trace) -> None:
     assert played.seconds > 0 and played.hidden is not None and 0 <= played.hidden <= 1
 
 
+def test_rows_on_their_way_are_counted_where_something_is_fetched_ahead(trace: Trace) -> None:
+    one = card("sim:rtx3060-12gb", study=True)
+
+    def coming(*, ahead: bool) -> int:
+        played = play(one, MIXTRAL, trace, HALF, Parts(), ahead=ahead, warm=WARM, pool=20_000)
+        return sum(layer.coming for layer in played.counts)
+
+    assert coming(ahead=False) == 0 < coming(ahead=True)
+
+
 @pytest.mark.parametrize("together", [1, MOST])
 def test_lanes_end_together(trace: Trace, together: int) -> None:
     """Where RAM limits neither, the CPU and the link end a step within a tenth of its time: Algorithm 2's aim."""
@@ -265,7 +275,7 @@ def test_the_hosts_time_is_what_plans_count(trace: Trace) -> None:
         free = play(SMALL, WIDTH, trace, HALF, Parts(mix=mix), ahead=False, warm=WARM, pool=300)
         assert played.host == pytest.approx(2 * each) and free.host == 0 and played.seconds > free.seconds
     ahead = play(SMALL, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300, host=True)
-    assert ahead.host == pytest.approx(2 * (own.pool + own.behind) + own.ahead)
+    assert ahead.host == pytest.approx(2 * (own.pool + own.behind) + own.ahead + own.fetch)
 
 
 def test_a_card_without_room_is_refused(trace: Trace) -> None:
@@ -319,7 +329,7 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
             "Fiddler",
             "llama.cpp's expert cache, 4 bit",
         ]
-        played = [*(step[0] for step in steps(MIXTRAL)), "1T-Drop, in place"]
+        played = [*(step[0] for step in steps(MIXTRAL)), "1T-Drop, by this engine"]
         assert names == [*others, *played, *PLACED] and len(told) > len(names)
         assert max(map(len, names)) <= NAMES
         assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,12 +312,13 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
     with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu > 0), cpu=cpu or 2e9) as shared:
         assert isinstance(loaded.decoder, FusedDecoder)
         if predict != "none":
-            name = "gate" if predict == "in turns" else predict
-            shared.predictor = predictor.make(name, loaded.model, loaded.packed, loaded.decoder.ahead)
-            shared.looking = Looking(len(shared.pooled)) if predict == "in turns" else None
+            names = ("gate", "partial") if predict == "in turns" else (predict,)
+            made = (predictor.make(name, loaded.model, loaded.packed, loaded.decoder.ahead) for name in names)
+            shared.tried = partial(Looking, len(shared.pooled)) if predict == "in turns" else None
+            shared.predict_by([*made])
         found, as_counted = fed(loaded, ids)
-        # Each layer's record, and the logits; a predictor that attends goes without graphs of layers.
-        assert card.waits == len(ids) * (1 if predict == "partial" else len(as_counted) + 1)
+        # Each layer's record, and the logits.
+        assert card.waits == len(ids) * (len(as_counted) + 1)
     assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)
     assert located(loaded) == [one.active for one in loaded.telemetry.layers]
     on_cpu = [one.on_cpu > 0 for one in loaded.telemetry.layers]

@@ -172,6 +172,14 @@ def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
     assert choose("cpu", kv_bits=8).shares.kv_bits == 8 and choose("cpu").shares.kv_bits == 16
 
 
+def test_a_choice_without_a_pool_says_how_fast_one_would_be(choose: Choose, tiny_pack: Path) -> None:
+    needs = needs_of(tiny_pack)
+    for budget in (needs.least(), needs.least() + needs.rows // 4, 2 * needs.whole()):
+        choice = choose("sim:rtx3060-12gb", budget)
+        assert choice.shares.mix is not None
+        assert ("with a pool of rows" in choice.why and "against" in choice.why) == (choice.shares.mix.pool == 0)
+
+
 def test_bits_and_tokens_that_cannot_be_are_refused(tiny_pack: Path) -> None:
     for wrong in (Advanced(kv_bits="4"), Advanced(context=0)):
         with pytest.raises(UsageError) as refused:

@@ -21,6 +21,7 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.offload import predictor
 from floe_chat.engine.quality.half_resident import half_resident
 from floe_chat.engine.quality.references import pack_logits
 from floe_chat.engine.quality_presets import Preset
@@ -265,17 +266,32 @@ def test_offloaded(case: Case, kind: str, share: float) -> None:
     indirect=True,
 )
 def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a whole token, and one of each layer with its rows in a pool."""
+    """One of a whole token, and one of each layer with its rows in a pool, also where it looks ahead."""
     exact, pieces = case.exact, [DECODE_TOKENS + 3, 1, 1, 1, DECODE_TOKENS + 1, 1, 1, 1]
-    ids, card = case.prompt(sum(pieces)), FakeCard(monkeypatch)
+    ids = case.prompt(sum(pieces))
     expected = case.expected(ids)[ends(pieces)]
+
+    def pooled(predict: bool) -> None:
+        with offloaded(exact, EVERYTHING, 0.3, predict=False) as shared:
+            if predict:
+                assert isinstance(exact.decoder, FusedDecoder)
+                given = exact.model, exact.packed, exact.decoder.ahead
+                shared.predict_by([predictor.make("partial", *given)])
+            exact.control.counting = True
+            case.agree(read(exact, ids, KVCache(), pieces), expected)
+            exact.control.counting = False
+            exact.telemetry.settle()
+            assert all((layer.guessed > 0) == predict for layer in exact.telemetry.layers[1:])
+
+    pooled(predict=True)
+    card = FakeCard(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(exact, "decoder", choose(exact.model, exact.window))
         case.agree(read(exact, ids, KVCache(), pieces), expected)
         assert card.replays == 6
-    with offloaded(exact, EVERYTHING, 0.3, predict=False):
-        case.agree(read(exact, ids, KVCache(), pieces), expected)
+    pooled(predict=False)
     assert card.replays > 6 + 6 * len(exact.telemetry.layers)
+    pooled(predict=True)
 
 
 def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:

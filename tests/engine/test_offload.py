@@ -255,15 +255,16 @@ def test_a_prompts_experts_come_before_their_layers_turn(
 def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess comes too late."""
+    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess never comes."""
     with offloaded(loaded, SKIPPING, 0.3) as shared:
         kv = cache()
         forward(loaded, PROMPT[:5], kv)
-        monkeypatch.setattr(shared.scheduler, "look", lambda: None)
+        for look in ("look", "look_again"):
+            monkeypatch.setattr(shared.scheduler, look, lambda: None)
         loaded.control.counting = True
         forward(loaded, [9], kv)
         loaded.control.counting = False
-        assert shared.predictor is not None
+        assert shared.predictors
         assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
 
 
@@ -375,6 +376,22 @@ def test_the_shares_of_rows_add_up_to_all(
         assert rows is not None and rows.expert_hits is not None and 0 <= rows.expert_hits < 1
         shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out
         assert sum(share or 0.0 for share in shares) == pytest.approx(1) and None not in shares
+
+
+def test_rows_that_are_evicted_are_counted_by_answer(loaded: LoadedModel) -> None:
+    each: list[int] = []
+    with offloaded(loaded, EVERYTHING, 0.5, parts=Parts(cpu=False)) as shared:
+        loaded.telemetry.memory = shared
+        try:
+            for prompt in (PROMPT, PROMPT[:3], [*PROMPT[::-1]]):
+                loaded.telemetry.begin(len(each), len(prompt), 0.0)
+                answer(loaded, prompt)
+                rows = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
+                assert rows is not None
+                each.append(rows.evicted)
+        finally:
+            loaded.telemetry.memory = None
+        assert min(each) > 0 and sum(each) == shared.pool.evicted
 
 
 def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) -> None:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.paper import predictors
-from floe_chat.engine.paper.cards import STEPS
+from floe_chat.engine.paper.cards import STEPS, scene
 from floe_chat.engine.paper.papers import Grid, Made, entries, entry
 from floe_chat.engine.paper.study import Study
 from floe_chat.engine.paper.tables import MAKERS, make
@@ -176,7 +177,8 @@ def predictions(made: Made) -> None:
         0 <= (share or 0) <= 1 for grid in (experts, recall, precision) for row in grid.rows.values() for share in row
     )
     named = dict(zip(experts.columns, experts.rows["mean"], strict=True))
-    assert (named["K + 1"] or 0) >= (named["learned"] or 0)
+    assert all((named[f"{name}, K + 1"] or 0) >= (named[name] or 0) for name in ("learned", "partial"))
+    assert recall.columns[:2] == precision.columns[:2] == ("gate, true", "partial, true")
     assert all((row[0] or 0) > 0 for row in cost.rows.values()) and (cost.rows["learned"][1] or 0) > 0
     assert "learned" in made.notes[0]
 
@@ -410,6 +412,13 @@ def test_other_families_give_figures_or_a_reason(tmp_path: Path, family: str) ->
             assert error.cause, name
         else:
             assert all(0 <= (share or 0) <= 100 for row in made.grids[0].rows.values() for share in row), name
+
+
+def test_prompts_are_the_texts_tokens_and_do_not_repeat(study: Study) -> None:
+    own, short = (scene(study, "mixtral-8x7b", "rtx3090-24gb", prompt=length) for length in (300, 16))
+    assert len(own.prompt.index) == 300 and len(own.trace.index) == len(short.trace.index) == len(short.prompt.index)
+    for name in ("index", "weights", "values", "ahead", "scores", "heard"):
+        assert np.array_equal(getattr(own.trace, name), getattr(own.prompt, name)[: len(own.trace.index)])
 
 
 def test_every_entry_is_made_or_says_why_not() -> None:

@@ -104,6 +104,16 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
     expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
     assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen, guess), expected)
 
+    def ahead(_layer: int, _output: Tensor | None) -> Tensor:
+        return hidden
+
+    for name, by, expected in (
+        ("auto", ahead, ["learned", "partial"]),
+        ("auto", None, ["learned"]),
+        ("gate", ahead, ["gate"]),
+    ):
+        assert [one.name for one in predictor.candidates(name, loaded.model, loaded.packed, by)] == expected
+
     old = Path(shutil.copytree(tiny_pack, tmp_path / "old"))
     edit_tensors(old, lambda name, tensor: None if name.startswith(learned_predictor.PREFIX) else tensor)
     reseal(old)

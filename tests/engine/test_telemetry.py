@@ -212,6 +212,9 @@ class Pool:
     def resident(self) -> dict[int, float]:
         return {0: 0.5}
 
+    def evicted(self) -> int:
+        return 7
+
     def link_peak(self) -> float:
         return 1e9
 
@@ -229,6 +232,7 @@ def test_shares_of_rows_hold_where_active_neurons_are_counted_later() -> None:
     rows = telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
     assert rows is not None
     assert (rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out) == (0.75, 0, 0.125, 0, 0.125)
+    assert rows.evicted == 0  # those 7 were before
 
 
 @pytest.mark.parametrize(("until", "share"), [(4.0, 0.75), (2.0, 1.0)])

@@ -13,14 +13,17 @@ from floe_chat.kernels.cpu.pool_table import PoolTable, found_record
 from floe_chat.kernels.offload.located import Keys, Part, Slots, check_landing, require
 from floe_chat.kernels.offload.placing import Ahead, Found, Narrow, Placed, Way
 from floe_chat.kernels.offload.pool import (
+    ASKED,
     BROUGHT,
     COMING,
+    EVICTED,
     FILLING,
     FINDS,
     FREE,
     FREE_COUNT,
     HAND,
     LAYER,
+    MOST,
     READY,
     SPARE,
     VISITING,
@@ -161,7 +164,7 @@ class StepTable(RowTable):
         self.count(found.layer, *_numbers(found), found.width)
 
     def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
-        """Slots for the absent neurons of a guess, those of the calls that weigh most first.
+        """Slots for the absent neurons of a guess, those of the calls that weigh most first, for MOST of them at most.
 
         Args:
             way: as for `place`.
@@ -181,10 +184,12 @@ class StepTable(RowTable):
         for call in lightest(-guess.weights.float().numpy()):
             before = len(wanted)
             keys = guessed[offsets[call] : offsets[call + 1]]
-            wanted.update(dict.fromkeys(keys[slots[keys] < 0].tolist()))
+            new = [key for key in dict.fromkeys(keys[slots[keys] < 0].tolist()) if key not in wanted]
+            wanted.update(dict.fromkeys(new[: int(self.counters[MOST]) - before]))
             runs.append((call, len(wanted) - before))
         keys = np.array([*wanted], np.int64)
         taken = self.reserve(guess.layer, keys, urgent=False) if keys.size else np.zeros(0, np.int32)
+        self.counters[ASKED] = taken.size
         return Ahead(guessed.astype(np.int32), keys[: taken.size].astype(np.int32), taken, runs)
 
     def right(self, found: Found, guessed: Narrow) -> int:
@@ -366,6 +371,7 @@ class StepTable(RowTable):
         best = best[worth[best] < np.inf]
         evicted = (first + best) % self.capacity if best.size else best
         self._drop(evicted)
+        self.counters[EVICTED] += evicted.size
         return evicted.astype(np.int32)
 
     def _factors(self) -> NDArray[np.float32]:

@@ -24,6 +24,7 @@ from .comparison import OWN_TOKENS, TOKENS, check_source, comparing, text_ids, t
 if TYPE_CHECKING:
     from ....engine.quality.candidates import Candidate
     from ....engine.quality.frontier import Frontier, Point
+    from ....engine.quality.own_predictors import OwnPredictors
     from ....engine.quality.own_presets import OwnPresets
     from ....engine.quality.tune import TunedPresets
     from ....models.pack.manifest import TunedPreset
@@ -63,12 +64,19 @@ _OWN_LEGEND = {
 @click.option(
     "--widths/--no-widths", default=True, show_default=True, help="With --source, try widths other than the pack's too."
 )
+@click.option(
+    "--predictors/--no-predictors",
+    default=True,
+    show_default=True,
+    help="With --text, train the predictors of the next layer's experts on it too.",
+)
 def tune(
     model: str,
     source: Path | None,
     text_file: Path | None,
     tokens: int | None,
     widths: bool,
+    predictors: bool,
     device: str,
     as_json: bool,
 ) -> None:
@@ -76,6 +84,9 @@ def tune(
 
     Each leaves out as much as it may until next-word probabilities move by 0.003, 0.01 and 0.03 nats from those with
     nothing left out. Nothing but the pack is needed. The presets are written into it.
+
+    With --text the predictors of the next layer's experts are trained again on the built-in text and FILE, and kept if
+    they name more experts on the last part of FILE.
 
     With --source the 16-bit checkpoint is the reference: each dial is measured alone, then the most promising
     combinations, at other widths too. It is read layer by layer, as often as memory requires.
@@ -90,15 +101,14 @@ def tune(
 
     pack = find(model)
     if source is None:
-        by_itself(pack, text_file, tokens or OWN_TOKENS, device, as_json=as_json)
+        by_itself(pack, text_file, tokens or OWN_TOKENS, device, as_json=as_json, predictors=predictors)
         return
     check_source(source)
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
-        told = Told(progress.step, progress.note)
-        found = run(
-            pack, source, ids, tokens or TOKENS, told, text=Path(measured_on).name, widths=widths, device=device
-        )
+        given = pack, source, ids, tokens or TOKENS, Told(progress.step, progress.note)
+        learn = predictors and text_file is not None
+        found = run(*given, text=Path(measured_on).name, widths=widths, device=device, learn=learn)
     finally:
         progress.clear()
     if not as_json:
@@ -114,6 +124,7 @@ def tune(
         "unskipped_kl": found.unskipped_kl,
         "presets": [_flat(preset) for preset in found.presets],
         "dials": asdict(found.dials),
+        "predictors": _learned(found.predictors),
         "frontier": [fields_of(point) for point in found.frontier.pareto(own=False)],
         "points": [fields_of(point) for point in found.frontier.points],
     }
@@ -121,20 +132,31 @@ def tune(
 
 
 def by_itself(
-    pack: Path, text_file: Path | None, tokens: int, device: str, *, as_json: bool, err: bool = False
+    pack: Path,
+    text_file: Path | None,
+    tokens: int,
+    device: str,
+    *,
+    as_json: bool,
+    err: bool = False,
+    predictors: bool = True,
 ) -> None:
-    """Give a pack the presets that are measured on itself, and tell them; `err`: on stderr."""
+    """Give a pack the presets that are measured on itself, and print them; `err`: on stderr. predictors: train these on
+    the file too.
+    """
     from ....engine.quality import own_presets
     from ....engine.quality.told import Told
 
     ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
         told = Told(progress.step, progress.note)
-        found = own_presets.run(pack, ids, tokens, told, text=Path(measured_on).name, device=device)
+        learn = predictors and text_file is not None
+        found = own_presets.run(pack, ids, tokens, told, text=Path(measured_on).name, device=device, learn=learn)
     finally:
         progress.clear()
     if as_json:
         fields = {"version": version("floe-chat"), **asdict(found), "text": measured_on}
+        fields["predictors"] = _learned(found.predictors)
         fields["presets"] = [
             _flat(preset) | {"adds": adds} for preset, adds in zip(found.presets, fields.pop("adds"), strict=True)
         ]
@@ -161,7 +183,7 @@ def own_text(found: OwnPresets, measured_on: str) -> str:
         figures = f"{added}{units.size(p.bytes_per_token):>10}"
         span = f"{min(rule.layers):.1f}-{max(rule.layers):.1f}" if rule.layers else "alike"
         lines.append(f"{p.name:<10}{skipped}{figures}  {span}")
-    lines += ["", *_dials_alone(found.dials)]
+    lines += ["", *_dials_alone(found.dials), *_predictors(found.predictors)]
     lines += ["", *(wrapped(said, f"{name:<17}", 17 * " ") for name, said in _OWN_LEGEND.items()), ""]
     lines.append(
         wrapped("What the rounding of the weights costs comes before that: floe-chat eval, with the 16-bit source.")
@@ -177,6 +199,21 @@ def _dials_alone(dials: DialLoss) -> list[str]:
 
 def _curve(name: str, curve: Curve) -> str:
     return f"  {name:<11}" + ", ".join(f"{units.share(share)} {divergence(kl)}" for share, kl in curve)
+
+
+def _predictors(found: OwnPredictors | None) -> list[str]:
+    if found is None:
+        return []
+    kept = "Those trained again are used now." if found.kept else "They are left as they were."
+    said = (
+        f"Of the next layer's experts, the pack's predictors name {units.share(found.before)} on the last "
+        f"{found.tokens:,} tokens of the text; trained on the text before that, {units.share(found.after)}. {kept}"
+    )
+    return ["", *wrapped(said).splitlines()]
+
+
+def _learned(found: OwnPredictors | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found) | {"kept": found.kept}
 
 
 def _flat(preset: TunedPreset) -> dict[str, Any]:
@@ -213,7 +250,7 @@ def text(found: TunedPresets, measured_on: str) -> str:
     lines += [
         f"  {p.name:<18} KL {divergence(p.kl):<9} {units.size(p.bytes_per_token)} per token" for p in found.presets
     ]
-    lines += ["", *_dials_alone(found.dials)]
+    lines += ["", *_dials_alone(found.dials), *_predictors(found.predictors)]
     return printable("\n".join(lines))
 
 

@@ -11,10 +11,10 @@ KL = (
 MEANINGS = {
     "speed": "Tokens per second: how fast the answer is written, from its first token to its last. The bars show the "
     "last minute, second by second. Prefill: tokens of the prompt read per second. First token: the time from Enter to "
-    "the first piece of the answer. Prompt reused: the part that was still in the KV cache.",
+    "the first piece of the answer. Prompt reused: the part whose keys and values were kept.",
     "origins": "Split: layers are whole on the GPU, or computed by the CPU. Rows are the weights of neurons. "
-    "A part of them is in GPU memory, the rest in RAM. Ready: in GPU memory when needed. Coming: prefetched, "
-    "and on the way. Copied: fetched when needed. On CPU: computed by the CPU "
+    "A part of them is in GPU memory, the rest in RAM. Ready: in GPU memory when needed, also if "
+    "prefetched. Coming: prefetched, and still on the way. Copied: fetched when needed. On CPU: computed by the CPU "
     "from RAM. Left out: weak neurons whose rows were not in GPU memory, skipped if F4 is set so; answers then vary. "
     "Expert hit rate: expert calls with at least half of their rows ready or coming. The "
     "predictor names the neurons of the next layer. Recall: how many of the needed ones it named (by layer, first to "
@@ -38,7 +38,7 @@ TERMS = (
     ("tokens/s", "how fast an answer is written, from its first token to its last"),
     ("prefill", "tokens of your question and the chat before it, read per second"),
     ("first token", "the time from Enter to the first piece of the answer"),
-    ("prompt reused", "the part of the prompt that was still in the KV cache, and cost no time"),
+    ("prompt reused", "the part of the prompt whose keys and values were kept, and cost next to no time"),
     ("expert", "one of several small networks in each layer; the model picks a few for every token"),
     ("neuron", "one unit of an expert; inactive ones are skipped, which is what makes this fast"),
     ("active share", "the share of the picked experts' neurons that were computed"),
@@ -54,8 +54,8 @@ TERMS = (
     ("Backend", "where the model computes, with which kernels, and why"),
     ("Rows", "the weights of neurons; shown when GPU memory holds only a part of them"),
     ("hit rate, ready", "active neurons whose rows were in the pool when needed; the rate is of the pool's layers"),
-    ("Split", "layers whole on the GPU and layers computed by the CPU, without a pool; --mix pool makes one"),
-    ("coming", "rows that were prefetched, and on the way when needed"),
+    ("Split", "layers whole on the GPU and layers computed by the CPU, without a pool; F4 or /mix pool makes one"),
+    ("coming", "rows that were prefetched and still on the way when needed; a small model's come in time"),
     ("copied", "rows that were fetched from RAM when needed"),
     ("on CPU", "neurons that the CPU computed from RAM, so that nothing had to move"),
     ("left out", "weak neurons, skipped because their rows were not in GPU memory; answers then vary"),

@@ -20,6 +20,7 @@ _TONES = ("$success", "$primary", "$warning", "$accent")
 _NARROWEST_PAIR = 32
 _GAP = 2
 LESS_EXACT = "answers vary"  # the meaning of left-out rows
+A_POOL = "F4 or /mix pool makes a pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,14 @@ def origins(figures: PanelFigures, width: int) -> Content:
     if rows is None:
         return Content("")
     if rows.static:
-        return _split(rows, width)
+        return _split(figures, rows, width)
     shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
     remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.hits)}"
     named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
     parts = [_Part(glyph, tone, share, name, units.share(share)) for glyph, tone, share, name in named]
+    predicted = rows.ready is None or rows.recall is not None
+    if not predicted and not rows.coming:
+        del parts[1]  # nothing is fetched ahead, so nothing comes
     if rows.in_place:
         parts.append(_Part("▞", _TONES[0], rows.in_place, "whole layers", units.share(rows.in_place)))
     if rows.left_out:
@@ -55,7 +59,7 @@ def origins(figures: PanelFigures, width: int) -> Content:
         *_legend(parts, width),
         gauge(figures, "expert hit rate ", rows.expert_hits, width),
     ]
-    if rows.ready is not None and rows.recall is None:
+    if not predicted:
         lines.append(row(figures, "predictor", "not used", width))
     else:
         lines += [
@@ -70,8 +74,8 @@ def origins(figures: PanelFigures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def _split(rows: Rows, width: int) -> Content:
-    """Where active neurons were computed if no layer shares a pool."""
+def _split(figures: PanelFigures, rows: Rows, width: int) -> Content:
+    """Where active neurons were computed if no layer shares a pool, and how to get one."""
     on_cpu = sum(layer.on_cpu is not None and layer.on_cpu > 0 for layer in rows.layers)
     known = rows.in_place is not None
     remark = f"{len(rows.layers) - on_cpu} of {len(rows.layers)} layers on GPU" if known else "not measured yet"
@@ -82,7 +86,10 @@ def _split(rows: Rows, width: int) -> Content:
             ("░", _TONES[3], rows.on_cpu, "on CPU"),
         )
     ]
-    return Content("\n").join([heading("Split", width, remark), _bar(parts, width), *_legend(parts, width)])
+    lines = [heading("Split", width, remark), _bar(parts, width), *_legend(parts, width)]
+    if figures.loaded is not None and figures.loaded.pools is not None:
+        lines.append(muted(A_POOL))
+    return Content("\n").join(lines)
 
 
 def link(figures: PanelFigures, width: int) -> Content:
@@ -139,7 +146,8 @@ def memory(figures: PanelFigures, width: int) -> Content:
     gap = max(1, width - pool.cell_length - len(value))
     lines += [_bar([dense, up, whole, kept, used, free, rest], width), *_legend([dense, up], width)]
     lines += [_entry(part, width) for part in (whole, kept) if part is kept or rows.whole]
-    lines.append(Content.assemble(pool, " " * gap, value))
+    if not rows.static:
+        lines.append(Content.assemble(pool, " " * gap, value))
     lines += [_card(figures, number, card, width) for number, card in enumerate(rows.cards, 1)]
     if left:
         lines.append(_entry(rest, width))

@@ -58,10 +58,18 @@ def estimated(card: Card, width: Width, *, host: bool) -> float | None:
 
 
 def placed(
-    card: Card, width: Width, trace: Trace, warm: int, *, host: bool, together: int = 1, ahead: bool = False
+    card: Card,
+    width: Width,
+    trace: Trace,
+    warm: int,
+    *,
+    host: bool,
+    together: int = 1,
+    ahead: bool = False,
+    also: Sequence[Trace] = (),
 ) -> Played | None:
     """The planner's mix for the whole model, in the trace's proportion. together: see `play`. ahead: looking ahead
-    where that pays.
+    where that pays, by the trace's predictor or those of `also`.
     """
     chosen = planned(card, width, host=host)
     if chosen is None:
@@ -70,7 +78,7 @@ def placed(
     def one(mix: Mix) -> list[Played]:
         given, share = (card, width, trace, balanced(), Parts(mix=mix)), cpu_reached(card)
         pool = round(chosen.share * mix.pool * width.sizes.experts * width.neurons)
-        stage = Stage(*given, ahead=ahead, where_it_pays=ahead, cpu_share=share, pool=pool, host=host)
+        stage = Stage(*given, ahead=ahead, where_it_pays=ahead, also=also, cpu_share=share, pool=pool, host=host)
         return [run(stage, warm, together)]
 
     return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]

@@ -162,11 +162,12 @@ def _sections(
     add("Fiddler", lambda host: baselines.fiddler(card, width, trace, warm, host=host), ours=True)
     add("llama.cpp's expert cache, 4 bit", lambda _host: baselines.llama_cache(card, width, trace, warm))
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, width, trace, warm))
-    for step in (*steps(width), *((f"{one.name}, in place", width, one, Parts(), "", True) for one in presets)):
+    for step in (*steps(width), *((f"{one.name}, by this engine", width, one, Parts(), "", True) for one in presets)):
         ours = step[1].spec.gate < 16
         add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=ours)  # noqa: B023
     in_place = replace(card, pack_bytes_s=math.inf)
-    add(PLACED[0], lambda host: mixes.placed(in_place, width, trace, warm, host=host, ahead=True), ours=True)
+    also = [traces["partial"]]
+    add(PLACED[0], lambda host: mixes.placed(in_place, width, trace, warm, host=host, ahead=True, also=also), ours=True)
     add(PLACED[1], lambda host: mixes.static(card, width, trace, warm, host=host), ours=True)
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
     title += f"; does not fit: {', '.join(missing)}" if missing else ""

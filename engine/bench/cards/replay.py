@@ -8,9 +8,11 @@ one as it takes. Time is the virtual device's.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,7 +42,7 @@ class ReplayDevice(VirtualDevice):
     """A virtual device whose activations are read from a trace; `show` says where in it.
 
     Attributes:
-        waited: seconds in which its GPU did nothing but wait for rows.
+        waited: seconds in which its GPU did nothing but wait for rows. guesses: `Trace.ahead` of the predictor in use.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ReplayDevice(VirtualDevice):
         rule = preset.rule
         self._kept = min(1.0, (1 - rule.product) / (1 - rule.sparsity)) if rule.product else 1.0
         self._own = np.arange(width.neurons) * trace.values.shape[3] // width.neurons
-        self.waited = 0.0
+        self.waited, self.guesses = 0.0, trace.ahead
         self.show([0], 0)
 
     def show(self, tokens: Sequence[int], layer: int, *, asked: bool = False) -> None:
@@ -77,7 +79,7 @@ class ReplayDevice(VirtualDevice):
 
     def _find(self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         """The first question of a layer is about itself, the second about the next one."""
-        source, layer = (self._trace.ahead, self.layer + 1) if self.asked else (self._trace.values, self.layer)
+        source, layer = (self.guesses, self.layer + 1) if self.asked else (self._trace.values, self.layer)
         self.asked = True
         neurons = up.q.shape[1]
         parts = self._width.neurons // neurons
@@ -115,15 +117,15 @@ class ReplayDevice(VirtualDevice):
 
 
 class _Guesses:
-    """The trace's predictor."""
-
-    name = "recorded"
+    """A trace's predictor."""
 
     def __init__(self, device: ReplayDevice, trace: Trace) -> None:
         self._device, self._trace, self.attends = device, trace, trace.attends
+        self.name = "partial" if trace.attends else "learned"
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
         """Nothing: the device has what would follow from it."""
+        self._device.guesses = self._trace.ahead
         return hidden
 
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
@@ -176,6 +178,7 @@ class Stage:
         *,
         ahead: bool = True,
         where_it_pays: bool = False,
+        also: Sequence[Trace] = (),
         cpu_share: float = 1.0,
         pool: int | None = None,
         host: bool = False,
@@ -202,8 +205,8 @@ class Stage:
             shared = Offload(device, parts, packed, rows, mix=mix, first=first)
             self._pools.append(shared)
             if ahead:
-                shared.predictor = _Guesses(device, trace)
-                shared.looking = Looking(len(shared.pooled)) if where_it_pays else None
+                shared.tried = partial(Looking, len(shared.pooled)) if where_it_pays else None
+                shared.predict_by([_Guesses(device, one) for one in (trace, *also)])
             self.devices.append(device)
             self._of += mix.layers * [device]
             for index, place in enumerate(mix.places, first):
@@ -243,6 +246,11 @@ class Stage:
         """Whether it is known where looking ahead pays."""
         return all(shared.looking is None or shared.looking.settled for shared in self._pools)
 
+    def tried(self, tokens: int) -> int:
+        """The most of so many tokens of which each comes in each turn of what is tried, if they repeat."""
+        turns = math.lcm(2, *(shared.looking.turns for shared in self._pools if shared.looking is not None))
+        return next((count for count in range(tokens, 1, -1) if math.gcd(count, turns) == 1), 1)
+
     def restart(self) -> None:
         """Fill the pools with what was used so far, as the program's next start does."""
         for shared in self._pools:
@@ -281,6 +289,7 @@ def play(
     *,
     ahead: bool = True,
     where_it_pays: bool = False,
+    also: Sequence[Trace] = (),
     cpu_share: float = 1.0,
     warm: int = 32,
     pool: int | None = None,
@@ -293,7 +302,8 @@ def play(
     Args:
         together: see `run`.
         ahead: whether the next layer's rows are fetched ahead; where_it_pays: only in layers where that is measured to
-            pay, with the text's first tokens again and again. warm: tokens before the clock is read.
+            pay, with the text's first tokens again and again, by this trace's predictor or those of `also`.
+            warm: tokens before the clock is read.
         pool: rows; None for what the card's memory leaves. host: whether our own code's time counts too, as in plans.
             Of the trace's layers those that `parts.mix` names share the pool; without a mix all do. others: further
             cards, with the mixes of their layers; `parts.mix` is then of the first card's.
@@ -301,8 +311,8 @@ def play(
     Raises:
         ValueError: the card has no room for a pool.
     """
-    given, where = (card, width, trace, preset, parts), where_it_pays
-    stage = Stage(*given, ahead=ahead, where_it_pays=where, cpu_share=cpu_share, pool=pool, host=host, others=others)
+    given, when = (card, width, trace, preset, parts), {"ahead": ahead, "where_it_pays": where_it_pays}
+    stage = Stage(*given, **when, also=also, cpu_share=cpu_share, pool=pool, host=host, others=others)
     return run(stage, warm, together)
 
 
@@ -321,7 +331,7 @@ def run(stage: Stage, warm: int, together: int = 1) -> Played:
         step(token)
     stage.restart()
     for token in itertools.takewhile(lambda _token: not stage.settled, itertools.count()):
-        step(token % (warm - 1 + warm % 2))  # an odd number, so that each token comes in each of the turns
+        step(token % stage.tried(warm))
     before, stage.control.counting = stage.spent(), True
     stage.apart.clear()
     for token in range(warm, length):

@@ -60,6 +60,12 @@ class Trace:
         np.put_along_axis(scores, self.index, 1 + self.weights, axis=2)
         return replace(self, ahead=self.values, scores=scores, attends=False)
 
+    def first(self, tokens: int) -> Trace:
+        """Of the first tokens alone."""
+        names = ("index", "weights", "values", "ahead", "scores")
+        parts: dict[str, Any] = {name: getattr(self, name)[:tokens] for name in names}
+        return replace(self, **parts, heard=None if self.heard is None else self.heard[:tokens])
+
     def widened(self, experts: int, top_k: int) -> Trace:
         """The same tokens in a layer of more experts. Each block of this trace's experts is routed as the trace was at
         another place of the text, and a token takes the `top_k` experts of the most weight among all blocks' choices.

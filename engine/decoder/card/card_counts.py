@@ -14,18 +14,22 @@ from torch import Tensor
 from ....kernels.cpu.binding import codes
 from ...experts.offloaded_layer import OffloadedLayer
 from ...experts.ruled_layer import RuledLayer
+from ...telemetry import LayerCounts
 from .card_lists import Form
 
 _SEEN = "chosen", "routed", "thresholds", "reached"
 
 
 class Counted(Protocol):
-    """A layer: under the preset that its tokens were computed by, and `floe_placed` of the last one."""
+    """A layer: under the preset that its tokens were computed by, `floe_placed` of the last one, and `floe_guess` if
+    the layer before looks ahead.
+    """
 
     layer: OffloadedLayer
     ruled: RuledLayer
     form: Form
     placed: Any
+    guess: Any
 
 
 class Noted:
@@ -120,6 +124,8 @@ class CardCounts:
         for place, one in enumerate(self._layers):
             ready, coming, copied, beside, _arrived, active = self._parts[place].tolist()
             counts, left_out = one.layer.telemetry.layers[one.layer.index], active - ready - coming - copied - beside
+            if one.guess is not None:
+                _guessed(counts, one.guess, one.layer)
             calls, kept = self._calls[place].tolist(), int(self._kept[place])
             if not any(calls):
                 continue
@@ -136,3 +142,16 @@ class CardCounts:
         for table in (self._calls, self._computed, self._kept, self._replaced, self._parts):
             table.fill(0)
         self._looked = [(0, 0, 0.0)] * len(self._layers)
+
+
+def _guessed(counts: LayerCounts, guess: Any, layer: OffloadedLayer) -> None:
+    """Add what a `floe_guess` has counted up, and let it begin again."""
+    counts.guessed += guess.predicted
+    counts.needed += guess.needed
+    counts.right += guess.right
+    counts.unused += guess.unused * layer.shared.memory.row_bytes
+    counts.experts_guessed += guess.guesses * guess.experts
+    counts.experts_needed += guess.guesses * guess.experts
+    counts.experts_right += guess.experts_right
+    for name in ("guesses", "predicted", "needed", "right", "unused", "experts_right"):
+        setattr(guess, name, 0)

@@ -5,13 +5,16 @@ all else that the host's decisions need (`card_lists.py`). The host waits for th
 rows and lists in pinned memory those that are there, which a graph adds up. Another call waits for those on their way
 and for the CPU's share, which a second graph adds. These two graphs serve all layers. So a layer takes six calls from
 Python, three of them graphs; what was computed is counted for all layers at once (`card_counts.py`).
+
+A layer that looks ahead has a graph more for each predictor, behind the first sum: what the next layer will need,
+listed likewise. The host sends for it once the next layer's graph is under way, which the card begins behind it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +31,11 @@ from ...experts.moe_layer import Cancelled, Choice
 from ...experts.offloaded_layer import OffloadedLayer
 from ...experts.offloaded_step import OffloadedStep, StepInputs
 from ...experts.ruled_layer import RuledLayer
+from ...offload.predictor import Predictor
 from ...offload.scheduler import Scheduler
-from ..graphs import Captured
+from ..graphs import Captured, mark
 from .card_counts import CardCounts
-from .card_lists import Form, Residents, fields
+from .card_lists import Form, Guess, Residents, fields
 
 
 @dataclass(slots=True)
@@ -41,6 +45,8 @@ class _Layer:
     Attributes:
         captured: under the preset of the capture. ruled: under the one in force. limits: of that, in place.
         step, placed: `floe_step` and its `floe_placed`. noted: see `CardCounts`.
+        aheads: predict the next layer's step, by the predictor's name. expects: what the layer before predicts.
+        guess: its `floe_guess`.
     """
 
     layer: OffloadedLayer
@@ -51,6 +57,9 @@ class _Layer:
     step: Any = None
     placed: Any = None
     noted: tuple[NDArray[Any], ...] = ()
+    aheads: dict[str, Captured] = field(default_factory=dict)
+    expects: Guess | None = None
+    guess: Any = None
 
     def choice(self) -> Choice:
         """What the host knows of a step, once it is found."""
@@ -78,6 +87,9 @@ class _Layer:
         work, rows = step.choice.work, self.layer.in_ram().layer.rows
         beside = Beside(rows, step.hidden, work.calls, work.products, self.ruled.preset.x_bits)
         self.step, self.placed = scheduler.lasting(self.found(), beside, self.form.lists)
+        if self.expects is not None:
+            guess = self.expects.found(self.layer.pooled, self.ruled.layer.rows.data.shape[1])
+            self.guess = scheduler.guessing(guess, self.expects.record.here["named"])
 
 
 class CardExperts:
@@ -95,6 +107,8 @@ class CardExperts:
         self._total, self._control, self._shared = total, first.control, first.shared
         self._scheduler, self._settled = first.shared.scheduler, -1
         self._forms: dict[object, Form] = {}
+        self._guesses: dict[object, Guess] = {}
+        self._asked = mark(total.y.device)
         self._layers = [None if block is None else self._made(block, top_k) for block in blocks]
         self._pooled = [one for one in self._layers if one is not None]
         self._served = [0, *itertools.accumulate(int(one is not None) for one in self._layers)]  # of so many layers
@@ -124,6 +138,43 @@ class CardExperts:
                 form.residents = Residents(block.packed.rows.data.shape[0], self._total.y.device)
         return _Layer(block, ruled, ruled, ruled.limits_in_place(), self._forms[key])
 
+    def number(self, index: int) -> int:
+        """Of a layer among those with experts."""
+        one = self._layers[index]
+        assert one is not None
+        return one.layer.index
+
+    def looks(self, index: int) -> tuple[Predictor, ...]:
+        """What predicts the step of layer index + 1 in layer `index`'s step, if both are among these. It has memory for
+        that afterwards.
+        """
+        one, following = self._layers[index], self._layers[index + 1] if index + 1 < len(self._layers) else None
+        if one is None or following is None or one.layer.neighbours.following is not following.layer:
+            return ()
+        found = self._shared.may_look(one.layer.pooled)
+        if found and following.expects is None:
+            there, key = following.form.record.there, following.captured.structure
+            if key not in self._guesses:
+                like = {"experts": there["experts"], "weights": there["weights"], "named": there["chosen"]}
+                self._guesses[key] = Guess(like, following.form.listing.neurons.numel(), there["hidden"])
+            following.expects = self._guesses[key]
+        return found
+
+    def predict(self, index: int, predictor: Predictor, hidden: Tensor, guess: Tensor) -> None:
+        """Captured: what layer index + 1 will need. hidden: (1, H) layer `index`'s input. guess: that layer's."""
+        one, following = self._layers[index], self._layers[index + 1]
+        assert one is not None and following is not None
+        chosen, ruled = one.form.record.there["chosen"], following.captured
+        best = predictor.experts(one.layer.index, hidden, chosen, guess).topk(chosen.shape[1])
+        assert following.expects is not None, "`looks` comes before"
+        following.expects.write(guess, ruled, (best.values, best.indices), following.limits)
+
+    def look(self, index: int, predictor: Predictor, graph: Captured) -> None:
+        """In layer `index` this one does that."""
+        one = self._layers[index]
+        assert one is not None
+        one.aheads[predictor.name] = graph
+
     def find(self, index: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
         """Captured: the end of layer `index` before the host decides. hidden (1, H), experts and weights (1, K)."""
         one = self._layers[index]
@@ -148,6 +199,7 @@ class CardExperts:
         """Before a token: capture sums where the rows are elsewhere than before. The device has done all its work."""
         if self._settled == self._scheduler.settled:
             return
+        self.counts.drain()
         for one in self._pooled:
             if one.form.serves != self._shared.memory.rows.data_ptr():
                 one.form.sum(self._shared.rows(one.ruled.layer.rows.layout))
@@ -162,6 +214,7 @@ class CardExperts:
         """
         functions, scheduler, predicts = library(), self._scheduler, self._shared.predicts
         stop, start, end = self._control.cancelled.stop.record, functions.step_start, functions.step_end
+        guess, compare, guessed = functions.step_guess, functions.step_compare, False
         offload = scheduler.begin_token(self._shared.device.cpu_share if self._shared.parts.cpu else 0.0)
         ended = False
         try:
@@ -173,16 +226,21 @@ class CardExperts:
                 if residents is not None:
                     residents.write(one.layer.residents())
                 before.replay()
-                if predicts:
-                    scheduler.look()
+                if guessed:
+                    self._asked.synchronize()
+                    if code := guess(offload, one.guess):
+                        scheduler.failed(one.layer.pooled, code)
+                elif predicts:
+                    scheduler.look_again()
                 before.wait()
                 if predicts:
                     self._shared.found(one.layer.pooled)
                 if code := start(offload, step):
                     scheduler.failed(one.layer.pooled, code)
                 ready.replay()
-                if predicts:
-                    self._look_ahead(one)
+                if guessed and self._control.counting and (code := compare(offload, step, one.guess)):
+                    scheduler.failed(one.layer.pooled, code)
+                guessed = predicts and self._look_ahead(one)
                 if code := end(offload, step):
                     self._loads(one, offload, code)
                 if step.late:
@@ -198,14 +256,22 @@ class CardExperts:
             if not ended:
                 self.counts.leave_out()
 
-    def _look_ahead(self, one: _Layer) -> None:
-        """While the device adds up the rows that are there."""
-        layer = one.layer.pooled
-        if not self._shared.looks(layer) and layer not in self._scheduler.guessed:
-            return
-        step = one.stepped(int(one.form.listing.offsets[-1]))
-        one.layer.compare(step.found())
-        one.layer.look_ahead(step.there.hidden, step.choice, self._total.y)
+    def _look_ahead(self, one: _Layer) -> bool:
+        """While the device adds up the rows that are there; whether it has been asked what the next layer will need."""
+        predictor, layer = self._shared.looks(one.layer.pooled), one.layer
+        if layer.pooled in self._scheduler.guessed:  # another card's layer has
+            layer.compare(one.stepped(int(one.form.listing.offsets[-1])).found())
+        if predictor is None:
+            return False
+        if (graph := one.aheads.get(predictor.name)) is not None:
+            graph.replay()
+            self._asked.record()
+            return True
+        following = layer.neighbours.following
+        if following is not None and following.shared is not self._shared:
+            step = one.stepped(int(one.form.listing.offsets[-1]))
+            layer.look_ahead(step.there.hidden, step.choice, self._total.y)
+        return False
 
     def _loads(self, one: _Layer, offload: Any, code: int) -> None:
         """The rows of a step that come in several loads, since the pool is too small, up to the last one."""

@@ -25,6 +25,7 @@ from ....kernels.mixers.grouped import KeptTokens
 from ....kernels.step import Stepped
 from ...events import Notice
 from ...experts.offloaded_layer import OffloadedLayer
+from ...offload.predictor import Predictor
 from ...quality_presets import Preset
 from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
@@ -150,6 +151,10 @@ class CardLayers:
             kept = self._record.rehearse(self._layers, self._device)
             for index in range(len(self._layers)):
                 self._graphs.append(capture(partial(self._work, index), self._device))
+            if (experts := self._experts) is not None:
+                for index in range(len(self._layers)):
+                    for one in experts.looks(index):
+                        experts.look(index, one, capture(partial(self._ahead, index, one), self._device))
             del kept  # the graphs have run on it
         # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
         except Exception as error:
@@ -175,6 +180,20 @@ class CardLayers:
         parallel = () if stepped.parallel is None else (stepped.parallel,)
         return stepped.stream, stepped.hidden, *stepped.routed, *parallel
 
+    def _ahead(self, index: int, predictor: Predictor) -> tuple[Tensor, ...]:
+        """What the next layer will need, by what is known of this one's output. Keys, values and states of the token
+        are guesses then, which the layer's own graph overwrites.
+        """
+        experts, stepped, following = self._experts, self._stepped(index), index + 1
+        assert experts is not None, "not pooled"
+        if predictor.attends:
+            given = self._behind(index), self._rope, self._record.kept
+            guess = before_experts(self._layers[following], following, *given).hidden
+        else:
+            guess = predictor.guess(experts.number(index), stepped.hidden, None)
+        experts.predict(index, predictor, stepped.hidden, guess)
+        return ()
+
     def _stepped(self, index: int) -> Stepped:
         """What a layer's graph leaves."""
         stream, hidden, *rest = self._graphs[index].outputs
@@ -198,13 +217,12 @@ class CardLayers:
         first = self._first
         if first is None:
             return
-        predictor, preset, before = first.shared.predictor, first.control.preset, self._preset
+        preset, before = first.control.preset, self._preset
         was_declined = self.head.declined
-        looks_in = predictor is not None and predictor.attends
         try:
-            if preset is not before or (self._experts is not None and looks_in):
+            if preset is not before:
                 self._preset, self.declined = preset, ""
-                self._change("the predictor runs a layer before its turn" if looks_in else "")
+                self._change()
             if self._experts is not None:
                 self._experts.begin()
         # Likewise: one by one the same is computed.
@@ -218,12 +236,9 @@ class CardLayers:
             text = f"The last norm and the head are launched one by one: {self.head.declined}."
             first.control.notices.append(Notice(_SLOWER, text))
 
-    def _change(self, declined: str) -> None:
-        """Take experts in by the preset in force, or leave them out for a reason."""
-        if declined:
-            self.declined = declined
-            self._one_by_one()
-        elif self._experts is not None and self._experts.serves():
+    def _change(self) -> None:
+        """Take experts in by the preset in force."""
+        if self._experts is not None and self._experts.serves():
             self._experts.limit()
         else:
             self._leave()

@@ -7,6 +7,7 @@ at addresses that stay, and serves all layers whose steps have the same structur
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,9 +17,11 @@ from ....kernels import operations as kernels
 from ....kernels.cpu.binding import codes
 from ....kernels.cpu.offload_steps import StepLists
 from ....kernels.listed import Listing, Portion, Total
-from ....kernels.types import Calls
+from ....kernels.offload.placing import Found
+from ....kernels.types import Active, Calls, Limits
 from ....kernels.weights import ExpertRows
 from ...experts.moe_layer import Control
+from ...experts.offloaded_layer import expected
 from ...experts.ruled_layer import RuledLayer
 from ..graphs import Captured, capture, pinned
 
@@ -85,6 +88,44 @@ def fields(ruled: RuledLayer, top_k: int, total: Total, heard: Tensor | None) ->
     if heard is not None:
         fields["heard"] = heard
     return fields
+
+
+class Guess:
+    """Memory of what a layer's captured work predicts of the next layer's step; the host reads it, see `found`. Serves
+    all next layers whose steps have the same structure, one after the other.
+
+    Attributes:
+        record: the calls, and the experts named. listing: the neurons.
+    """
+
+    def __init__(self, like: dict[str, Tensor], room: int, x: Tensor) -> None:
+        """`like`: experts and weights (P,) of the calls, and `named`, the experts (1, K). room: neurons of all calls.
+        x: (1, H).
+        """
+        self.record, made = Record(like, x.device), partial(pinned, device=x.device)
+        self._tokens = torch.zeros_like(like["experts"])
+        self.listing = Listing(
+            x.new_zeros(room),
+            made(like["experts"].numel() + 1, dtype=torch.int64),
+            made(room, dtype=torch.int32),
+            made(room, dtype=x.dtype),
+        )
+
+    def write(self, x: Tensor, ruled: RuledLayer, best: tuple[Tensor, Tensor], limits: Limits) -> None:
+        """Captured: the neurons of the predicted layer for a predicted input x (1, H). best: predicted scores and
+        experts (1, K). limits: of the layer, in place.
+        """
+        scores, named = best
+        work, thresholds = expected(named, scores, limits, ruled.rule)
+        calls = replace(work.calls, tokens=self._tokens)
+        kernels.list_active(x, ruled.layer.signal, calls, thresholds, self.listing, x_bits=8)
+        self.record.write({"experts": work.calls.experts, "weights": work.calls.weights.float(), "named": named})
+
+    def found(self, layer: int, width: int) -> Found:
+        """The predicted step, with room for all neurons. layer: of the pool's. width: of one of its experts."""
+        here, listing = self.record.here, self.listing
+        active, nobody = Active(listing.offsets, listing.neurons, listing.copies), here["named"][:0]
+        return Found(layer, width, active, here["experts"], here["weights"], nobody, nobody.float())
 
 
 class Form:

@@ -52,10 +52,10 @@ class CardParts:
         """See `CardLayers`.
 
         Raises:
-            Unsupported: as for the class; or the predictor in use runs a layer of another card before its turn.
+            Unsupported: as for the class; or a predictor runs a layer of another card before its turn.
         """
         for block in self._attending:
-            if block.shared.predictor is not None and block.shared.predictor.attends:
+            if any(one.attends for one in block.shared.predictors):
                 raise Unsupported("the predictor runs a layer before its turn")
         for part, _ in self._parts:
             part.prepare()

@@ -50,7 +50,8 @@ class HostTimes:
 
     Attributes:
         gpu, ram: of a layer whose experts are all on the card, and what one in RAM adds. pool, behind: of one with a
-            pool, until absent rows are asked for, and the rest. ahead: what looking ahead adds.
+            pool, until absent rows are asked for, and the rest. ahead, fetch: what looking ahead adds there, and
+            sending for what was predicted.
     """
 
     gpu: float
@@ -58,6 +59,7 @@ class HostTimes:
     pool: float
     behind: float
     ahead: float
+    fetch: float
 
 
 class VirtualDevice(Device):
@@ -174,6 +176,11 @@ class VirtualDevice(Device):
         if self._host is not None:
             self.clock.run("host", self._host.ahead)
 
+    def fetches(self) -> None:
+        """The host sends for rows."""
+        if self._host is not None:
+            self.clock.run("host", self._host.fetch)
+
     def ask(
         self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
@@ -195,10 +202,17 @@ class VirtualDevice(Device):
         return copy.tensors
 
     def up(
-        self, x: Tensor, up: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self,
+        x: Tensor,
+        up: SignalWeights,
+        calls: Calls,
+        thresholds: Tensor,
+        x_bits: int,
+        also: Sequence[Tensor] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Active, Tensor, list[Tensor]]:
         """See `Device`; the host decides then."""
-        found = super().up(x, up, calls, thresholds, x_bits, also)
+        found = super().up(x, up, calls, thresholds, x_bits, also, meanwhile)
         self._spend()
         return found
 

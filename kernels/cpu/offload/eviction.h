@@ -280,6 +280,7 @@ inline int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *s
         p.cells[slot].state = FREE;
         p.residents[score.expert_of(key)]--;
     }
+    p.counters[FLOE_POOL_EVICTED] += taken;
     return taken;
 }
 

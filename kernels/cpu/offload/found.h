@@ -29,6 +29,18 @@ inline bool ascend(const int32_t *neurons, int64_t count) {
     return !falls;
 }
 
+// How many of a step's neurons are among the keys (count). marks: as in floe_offload_right.
+inline int64_t right_of(const floe_found &f, int64_t count, const int32_t *keys, uint8_t *marks) {
+    int64_t right = 0;
+    for (int64_t i = 0; i < count; i++) marks[keys[i]] = 1;
+    for (int64_t c = 0; c < f.calls; c++) {
+        const uint8_t *own = marks + f.experts[c] * f.width;
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) right += own[f.neurons[i]];
+    }
+    for (int64_t i = 0; i < count; i++) marks[keys[i]] = 0;
+    return right;
+}
+
 // Whether all of it may be indexed; `once`, if true before, becomes false where a neuron may be named twice.
 inline int check_found(const floe_pool &p, const floe_found &f, uint8_t *seen, bool &once) {
     if (f.calls < 0 || f.tokens < 0 || f.top_k < 0 || f.width < 1 || p.neurons % f.width || f.layer < 0 ||

@@ -163,9 +163,10 @@ int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, const
     float *factors = nullptr;
     if (!make_room(p, candidates, factors)) return FLOE_NO_MEMORY;
     int64_t count = 0;
+    const int64_t most = p.counters[FLOE_POOL_MOST];
     for (int64_t n = 0; n < f.calls; n++) {
         const int64_t c = order[n].second, before = count;
-        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1] && count < most; i++) {
             const int32_t key = guessed[i];
             keys[count] = key;
             const bool absent = table[key] == -1;
@@ -178,6 +179,7 @@ int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, const
     int64_t taken = take_free(p, count, false, slots);
     if (taken < count) taken += evict(p, count - taken, false, slots + taken, candidates, factors);
     for (int64_t i = taken; i < count; i++) table[keys[i]] = -1;
+    p.counters[FLOE_POOL_ASKED] = taken;
     if (count > 0) book(p, f.layer, keys, taken, false, slots);
     if (way != nullptr)
         if (const int error = send_pieces(*way, f, keys, slots, taken, runs, sent)) return error;
@@ -194,12 +196,5 @@ int64_t floe_offload_right(const floe_pool *pool, const floe_found *found, int64
     if (memory == nullptr) return FLOE_NO_MEMORY;
     if (const int error = check_found(p, f, memory, once)) return error;
     if (count < 0 || !within(guessed, count, expert_width(p))) return FLOE_BAD_INDEX;
-    int64_t right = 0;
-    for (int64_t i = 0; i < count; i++) marks[guessed[i]] = 1;
-    for (int64_t c = 0; c < f.calls; c++) {
-        const uint8_t *own = marks + f.experts[c] * f.width;
-        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) right += own[f.neurons[i]];
-    }
-    for (int64_t i = 0; i < count; i++) marks[guessed[i]] = 0;
-    return right;
+    return right_of(f, count, guessed, marks);
 }

@@ -46,11 +46,22 @@ int collect(floe_offload &o, Link &link, bool others) {
     return FLOE_OK;
 }
 
-int forget(const floe_offload &o, Link &link, int64_t layer) {
+// dropped: counts the rows.
+int forget(const floe_offload &o, Link &link, int64_t layer, int64_t *dropped = nullptr) {
     thread_local std::vector<int32_t> slots;
     slots.clear();
     link.give_up(layer, slots);
+    if (dropped != nullptr) *dropped = (int64_t)slots.size();
     return floe_pool_settle(o.pool, (int64_t)slots.size(), slots.data(), false);
+}
+
+// How many rows the next guess may ask for, by how many of the last one's were dropped: not many more than arrive.
+void ask_for(const floe_pool &p, const floe_way &way, int64_t dropped) {
+    int64_t &asked = p.counters[FLOE_POOL_ASKED], &most = p.counters[FLOE_POOL_MOST];
+    const int64_t came = std::max((int64_t)0, asked - dropped);
+    if (dropped > 0) most = std::max(way.piece, came + came / 2);
+    else if (asked == most) most = std::min(expert_width(p), most + most / 2 + 1);
+    asked = 0;
 }
 
 // Adds the seconds; a transfer that is not there any more has arrived.
@@ -201,7 +212,9 @@ int floe_offload_start(floe_offload *offload, const floe_found *found, const flo
     if (link == nullptr || !way->pooled) return FLOE_BAD_SHAPE;
     if (const int error = end_step(o, *link)) return error;
     if (const int error = collect(o, *link, false)) return error;
-    if (const int error = forget(o, *link, found->layer)) return error;
+    int64_t dropped;
+    if (const int error = forget(o, *link, found->layer, &dropped)) return error;
+    ask_for(*o.pool, *way, dropped);
     const floe_lanes lanes = lanes_of(o, (double)link->queued_bytes());
     if (const int error = floe_offload_place(o.pool, found, &lanes, way, places, placed)) return error;
     o.visit = placed->transfer;
@@ -288,4 +301,39 @@ int floe_step_end(floe_offload *offload, floe_step *step) {
     }
     step->late = ends[FLOE_PART_ARRIVED * (f.calls + 1)] > 0 || shared > 0;
     return code;
+}
+
+int floe_step_guess(floe_offload *offload, floe_guess *guess) {
+    const floe_found &f = *guess->found;
+    guess->asked = -1;
+    if (f.calls < 0 || f.calls > f.room) return FLOE_BAD_SHAPE;
+    for (int64_t c = 0; c < f.calls; c++)
+        if (!isfinite(f.weights[c])) return FLOE_OK;
+    const int64_t taken = floe_offload_ahead(offload->pool, &f, guess->way, guess->guessed, guess->keys, guess->slots,
+                                             guess->runs, guess->sent);
+    if (taken < 0) return (int)taken;
+    guess->asked = f.offsets[f.calls];
+    guess->taken = taken;
+    return FLOE_OK;
+}
+
+int floe_step_compare(const floe_offload *offload, const floe_step *step, floe_guess *guess) {
+    const floe_pool &p = *offload->pool;
+    const floe_found &f = *step->found;
+    if (guess->asked < 0) return FLOE_OK;
+    if (f.layer != guess->found->layer) return FLOE_BAD_SHAPE;
+    const int32_t *table = p.slots + f.layer * expert_width(p);
+    // The others were dropped.
+    const auto end =
+        std::partition(guess->keys, guess->keys + guess->taken, [table](int32_t key) { return table[key] >= 0; });
+    const int64_t *chosen = f.chosen, *chosen_end = f.chosen + f.tokens * f.top_k;
+    for (int64_t n = 0; n < guess->experts; n++)
+        guess->experts_right += std::find(chosen, chosen_end, guess->named[n]) != chosen_end;
+    guess->guesses++;
+    guess->predicted += guess->asked;
+    guess->needed += f.offsets[f.calls];
+    guess->right += right_of(f, guess->asked, guess->guessed, step->marks);
+    guess->unused += (end - guess->keys) - right_of(f, end - guess->keys, guess->keys, step->marks);
+    guess->asked = -1;
+    return FLOE_OK;
 }
