@@ -77,6 +77,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """As many threads of torch's after a test as before: sums depend on that, and some tests set it."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    done = yield
+    if torch and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+    return done
+
+
 def _named(value: object) -> tuple[type, object]:
     """What tells a case's value from another. Its text would take seconds: some are tensors, or megabytes."""
     try:
