@@ -30,7 +30,6 @@ class Figures:
             rate of one core, likewise.
         vector_cost: by kind, what a vector costs besides its values, as a share of what Mixtral's 4,096 values take.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
-            packed_expert_s: what each expert adds to that.
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
@@ -48,7 +47,6 @@ class Figures:
     vector_cost: Mapping[str, float]
     core_prompt_bytes_s: float
     packed_weights_s: float
-    packed_expert_s: float
     host_s: float
     host_gpu_s: float
     host_pool_s: float
@@ -74,7 +72,6 @@ def figures() -> Figures:
         vector_cost=values["vector_cost"],
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
-        packed_expert_s=values["packed_expert_s"],
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,

@@ -190,7 +190,7 @@ def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
 
 def _packing_s(sizes: Sizes) -> float:
     """Seconds of one core."""
-    return sizes.in_experts / figures().packed_weights_s + sizes.layers * sizes.experts * figures().packed_expert_s
+    return sizes.in_experts / figures().packed_weights_s
 
 
 def _instead(machine: Machine, entry: CatalogEntry, context: int) -> str:

@@ -138,11 +138,11 @@ class TestTime:
         assert found.pack_s and 300 < found.pack_s < 1800
         assert plan.make(a_machine(), MIXTRAL).download_s is None
 
-    def test_many_small_experts_take_longer_to_pack_than_their_weights(self) -> None:
+    def test_packing_takes_as_long_as_measured(self) -> None:
         many, one = described("qwen3.6-35b-a3b"), a_machine()
         times = [plan.make(one, entry).pack_s or 0.0 for entry in (many, MIXTRAL)]
         layer, mixtral = (seconds / e.sizes.layers for seconds, e in zip(times, (many, MIXTRAL), strict=True))
-        assert layer * one.cores == pytest.approx(2 * 77, rel=0.1)  # measured on two cores
+        assert layer * one.cores == pytest.approx(2 * 37, rel=0.1)  # measured by AVX2 on two cores
         assert mixtral * one.cores == pytest.approx(2 * 66, rel=0.1)
 
 
