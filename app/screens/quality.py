@@ -35,7 +35,7 @@ from ..widgets.panel.meanings import KL
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token")
-_OFFLOADED_ONLY = 'No effect here: there is no pool of rows. The line "experts are" makes one.'
+_OFFLOADED_ONLY = 'No effect here: there is no pool of rows. The line "experts are placed" makes one.'
 _SHARES = (0.25, 0.5, 0.75)  # of the largest pool, which are offered
 
 _DIALS = (
