@@ -323,7 +323,7 @@ def _uses(study: Study) -> str:
     better = ", ".join(str(layer + 2) for layer, gained in enumerate(gains) if gained) or "none"
     return (
         f'The engine\'s "auto" uses "learned" to predict layers {better}, where it named more experts than the next '
-        'router on calibration text that it had not learned from, and "gate" for the others; beside a card, in each '
+        'router on calibration text that it had not learned from, and "gate" for the others; with a card, in each '
         "layer these or `partial`, which takes a pass through the next layer's attention, or nothing, by what the "
         "first tokens gain."
     )

@@ -1,7 +1,7 @@
 """`floe-chat tune --text`: a pack's predictors of the next layer's experts, trained again on the calibration text and
 the person's own.
 
-They are kept in a file beside the pack's own (`AHEAD`), if they name more of the experts on the text's last part, which
+They are in a file next to the pack's own (`AHEAD`), if they name more of the experts on the text's last part, which
 they have not seen, than those in use.
 """
 

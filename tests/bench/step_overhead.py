@@ -382,7 +382,7 @@ def main() -> None:
         print(
             f"through graphs, pool of {name}: the thread alone {ms['cpu_median_ms']:.2f} "
             f"(least {ms['cpu_least_ms']:.2f}), of these {ms['cpu_until_asked_ms']:.3f} until the rows are asked for "
-            f"and the sum of those that are there is started, {ms['cpu_behind_ms']:.3f} besides, of these "
+            f"and the sum of the rows that are there is started, {ms['cpu_behind_ms']:.3f} besides, of these "
             f"{ms['cpu_meanwhile_ms']:.3f} while the next layer's graph runs"
         )
     beside = in_ram(tokens)

@@ -7,7 +7,7 @@ and for the CPU's share, which a second graph adds. These two graphs serve all l
 Python, three of them graphs; what was computed is counted for all layers at once (`card_counts.py`).
 
 A layer that looks ahead has a graph more for each predictor, behind the first sum: what the next layer will need,
-listed likewise. The host sends for it once the next layer's graph is under way, which the card begins behind it.
+listed in the same way. The host sends for it once the next layer's graph is under way, which the card begins behind it.
 """
 
 from __future__ import annotations
