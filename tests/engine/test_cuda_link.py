@@ -186,6 +186,22 @@ def test_the_compute_stream_waits_and_the_host_does_not(card: Card, source: Tens
         assert link.wait(later) >= 0.25 and link.wait(prefetch) == 0.0
 
 
+def test_who_waits_sends_while_the_links_thread_waits_for_the_device(
+    card: Card, source: Tensor, target: Tensor
+) -> None:
+    link, sender = card.link(), Sender(source, target)
+    link.submit(sender.make(10))
+    until(lambda: bool(card.calls(SYNCHRONIZE)))  # the thread's: nothing lands, and it does nothing more
+    urgent, later = sender.make(25, urgent=True), sender.make(10)
+    link.submit(urgent)
+    link.submit(later)
+    link.wait(urgent)
+    assert len(card.calls(COPY)) == 1 + 3 and sender.untouched(urgent.slots.tolist())
+    with card.running():
+        link.drain()
+    assert sender.there(urgent) and sender.there(later)
+
+
 def test_a_lane_is_used_again_only_once_its_rows_have_landed(card: Card, source: Tensor, target: Tensor) -> None:
     link, sender = card.link(), Sender(source, target)
     transfer = sender.make(10 * (LANES + 3))
