@@ -115,7 +115,8 @@ def test_what_is_drawn_is_the_same(tiny_pack: Path, card: FakeCard, sampling: Sa
 def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) -> None:
     loaded = open_on(card, tiny_pack)
     layers = loaded.packed.manifest.architecture.layers
-    use(loaded, PRESETS["weighed"])
+    weighed = dataclasses.replace(PRESETS["weighed"], x_bits=22)
+    use(loaded, weighed)
     feed(loaded, IDS)
     captures = len(card.captures)
     for rule in (
@@ -124,8 +125,7 @@ def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) 
         {"layers": tuple(0.5 + i / layers for i in range(layers))},
         {"product": 0.1},
     ):
-        rules = dataclasses.replace(PRESETS["weighed"].rule, **rule)
-        use(loaded, dataclasses.replace(PRESETS["weighed"], rule=rules, x_bits=22))
+        use(loaded, dataclasses.replace(weighed, rule=dataclasses.replace(weighed.rule, **rule)))
         found = feed(loaded, IDS)
         assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
     assert len(card.captures) == captures
@@ -133,6 +133,10 @@ def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) 
     found = feed(loaded, IDS)
     assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
     assert len(card.captures) == captures + 1  # another structure
+    use(loaded, dataclasses.replace(PRESETS["nothing"], x_bits=8))
+    coarse = feed(loaded, IDS)
+    assert relative_rms(coarse, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22] < relative_rms(coarse, found)
+    assert len(card.captures) == captures + 2  # x is read less finely
 
 
 def test_a_conversation_that_grows_needs_no_other_capture(
