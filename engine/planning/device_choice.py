@@ -59,6 +59,10 @@ GUESS = Rates(
 )
 
 
+def unheard(_step: str) -> None:
+    """Nobody is shown what takes a while."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """Where to open a pack.
@@ -101,13 +105,14 @@ def choose(
     preset: Preset | None = None,
     asked: Asked | None = None,
     packed: PackedModel | None = None,
+    report: Callable[[str], None] = unheard,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
         preset: that the pack is opened with; None: the default one. packed: the pack itself; without it the system
-            reads what RAM does not hold.
+            reads what RAM does not hold. report: is given steps that take a while, in words.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory. FloeError: one that cannot compute, or
@@ -129,11 +134,13 @@ def choose(
         return dataclasses.replace(_in_ram(why, pack, packed), remedy=remedy)
     found = hardware.probe(Path())
     if wanted != "auto":
-        return _on_gpu(UsableGpu.of(place, found), why, pack, vram)
+        choice = _on_gpu(UsableGpu.of(place, found), why, pack, vram)
+        slow = kernels_on(place, report).name == "reference"
+        return dataclasses.replace(choice, remedy=torch_build.remedy()) if slow else choice
     # The kernels run on cards of a certain age; plain torch on others is not worth it.
-    gpus = [UsableGpu.of(f"cuda:{gpu.index}", found) for gpu in found.gpus if gpu.index is not None]
-    if len(gpus) > 1:
-        gpus = [gpu for gpu in gpus if kernels.choose(gpu.place).name != "reference"] or gpus
+    able = [gpu.index for gpu in found.gpus if gpu.index is not None]
+    able = [index for index in able if kernels.foreseen(index)[0] != "reference"] or able[:1]
+    gpus = [UsableGpu.of(f"cuda:{index}", found) for index in able]
     if lacking := hardware.uncompiled():
         whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
         if not whole:
@@ -151,9 +158,17 @@ def choose(
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
         why = f"{why}, and the CPU is faster for this model by our estimate: {estimate}"
         return dataclasses.replace(_in_ram(why, pack, packed), pools=pack.pools(best.budget(vram)))
+    if (backend := kernels_on(best.place, report)).name == "reference":
+        return dataclasses.replace(_in_ram(f"{why}: {backend.reason}", pack, packed), remedy=torch_build.remedy())
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
     return _on_gpu(best, why, pack, vram)
+
+
+def kernels_on(place: str, report: Callable[[str], None]) -> kernels.Backend:
+    """The kernels of a GPU, of which the first is compiled now."""
+    report(f"Compiling a first kernel for {place}")
+    return kernels.choose(place)
 
 
 def real_place(wanted: str) -> tuple[str, str]:

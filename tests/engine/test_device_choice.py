@@ -65,6 +65,21 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
         return int(free), 12 << 30
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    kernels_of(monkeypatch, ["triton"])
+
+
+def kernels_of(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """The kernels that cards run; no card is touched to foresee it."""
+    here = kernels.choose("cpu")
+
+    def chosen(place: str) -> kernels.Backend:
+        return here if place == "cpu" else replace(here, name=names[int(place.partition(":")[2])])
+
+    def foreseen(index: int) -> tuple[str, str]:
+        return names[index], ""
+
+    monkeypatch.setattr(kernels, "choose", chosen)
+    monkeypatch.setattr(kernels, "foreseen", foreseen)
 
 
 def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
@@ -79,10 +94,7 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
     here = kernels.choose("cpu")
 
-    def backend(place: str) -> Any:
-        return replace(here, name="reference" if place == "cuda:2" else "triton")
-
-    monkeypatch.setattr(device_choice.kernels, "choose", backend)
+    kernels_of(monkeypatch, ["triton", "triton", "reference"])
     declined = choose("auto")
     assert declined.place == "cpu" and "the CPU is faster" in declined.why and "tokens/s" in declined.why
     slow = replace(figures(), host_s=1.0)
@@ -91,6 +103,16 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     assert fastest.place == "cuda:1" and "the fastest of 2 GPUs" in fastest.why
     free["cuda:1"] = (1 << 10, 12 << 30)
     assert choose("auto").place == "cuda:0"
+    # The first kernel is tried on the chosen card alone; where it does not run, the CPU computes.
+
+    def failing(_place: str) -> kernels.Backend:
+        return replace(here, name="reference")
+
+    monkeypatch.setattr(kernels, "choose", failing)
+    monkeypatch.setattr(device_choice.torch_build, "remedy", lambda: "Install a compiler.")
+    without = choose("auto")
+    assert (without.place, without.remedy) == ("cpu", "Install a compiler.") and here.reason in without.why
+    assert (choose("cuda:0").place, choose("cuda:0").remedy) == ("cuda:0", "Install a compiler.")
 
 
 def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) -> None:

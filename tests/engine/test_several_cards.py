@@ -29,6 +29,7 @@ from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.engine.planning.several import placement
 from floe_chat.engine.planning.several.division import part_needs
 from floe_chat.engine.planning.several.placement import Placement
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.step import Stepped
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -297,6 +298,8 @@ def test_gpus_of_this_machine_share_a_model(pack: Path, needs: Needs, monkeypatc
     gpus = tuple(Gpu(name, "8.6", 12 << 30, free[f"cuda:{n}"], n) for n, name in enumerate(names))
     monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (free[str(place)], 12 << 30))  # pyright: ignore[reportUnknownLambdaType]
+    here = kernels.choose("cpu")
+    monkeypatch.setattr(kernels, "choose", dict.fromkeys(free, here).__getitem__)
     found = chosen(pack, "cuda:0, cuda:1", asked=Asked(division=(2, 3)))
     assert found.places == ("cuda:0", "cuda:1") and [part.layers for part in found.parts] == [range(2), range(2, 5)]
     assert found.budget == sum(int(free[place] * 0.92) for place in found.places)
