@@ -92,7 +92,8 @@ class DeviceChoice:
         Called before anything is put on the GPU. Without it the limit would apply only to the pool.
         """
         if self.cap is not None:
-            share = min(1.0, self.cap / torch.cuda.mem_get_info(self.place)[1])
+            there = self.cap + torch.cuda.memory_allocated(self.place)
+            share = min(1.0, there / torch.cuda.mem_get_info(self.place)[1])
             torch.cuda.set_per_process_memory_fraction(share, self.place)
 
 
@@ -140,7 +141,7 @@ def choose(
     # The kernels run on cards of a certain age; plain torch on others is not worth it.
     able = [gpu.index for gpu in found.gpus if gpu.index is not None]
     able = [index for index in able if kernels.foreseen(index)[0] != "reference"] or able[:1]
-    gpus = [UsableGpu.of(f"cuda:{index}", found) for index in able]
+    gpus = [UsableGpu.of(f"cuda:{index}", found, used=len(able) == 1) for index in able]
     if lacking := hardware.uncompiled():
         whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
         if not whole:
@@ -162,6 +163,7 @@ def choose(
         return dataclasses.replace(_in_ram(f"{why}: {backend.reason}", pack, packed), remedy=torch_build.remedy())
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
+        best = UsableGpu.of(best.place, found)
     return _on_gpu(best, why, pack, vram)
 
 

@@ -23,7 +23,9 @@ from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
 from .footprint import Footprint, KvBytes, kv_bytes, kv_element, sizes_of, state_bytes
 
-KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
+# Of a card's memory, for a step's own tensors, modules that CUDA loads at their first use (0.15 to 0.3 GB), workspaces
+# and the desktop: a share of it, and the least.
+KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
 NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
@@ -32,7 +34,7 @@ RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
 def budget(vram: int) -> int:
     """The part of this much GPU memory that weights, keys and values may take."""
-    return int(vram * (1 - KEPT_FREE))
+    return max(0, vram - max(int(vram * KEPT_FREE), KEPT_LEAST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ...models.quantities import digits
 from .. import context, quality_presets
 from ..context import CONTEXT
 from ..events import Advanced
+from ..machine import gpus
 from ..machine.hardware import Hardware
 from ..offload.mix import Mix
 from ..quality_presets import Preset
@@ -25,6 +26,8 @@ from .machine import Machine
 from .memory_plan import DeviceShares, Needs
 from .mix_choice import Costs
 from .speed_estimate import Held, TokenWork
+
+CUDA_CONTEXT = 1 << 29  # bytes at the most that a card's context takes, with the modules that are loaded at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +77,25 @@ class UsableGpu:
     machine: Machine
 
     @classmethod
-    def of(cls, place: str, found: Hardware) -> UsableGpu:
+    def of(cls, place: str, found: Hardware, *, used: bool = True) -> UsableGpu:
+        """With its free memory exactly; if it may not be `used`, without touching it where the driver's library says
+        how much is free.
+        """
         index = int(place.partition(":")[2] or 0)
-        known = rates.Measured.load(rates.kept_file())
-        return cls(place, torch.cuda.mem_get_info(place)[0], machine.here(found, known, index))
+        there = machine.here(found, rates.Measured.load(rates.kept_file()), index)
+        known = next((gpu.vram_free for gpu in found.gpus if gpu.index == index), None)
+        if used or known is None or torch.cuda.memory_reserved(place):
+            return cls(place, gpus.free(place), there)
+        return cls(place, max(0, known - CUDA_CONTEXT), there)
 
     def cap(self, vram: int | None) -> int:
         """Bytes that torch may take, of which `vram` is the most."""
         return min(self.free, vram or self.free)
 
     def budget(self, vram: int | None) -> int:
-        """Bytes for weights, keys and values, likewise."""
-        return memory_plan.budget(self.cap(vram))
+        """Bytes for weights, keys and values, likewise. What is not torch's has room beside a lower limit."""
+        whole = memory_plan.budget(self.free)
+        return whole if vram is None else min(whole, int(vram * (1 - memory_plan.KEPT_FREE)))
 
 
 class OpenedPack:

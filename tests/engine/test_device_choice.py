@@ -88,12 +88,16 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     """By the published figures of cards of these names; this model is so small that launching kernels takes longest."""
     assert choose("auto").place == "cpu"
     names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080")
-    gpus = tuple(Gpu(name, "8.6", 12 << 30, 1 << 30, index) for index, name in enumerate(names))
-    free = {f"cuda:{gpu.index}": (gpu.vram_free, gpu.vram_total) for gpu in gpus}
-    monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
-    here = kernels.choose("cpu")
+    gpus = tuple(Gpu(name, "8.6", 12 << 30, 2 << 30, index) for index, name in enumerate(names))
+    asked: list[str] = []
 
+    def memory(place: str) -> tuple[int, int]:
+        asked.append(place)
+        return 2 << 30, 12 << 30
+
+    monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    here = kernels.choose("cpu")
     kernels_of(monkeypatch, ["triton", "triton", "reference"])
     declined = choose("auto")
     assert declined.place == "cpu" and "the CPU is faster" in declined.why and "tokens/s" in declined.why
@@ -101,8 +105,10 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     monkeypatch.setattr(speed_estimate, "figures", lambda: slow)
     fastest = choose("auto")
     assert fastest.place == "cuda:1" and "the fastest of 2 GPUs" in fastest.why
-    free["cuda:1"] = (1 << 10, 12 << 30)
+    gpus = tuple(replace(gpu, vram_free=(1 if gpu.index == 1 else 2) << 30) for gpu in gpus)
+    asked.clear()
     assert choose("auto").place == "cuda:0"
+    assert asked == ["cuda:0"]  # the others get no context
     # The first kernel is tried on the chosen card alone; where it does not run, the CPU computes.
 
     def failing(_place: str) -> kernels.Backend:
@@ -178,10 +184,11 @@ def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_r
 def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
     monkeypatch: pytest.MonkeyPatch, choose: Choose, tiny_pack: Path
 ) -> None:
-    a_gpu(monkeypatch, 1 << 30)
+    a_gpu(monkeypatch, 2 << 30)
     short = needs_of(tiny_pack, 2, 16, 100)
-    about = round(short.whole() / (1 - memory_plan.KEPT_FREE))
-    limit = next(vram for vram in range(about - 9, about + 9) if memory_plan.budget(vram) >= short.whole())
+    share = 1 - memory_plan.KEPT_FREE
+    about = round(short.whole() / share)
+    limit = next(vram for vram in range(about - 9, about + 9) if int(vram * share) >= short.whole())
     tight = choose("cuda", limit, WHOLE, context=100)
     assert (tight.shares.place, tight.shares.reserved, tight.shares.kv_bits) == ("gpu", 100, 16)
     assert choose("cuda", None, WHOLE).shares.reserved == 512
@@ -252,7 +259,7 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("cuda")
     assert whole.place == "cuda:0" and whole.make is None and "whole pack fits" in whole.why
-    assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - memory_plan.KEPT_FREE))
+    assert whole.cap == 1 << 30 and whole.budget == (1 << 30) - memory_plan.KEPT_LEAST
     limit = round((needs.least() + 5.5 * needs.row) / (1 - memory_plan.KEPT_FREE))
     part = choose("cuda", limit, POOL)
     assert part.shares.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
@@ -267,9 +274,10 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     assert memory(least) in refused.value.cause and "--vram" in refused.value.hint
     some = choose("cuda", round(least / (1 - memory_plan.KEPT_FREE)) + 1)
     assert some.shares.mix == Mix(cpu=2) and "by the CPU" in some.why
-    a_gpu(monkeypatch, limit)
+    free = needs.least() + 5 * needs.row + memory_plan.KEPT_LEAST
+    a_gpu(monkeypatch, free)
     more = choose("cuda", 24 << 30, POOL)  # of more than there is what there is, and it says so
-    assert (more.cap, more.shares) == (limit, part.shares) and f"of which {memory(limit)} is free" in more.why
+    assert (more.cap, more.shares.rows) == (free, part.shares.rows) and f"of which {memory(free)} is free" in more.why
 
 
 @pytest.mark.parametrize(
