@@ -11,7 +11,7 @@ from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, divisible
 from .machine import Machine
-from .memory_plan import KEPT_FREE, Needs, budget
+from .memory_plan import Needs, budget
 from .options import DEFAULT, Option, option
 from .worth import ENOUGH, NEWER, READING, WORTH
 
@@ -144,7 +144,7 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if chosen.cards:
         return ""
     asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
-    free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
+    free = f"{memory(machine.vram - usable)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
     if chosen.mix is not None:
