@@ -148,6 +148,7 @@ def choose(
             words = f"a part of it on a GPU needs compiled code, and {lacking}. {hardware.compiled_by()}"
             return _in_ram(words, pack, packed)
         gpus = whole
+    pack = pack.granted(max(gpu.budget(vram) for gpu in gpus))
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
         least = size(pack.least())
@@ -191,16 +192,17 @@ def real_place(wanted: str) -> tuple[str, str]:
 
 def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     budget = gpu.budget(vram)
+    pack = pack.granted(budget)
     shares = pack.shares(gpu.machine, budget)
     if shares.place != "gpu":
         need_compiled(gpu.place)
     if shares.place == "gpu":
-        choice = gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
+        choice = gpu_with(gpu, f"{why}, and the whole pack fits{pack.lacking}", shares, (), vram)
         return dataclasses.replace(choice, pools=None if hardware.uncompiled() else pack.pools(budget))
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
     why += f"; with {size(budget)} of its memory, {shares.words}, because all weights need {size(pack.needs.whole())}"
-    why += pack.against_pool(gpu.machine, shares, budget)
+    why += pack.against_pool(gpu.machine, shares, budget) + pack.lacking
     return dataclasses.replace(gpu_with(gpu, why, shares, pack.streamed(shares), vram), pools=pack.pools(budget))
 
 
@@ -245,10 +247,10 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
 def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     budget = virtual_budget(card, wanted, vram)
-    there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
+    there, pack = machine.of_card(card, machine.here(hardware.probe(Path()), None)), pack.granted(budget)
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {shares.words}"
-    why += pack.against_pool(there, shares, budget)
+    why += pack.against_pool(there, shares, budget) + pack.lacking
     return virtual_with(card, why, shares, budget, pack)
 
 

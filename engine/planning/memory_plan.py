@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...models.catalog_entry import Sizes
@@ -178,6 +179,21 @@ class Needs:
     def fits(self, mix: Mix, budget: int) -> bool:
         """Whether this many bytes of the device are enough; RAM is not considered."""
         return budget >= self.least(mix)
+
+    def granted(self, budget: int, *mixes: Mix) -> Needs:
+        """With as many tokens of context as fit so many bytes in one of these mixes (all on the device, or as little as
+        there can be): never more than are wanted, nor fewer than `CONTEXT` if more are.
+        """
+        mixes = mixes or (self.every("gpu"), self.every("cpu"))
+
+        def lacks(tokens: int) -> bool:
+            needs = replace(self, context=tokens)
+            return not any(needs.fits(mix, budget) for mix in mixes)
+
+        if self.context <= CONTEXT or not lacks(self.context):
+            return self
+        more = bisect.bisect_left(range(CONTEXT + 1, self.context + 1), True, key=lacks)
+        return replace(self, context=CONTEXT + more)
 
     def share_out(self, mix: Mix, budget: int, window: int, rows: int | None = None) -> DeviceShares:
         """Divide a device's memory. A longer chat takes memory from the rows of a pool, all but what one token can need

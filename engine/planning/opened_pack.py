@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,7 @@ class OpenedPack:
 
     Attributes:
         forms: needs on a device, by the bits that keys and values may have; needs: the first of them.
+        lacking: in words that follow others, how much of the context has no room; "" where all has.
     """
 
     def __init__(
@@ -118,9 +120,25 @@ class OpenedPack:
         self.layers, self.mix, self.division, self.wanted = layers, asked.mix, asked.division, asked.wanted
         self.window = context.window(config)
         self.forms = [Needs.of(manifest, layers, config, element, bits, asked.context) for bits in asked.forms()]
-        self.needs = self.forms[0]
+        self.needs, self.lacking = self.forms[0], ""
+        self._wished = self.needs.context
         self.takes = Footprint.of_pack(manifest, config)
         self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest))
+
+    def granted(self, budget: int) -> OpenedPack:
+        """With as much context reserved as so many bytes have room for, where what was asked for does not fit."""
+        mixes = self.needs.every("gpu"), self.mix or self.needs.every(self.wanted.least)
+        if self.needs.context <= CONTEXT or any(needs.fits(mix, budget) for needs in self.forms for mix in mixes):
+            return self
+        return self.with_forms([needs.granted(budget, *mixes) for needs in self.forms])
+
+    def with_forms(self, forms: Sequence[Needs]) -> OpenedPack:
+        """With less context reserved than was asked for, which is said."""
+        pack = copy.copy(self)
+        pack.forms, pack.needs = list(forms), forms[0]
+        most = max(needs.context for needs in forms)
+        pack.lacking = f"; of {self._wished:,} tokens of context, {most:,} have room there"
+        return pack
 
     def least(self) -> int:
         """The fewest bytes of a device that work."""

@@ -20,7 +20,7 @@ from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning import device_choice, memory_plan, speed_estimate
+from floe_chat.engine.planning import device_choice, memory_plan, opened_pack, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import Needs
@@ -199,6 +199,26 @@ def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
         choose("cuda", limit - 1, POOL, context=512, kv_bits=16)
     assert choose("cuda", None, WHOLE, kv_bits=8).shares.kv_bits == 8
     assert choose("cpu", kv_bits=8).shares.kv_bits == 8 and choose("cpu").shares.kv_bits == 16
+
+
+def test_a_context_that_does_not_fit_is_granted_as_far_as_it_does(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose, tiny_pack: Path
+) -> None:
+    """The card was refused, or left alone, for tokens that RAM can hold too."""
+    for module in (memory_plan, opened_pack):
+        monkeypatch.setattr(module, "CONTEXT", 64)
+    needs = needs_of(tiny_pack, 2, 8, 512)
+    least, token = needs.least(POOL), needs.kv.whole
+    budget = least - 100 * token - token // 2
+    a_gpu(monkeypatch, budget + memory_plan.KEPT_LEAST)
+    short = choose("cuda", None, POOL, context=512, kv_bits=8)
+    assert short.shares.mix == POOL and short.shares.reserved == 512 - 101
+    assert short.why.endswith("of 512 tokens of context, 411 have room there")
+    a_gpu(monkeypatch, least + memory_plan.KEPT_LEAST)
+    assert "have room" not in choose("cuda", None, POOL, context=512, kv_bits=8).why
+    a_gpu(monkeypatch, least - 449 * token + memory_plan.KEPT_LEAST)  # not even the least
+    with pytest.raises(UsageError, match="too little"):
+        choose("cuda", None, POOL, context=512, kv_bits=8)
 
 
 def test_a_choice_without_a_pool_says_how_fast_one_would_be(choose: Choose, tiny_pack: Path) -> None:

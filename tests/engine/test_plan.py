@@ -67,6 +67,12 @@ class TestWhere:
         exact, usual = (option(a_machine(vram=2.9, ram=48), MIXTRAL, spec, 4096) for spec in WIDTHS[:2])
         assert exact.place == "cpu" and usual.place == "pool"
 
+    def test_a_context_that_no_card_holds_is_granted_as_far_as_it_fits(self) -> None:
+        found = plan.make(a_machine(vram=4, ram=64), MIXTRAL, context=2_000_000)
+        assert found.chosen and found.chosen.mix is not None and found.chosen.vram["context"] < 4 * GB
+        (said,) = (sentence for sentence in found.why if "tokens of context" in sentence)
+        assert "of the 32,768 that were asked for" in said
+
     def test_little_ram_takes_smaller_widths_rather_than_the_disk(self) -> None:
         found = plan.make(a_machine(ram=22), MIXTRAL)
         assert found.chosen and found.chosen.in_memory and rounding(found.chosen.spec) > rounding(DEFAULT)

@@ -16,6 +16,7 @@ from ....models.pack.manifest import Manifest
 from ....models.pack.packed_model import PackedLayer, PackedModel
 from ....models.quantities import digits
 from ....models.quantities import memory as size
+from ...context import CONTEXT
 from ...decoder.kv_stores import KvForm, KvPart
 from ...machine import hardware, torch_build
 from ...offload import cards
@@ -192,13 +193,17 @@ class _Several:
                 best = speed, needs, found
         if best is None:
             assert failed is not None
-            raise failed
+            if (context := self._pack.needs.context) <= CONTEXT:
+                raise failed
+            fewer = max(CONTEXT, context // 2)
+            self._pack = self._pack.with_forms([replace(needs, context=fewer) for needs in self._pack.forms])
+            return self.placement()
         speed, _, found = best
         parts = [self._part(number, *one) for number, one in enumerate(found)]
         counts = ", ".join(f"{len(part.layers)} on {name}" for part, name in zip(parts, self._names, strict=True))
         by = "" if self._given() else f", the fastest division by our estimate{self._against(speed)}"
         each = "; ".join(part.choice.why for part in parts)
-        return Placement(tuple(parts), f"its layers are divided, {counts}{by}; {each}")
+        return Placement(tuple(parts), f"its layers are divided, {counts}{by}; {each}{self._pack.lacking}")
 
     def _against(self, speed: float) -> str:
         """Tokens per second, and those of the best card alone."""
