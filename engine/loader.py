@@ -122,7 +122,8 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = opened(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division), spread)
+    asked = Asked.of(advanced, parts.mix, parts.division)
+    pack = opened(folder, preset, device, vram, asked, spread, lambda step: report(step, 0.4))
     if library and len({*pack.placement.places}) > 1:
         cause = "transformers' own model runs on one device."
         raise UsageError("Several cards cannot be used for this", cause, "Name one card with --device.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -18,6 +19,7 @@ class Gpu:
     """One NVIDIA device. Bytes of memory; `capability` such as "8.6".
 
     Attributes:
+        vram_free: by the driver's library; None: unknown, since only a context on the device could tell.
         index: torch's number, as in cuda:0; None where torch cannot compute on it. source: what reported it.
         uuid: what both sources call it. link: PCIe generation and lanes now, such as "4.0 x16" (an idle card lowers its
             generation); link_most: at the most; "" where unknown.
@@ -26,7 +28,7 @@ class Gpu:
     name: str
     capability: str
     vram_total: int
-    vram_free: int
+    vram_free: int | None
     index: int | None = None
     source: str = "torch"
     uuid: str = ""
@@ -35,18 +37,33 @@ class Gpu:
 
 
 def of_torch() -> tuple[tuple[Gpu, ...], str]:
-    """The devices that torch computes on, or why there are none."""
+    """The devices that torch computes on, or why there are none. No context is made, which takes 0.3 to 0.5 GB."""
     if torch.version.cuda is None:
         return (), "this torch is built without CUDA"
     if not torch.cuda.is_available():
         return (), "torch sees no CUDA device"
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
         told: Any = torch.cuda.get_device_properties(index)
         uuid = f"GPU-{told.uuid}" if hasattr(told, "uuid") else ""
-        found.append(Gpu(told.name, f"{told.major}.{told.minor}", total, free, index, uuid=uuid))
+        found.append(Gpu(told.name, f"{told.major}.{told.minor}", told.total_memory, None, index, uuid=uuid))
     return tuple(found), ""
+
+
+def free(place: str) -> int:
+    """Bytes of a device for new tensors: what is free on it, and what torch keeps of what it no longer needs. The
+    device gets a context.
+    """
+    gc.collect()
+    unused, _ = torch.cuda.mem_get_info(place)
+    return unused + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+
+
+def give_back() -> None:
+    """Return what torch keeps of what it no longer needs to the devices, for other programs and the next model."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...], str]:

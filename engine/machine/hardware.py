@@ -61,7 +61,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ComputePath:
-    """Which kernels a device would run, and why; `backend` is None if there is no such device."""
+    """Which kernels a device would run, and why; `backend` is None if there is no such device.
+
+    On a GPU that is as far as it shows without touching it; see `remedy` for what Triton lacks.
+    """
 
     device: str
     backend: str | None
@@ -71,12 +74,13 @@ class ComputePath:
 def compute_paths() -> tuple[ComputePath, ...]:
     """The path that the CPU and each GPU of this machine would take."""
     gpus, reason = _gpus()
-    chosen = [kernels.choose(device) for device in ("cpu", *(f"cuda:{index}" for index in range(len(gpus))))]
+    cpu = kernels.choose("cpu")
     part = f"; a part of a model needs compiled code, and {why}" if (why := uncompiled()) else ""
-    paths = tuple(
-        ComputePath(one.device, one.name, one.reason + ("" if one.device == "cpu" else part)) for one in chosen
-    )
-    return paths if gpus else (*paths, ComputePath("cuda", None, reason))
+    paths = [ComputePath("cpu", cpu.name, cpu.reason)]
+    for index in range(len(gpus)):
+        name, why = kernels.foreseen(index)
+        paths.append(ComputePath(f"cuda:{index}", name, why + part))
+    return tuple(paths) if gpus else (*paths, ComputePath("cuda", None, reason))
 
 
 def all_idle() -> bool:

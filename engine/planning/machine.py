@@ -145,8 +145,8 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
     if usable:
         vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
         speeds = _with_gpu(speeds, known, told, usable[0].name)
-        if usable[0].vram_free < FREE * vram:
-            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
+        if (free := usable[0].vram_free) is not None and free < FREE * vram:
+            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
     if index is None and len(usable) > 1:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...models.catalog_entry import Sizes
@@ -23,7 +24,9 @@ from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
 from .footprint import Footprint, KvBytes, kv_bytes, kv_element, sizes_of, state_bytes
 
-KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
+# Of a card's memory, for a step's own tensors, modules that CUDA loads at their first use (0.15 to 0.3 GB), workspaces
+# and the desktop: a share of it, and the least.
+KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
 NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
@@ -32,7 +35,7 @@ RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
 def budget(vram: int) -> int:
     """The part of this much GPU memory that weights, keys and values may take."""
-    return int(vram * (1 - KEPT_FREE))
+    return max(0, vram - max(int(vram * KEPT_FREE), KEPT_LEAST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,21 @@ class Needs:
     def fits(self, mix: Mix, budget: int) -> bool:
         """Whether this many bytes of the device are enough; RAM is not considered."""
         return budget >= self.least(mix)
+
+    def granted(self, budget: int, *mixes: Mix) -> Needs:
+        """With as many tokens of context as fit so many bytes in one of these mixes (all on the device, or as little as
+        there can be): never more than are wanted, nor fewer than `CONTEXT` if more are.
+        """
+        mixes = mixes or (self.every("gpu"), self.every("cpu"))
+
+        def lacks(tokens: int) -> bool:
+            needs = replace(self, context=tokens)
+            return not any(needs.fits(mix, budget) for mix in mixes)
+
+        if self.context <= CONTEXT or not lacks(self.context):
+            return self
+        more = bisect.bisect_left(range(CONTEXT + 1, self.context + 1), True, key=lacks)
+        return replace(self, context=CONTEXT + more)
 
     def share_out(self, mix: Mix, budget: int, window: int, rows: int | None = None) -> DeviceShares:
         """Divide a device's memory. A longer chat takes memory from the rows of a pool, all but what one token can need

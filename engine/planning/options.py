@@ -233,7 +233,9 @@ def _placed(machine: Machine, costs: Costs, needs: Needs) -> list[_Found]:
     """What each card has; nothing if a card has no room."""
     takes, every = costs.takes, range(costs.takes.sizes.layers)
     if not machine.others:
-        found = mix_choice.choose(costs, needs, memory_plan.budget(machine.vram), machine.ram)
+        budget = memory_plan.budget(machine.vram)
+        needs = needs.granted(budget)
+        found = mix_choice.choose(costs, needs, budget, machine.ram)
         return [] if found is None else [_Found(machine, every, needs, *found)]
     cards = tuple(CardRoom(one.name, one.speeds, memory_plan.budget(one.vram)) for one in machine.each)
     room = max(0, memory_plan.room(machine.ram, takes))

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.layers import read_rope
 from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
@@ -32,7 +34,7 @@ from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack import quantized_linears
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import families
 from ..helpers import make_pack, reference_model, relative_rms
@@ -199,6 +201,30 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
         with torch.inference_mode():
             assert kv.resume(parked, kept)
         case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
+
+
+@LONGER
+def test_ropes_tables_are_made_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole table at once took 540 MB of a full card for 134 MB. Frequencies are those of the whole text."""
+    model, asked = case.exact.model, list[int]()
+    family = FAMILIES[model.config.model_type]
+
+    def tables() -> list[Tensor]:
+        rope = read_rope(model, family)
+        long = rope.is_long(1000)  # if that is another table
+        return [rope.tables(0, end, long=long) for end in (7, 100, 300, 1000)]
+
+    want = tables()
+    forward = type(model.model.rotary_emb).forward
+
+    def noted(module: nn.Module, x: Tensor, places: Tensor, *more: Any) -> Any:
+        asked.append(places.shape[-1])
+        return forward(module, x, places, *more)
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", noted)
+    monkeypatch.setattr(layers, "ANGLES", 96)
+    assert all(torch.equal(mine, whole) for mine, whole in zip(tables(), want, strict=True))
+    assert max(asked) == 97  # and one that says how long the text is
 
 
 @LONGER

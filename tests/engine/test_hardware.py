@@ -75,7 +75,7 @@ def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (7, 0)].__getitem__)
-    monkeypatch.setattr(kernels, "choose", kernels.choose.__wrapped__)
+    monkeypatch.setattr(kernels, "choose", {"cpu": kernels.choose("cpu")}.__getitem__)  # no card is touched
     paths = hardware.compute_paths()
     assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
     assert all("needs compiled code, and it was not compiled" in path.reason for path in paths[1:])
@@ -246,6 +246,30 @@ class TestDriver:
     def test_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
         assert gpus.of_driver() == ((), "nvidia-ml-py is not installed")
+
+    def test_torchs_devices_are_found_without_a_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def touched(*_: object) -> None:
+            raise AssertionError("a context takes 0.3 to 0.5 GB of the device")
+
+        about = SimpleNamespace(name="RTX 3090", major=8, minor=6, total_memory=24 * GB, uuid="b")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", [about].__getitem__)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", touched)
+        found = gpus.of_torch()[0]
+        assert found == (Gpu("RTX 3090", "8.6", 24 * GB, None, 0, uuid="GPU-b"),)
+        (both,) = gpus.merged(found, (Gpu("RTX 3090", "8.6", 24 * GB, 20 * GB, None, "NVML", "GPU-b"),))
+        assert (both.index, both.vram_free) == (0, 20 * GB)
+
+    def test_what_torch_keeps_of_an_earlier_model_is_free_for_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in (
+            ("mem_get_info", (3 * GB, 24 * GB)),
+            ("memory_reserved", 20 * GB),
+            ("memory_allocated", GB),
+        ):
+            monkeypatch.setattr(torch.cuda, name, {"cuda:0": value}.__getitem__)
+        assert gpus.free("cuda:0") == 22 * GB
 
     def test_both_sources_are_one_device(self) -> None:
         of_torch = Gpu("RTX 3090", "8.6", 24 * GB, 22 * GB, 0, uuid="GPU-b")
