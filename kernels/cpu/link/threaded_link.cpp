@@ -38,7 +38,7 @@ int ThreadedLink::wait(int64_t number, const floe_stop *stop, double *seconds) {
     if (transfer->done) return FLOE_OK;
     queue_.urge(*transfer);
     if (gate_ != nullptr) shared(gate_->waiting)++;
-    const int code = until(lock, stop, [&] {
+    const int code = until(lock, stop, gate_ == nullptr, [&] {
         const Transfer *const still = queue_.find(number); // another thread may ask what has finished
         return still == nullptr || reached(*still);
     });
@@ -69,7 +69,7 @@ void ThreadedLink::give_up(int64_t layer, std::vector<int32_t> &slots) {
 
 int ThreadedLink::drain() {
     Lock lock(mutex_);
-    return until(lock, nullptr, [&] { return queue_.landed_all(); });
+    return until(lock, nullptr, false, [&] { return queue_.landed_all(); });
 }
 
 void ThreadedLink::close() {
@@ -82,12 +82,12 @@ void ThreadedLink::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-// Whoever waits sends by itself what comes first, until that is under way: the link's thread may have to wake up, or
-// wait for a chunk to land. Then it spins for a moment before it sleeps.
-template <class Reached> int ThreadedLink::until(Lock &lock, const floe_stop *stop, Reached reached) {
+// Who waits for a transfer sends by itself what comes first: the link's thread may have to wake up, or wait for a chunk
+// to land. Then it spins for a moment before it sleeps.
+template <class Reached> int ThreadedLink::until(Lock &lock, const floe_stop *stop, bool sends, Reached reached) {
     for (bool spins = true; !reached() && !ended_ && failure_.empty();) {
         if (stop != nullptr && is_raised(*stop)) return FLOE_STOPPED;
-        if (gate_ == nullptr && queue_.has_urgent() && may_begin()) {
+        if (sends && queue_.has_urgent() && may_begin()) {
             try {
                 put_out(lock);
             } catch (const std::exception &error) {

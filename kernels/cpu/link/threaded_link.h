@@ -67,7 +67,7 @@ class ThreadedLink : public Link {
     void changed(); // the lock is held
     bool may_begin() const { return !closing_ && !sending_ && queue_.has_next() && (int)queue_.flying.size() < kLanes; }
     // Whether it was `reached` before the link ended, or before somebody raised `stop`; the lock is held.
-    template <class Reached> int until(Lock &lock, const floe_stop *stop, Reached reached);
+    template <class Reached> int until(Lock &lock, const floe_stop *stop, bool sends, Reached reached);
 
     floe_link_gate *const gate_;
     std::condition_variable changed_;
