@@ -134,7 +134,7 @@ def load(
     control, telemetry = Control(pack.preset, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
     telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
-    offloads = pack.placement.offloads(pack.layers, parts)
+    offloads = pack.placement.offloads(pack.layers, parts, lambda step: report(step, 0.5))
     shared = _shared(offloads)
     linears = {place: _Linear(place, control) for place in pack.placement.places}
     experts = _Experts(pack, offloads, control, telemetry, report, spread)
