@@ -35,7 +35,7 @@ from .footprint import Footprint, kv_bytes, kv_element, state_bytes
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
-# the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md).
+# the next one if that is little: on a virtual disk of 0.85 GB/s (tests/bench/LOG.md).
 SCATTERED = 0.6
 COPIED = 4e9  # bytes a second from a device to memory that is not pinned: an estimate
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token

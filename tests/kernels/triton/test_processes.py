@@ -113,6 +113,10 @@ def test_what_is_launched_compiles_without_spills(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     needs = list(compiling.compiled(case, [int(capability) for capability in capabilities.split()]))
     expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
+    if "general" in case or "group16" in case:  # x as it is
+        expected -= {"spread_kernel"}
+    if case.startswith("16/16/16"):
+        expected ^= {"spread_kernel", "spread_pairs_kernel"}
     if case.startswith("attend"):
         expected = {"attend_kernel", "join_kernel"}
     if case.startswith("state"):
@@ -127,9 +131,9 @@ def test_what_is_launched_compiles_without_spills(
         assert all(need.local == 0 for need in mine), mine
         assert all(need.shared <= SHARED[capability] * 1024 for need in mine), mine
         assert all(need.registers <= 255 for need in mine), mine
-        if "general" not in case:
-            # 16 bytes a thread is what makes them run at memory speed; the few others are neurons, slots and limits.
+        if "general" not in case and "group16" not in case:
+            # 16 bytes a thread is what makes them run at memory speed; the others are neurons, slots, limits, units.
             streaming = [need for need in mine if need.kernel in ("gemv_kernel", "product_kernel", "down_kernel")]
-            assert all(need.wide_loads and need.narrow_loads <= 9 for need in streaming), streaming
+            assert all(need.wide_loads and need.narrow_loads <= 12 for need in streaming), streaming
             landing = [need for need in mine if need.kernel == "land_kernel"]
             assert all(need.wide_loads >= need.narrow_loads for need in landing), landing
