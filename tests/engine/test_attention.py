@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.decoder.mixers import attention
 from floe_chat.engine.decoder.mixers.attention import Sight, attended
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..allocated import Allocated
 from ..helpers import relative_rms
 
 HEADS, GROUPS, SIZE, VALUES = 3, 2, 8, 5
@@ -68,21 +67,6 @@ def test_it_is_the_formulas(limit: int, fused: bool, sinks: bool, monkeypatch: p
         assert relative_rms(attended(*given, sight, 0.3, own), want) < 1e-6, sight
 
 
-class Largest(TorchDispatchMode):
-    """Notes how large the largest tensor is that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, Tensor):
-                self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
-        return found
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_no_more_scores_are_there_at_once(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cards before compute capability 8.0 have no fused attention for bfloat16: 1.1 GB of scores, and of shares again,
@@ -95,9 +79,9 @@ def test_no_more_scores_are_there_at_once(fused: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(attention, "SCORES", limit)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: int(fused))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", shape_alone)
-    with Largest() as largest:
+    with Allocated() as made_now:
         attended(queries, keys, values, sight, 1.0)
-    assert limit // 4 < largest.nbytes <= limit * (1 if fused else 2)  # the shares are made beside the scores
+    assert limit // 4 < made_now.largest <= limit * (1 if fused else 2)  # the shares are made beside the scores
 
 
 def shape_alone(queries: Tensor, _keys: Tensor, values: Tensor, **_: object) -> Tensor:
