@@ -11,19 +11,17 @@ the whole text is computed again. Kernels are given where the text's first entry
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..experts.moe_layer import STREAMED_CHUNK
+from ..machine.gpus import pinned
 from .kv_cache import Held, KVStore, reaches
-
-_log = logging.getLogger("floe_chat.engine")
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
 GROUP = 8  # layers whose keys and values share a tensor
@@ -497,15 +495,6 @@ class GrowingStore:
             )
             for group in self.layout.alike(layers)
         ]
-
-
-def pinned(size: Sequence[int], **how: Any) -> Tensor:
-    """Memory in RAM that a card reads at the link's full rate, or any where the system pins no more."""
-    try:
-        return torch.empty(size, **how, pin_memory=True)
-    except RuntimeError as error:
-        _log.warning("%s of keys and values are in memory that is not pinned: %s", size, error)
-        return torch.empty(size, **how)
 
 
 class BorrowingStore(GrowingStore):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+_log = logging.getLogger("floe_chat.engine")
+WAKING_S = 1.0  # an idle card runs its memory at 405 MHz and its link at generation 1 for the first 0.1 to 1 s of work
 _NO_LIBRARY = "nvidia-ml-py is not installed"
 
 
@@ -66,6 +71,28 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
+def wake(place: str) -> None:
+    """Copy to a GPU until its clocks and its link are as fast as they get, before anything on it is timed."""
+    if place == "cpu":
+        return
+    near = torch.empty(64 << 20, dtype=torch.uint8, device=place)
+    far = pinned(near.shape, dtype=torch.uint8)
+    end = time.perf_counter() + WAKING_S
+    while time.perf_counter() < end:
+        near.copy_(far, non_blocking=True)
+        near.bitwise_not_()
+        torch.cuda.synchronize(place)
+
+
+def pinned(size: Sequence[int], **how: Any) -> Tensor:
+    """Memory in RAM that a GPU reads at the link's full rate, or any where the system pins no more."""
+    try:
+        return torch.empty(size, **how, pin_memory=True)
+    except RuntimeError as error:
+        _log.warning("memory of %s elements is not pinned: %s", tuple(size), error)
+        return torch.empty(size, **how)
+
+
 def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...], str]:
     """All devices that the driver knows, and why there are none or some are missing.
 
@@ -97,6 +124,19 @@ def cuda_of_driver(library: ModuleType | Any | None = None) -> tuple[int, int] |
     with contextlib.suppress(nvml.NVMLError, OSError):
         nvml.nvmlShutdown()
     return (version // 1000, version % 1000 // 10) if version else None
+
+
+def installed(library: ModuleType | Any | None = None) -> tuple[str, ...]:
+    """What rates of GPUs depend on besides their names: the driver's version, and each one's link; empty if unknown."""
+    nvml, _ = _started(library)
+    if nvml is None:
+        return ()
+    version = ""
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        version = _text(nvml.nvmlSystemGetDriverVersion())
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        nvml.nvmlShutdown()
+    return version, *(gpu.link_most for gpu in of_driver(library)[0])
 
 
 def _started(library: ModuleType | Any | None) -> tuple[Any, str]:

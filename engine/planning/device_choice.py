@@ -69,7 +69,7 @@ class DeviceChoice:
 
     Attributes:
         place: torch's name of the device. why: in words. shares: the division of the device's memory.
-        make: the device of a pool of rows; None where there is no pool.
+        make: the device of a pool of rows, given what shows the steps of that; None where there is no pool.
         budget: bytes of device memory that weights, keys and values may take; None if the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
         remedy: how to make torch compute on a GPU that would have been chosen, see torch_build.py; or "".
@@ -79,7 +79,7 @@ class DeviceChoice:
     place: str
     why: str
     shares: DeviceShares
-    make: Callable[[TransferMode], Device] | None = None
+    make: Callable[[TransferMode, Callable[[str], None]], Device] | None = None
     budget: int | None = None
     cap: int | None = None
     remedy: str = ""
@@ -215,13 +215,13 @@ def gpu_with(
         return DeviceChoice(place, why, shares, budget=budget, cap=cap)
     row = layers[0].rows.layout.nbytes
 
-    def make(wanted: TransferMode) -> Device:
+    def make(wanted: TransferMode, report: Callable[[str], None]) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> Link:
             in_place = kind == "in place"
             return open_cuda_link(torch.device(place), row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
-        device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
+        device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes), report=report), wanted, layers)
         device.looks_ahead = False
         return device
 
@@ -234,7 +234,7 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
     if packed is None or isinstance(tier, str):
         return DeviceChoice("cpu", f"{why}; {tier}" if tier else why, pack.in_ram())
 
-    def make(_wanted: TransferMode) -> Device:
+    def make(_wanted: TransferMode, _report: Callable[[str], None]) -> Device:
         return _measured(disk_tier.ends(packed, pack.layers), "staged", pack.layers, 0.0)
 
     shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
@@ -271,7 +271,7 @@ def virtual_with(
 ) -> DeviceChoice:
     """The choice of a virtual card whose memory is divided so. turns: with other cards."""
 
-    def make(wanted: TransferMode) -> Device:
+    def make(wanted: TransferMode, _report: Callable[[str], None]) -> Device:
         # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         needs = pack.needs
@@ -328,7 +328,7 @@ def throttled_with(
     """The choice of a throttled device whose memory is divided so; layers: of the pack."""
     speed, row = throttled_rate(wanted, vram), layers[0].rows.layout.nbytes
 
-    def make(transfer: TransferMode) -> Device:
+    def make(transfer: TransferMode, _report: Callable[[str], None]) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> Link:
             return throttled_link(row, rate=speed, chunk=chunk)
 
@@ -351,11 +351,21 @@ def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer
     return device
 
 
-def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, first: int = 0) -> Offload | None:
-    """The pool and the device of a choice; None where there is no pool. first: the first of its layers."""
+def offload(
+    choice: DeviceChoice,
+    layers: Sequence[PackedLayer],
+    parts: Parts,
+    first: int = 0,
+    report: Callable[[str], None] = unheard,
+) -> Offload | None:
+    """The pool and the device of a choice; None where there is no pool.
+
+    Args:
+        first: the first of its layers. report: is given steps that take a while, in words.
+    """
     if choice.make is None:
         return None
-    shares, device = choice.shares, choice.make(parts.transfer)
+    shares, device = choice.shares, choice.make(parts.transfer, report)
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:

@@ -128,9 +128,8 @@ class OpenedPack:
     def granted(self, budget: int) -> OpenedPack:
         """With as much context reserved as so many bytes have room for, where what was asked for does not fit."""
         mixes = self.needs.every("gpu"), self.mix or self.needs.every(self.wanted.least)
-        if self.needs.context <= CONTEXT or any(needs.fits(mix, budget) for needs in self.forms for mix in mixes):
-            return self
-        return self.with_forms([needs.granted(budget, *mixes) for needs in self.forms])
+        forms = memory_plan.granted(self.forms, budget, *mixes)
+        return self if forms == self.forms else self.with_forms(forms)
 
     def with_forms(self, forms: Sequence[Needs]) -> OpenedPack:
         """With less context reserved than was asked for, which is said."""

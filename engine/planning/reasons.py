@@ -11,7 +11,7 @@ from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, divisible
 from .machine import Machine
-from .memory_plan import Needs, budget
+from .memory_plan import Needs, budget, granted
 from .options import DEFAULT, Option, option
 from .worth import ENOUGH, NEWER, READING, WORTH
 
@@ -144,7 +144,7 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if chosen.cards:
         return ""
     usable = budget(machine.vram)
-    asked = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context, chosen.kv_bits).granted(usable)
+    (asked,) = granted([Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context, chosen.kv_bits)], usable)
     free = f"{memory(machine.vram - usable)} of its {memory(machine.vram)} is left to torch and the desktop"
     room = f"{asked.context:,} tokens of context"
     if asked.context < context:

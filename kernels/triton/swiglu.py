@@ -50,7 +50,6 @@ def product_kernel(
     begin = tl.load(begins + call)
     end = tl.load(ends + call)
     token = tl.load(tokens + call)
-    weight = tl.load(weights + call).to(tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
         i = start + tl.arange(0, ROWS)
@@ -70,6 +69,7 @@ def product_kernel(
         if LIMIT:
             kept = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
         count += kept.to(tl.int32)
+        weight = tl.load(weights + call).to(tl.float32)  # here, since registers are short before
         tl.store(h + i, tl.where(kept, product * weight, 0.0), mask=live)
         tl.store(place + i, row, mask=live)
     if LISTED:

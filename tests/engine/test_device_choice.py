@@ -14,7 +14,7 @@ from floe_chat.engine.decoder.decoders import LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, KvForm
 from floe_chat.engine.events import Advanced
-from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.loader import LoadedModel, computed_type, load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.device_memory import RING
@@ -28,6 +28,7 @@ from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
@@ -119,6 +120,24 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     without = choose("auto")
     assert (without.place, without.remedy) == ("cpu", "Install a compiler.") and here.reason in without.why
     assert (choose("cuda:0").place, choose("cuda:0").remedy) == ("cuda:0", "Install a compiler.")
+
+
+def test_old_cards_compute_in_float16_where_the_models_values_fit_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_pack: Path
+) -> None:
+    capability = {"cuda:0": (8, 6), "cuda:1": (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
+    manifest = Manifest.read(tiny_pack)
+    assert manifest.float16 == torch.bfloat16
+    architecture = replace(manifest.architecture, model_type="gpt_oss")
+    for places, usual, wide in (
+        (["cpu"], torch.float32, torch.float32),
+        (["cuda:0"], torch.bfloat16, torch.bfloat16),
+        (["cuda:1"], torch.float16, torch.bfloat16),
+        (["cuda:0", "cuda:1"], torch.float16, torch.bfloat16),
+    ):
+        assert computed_type(places, manifest) == usual
+        assert computed_type(places, replace(manifest, architecture=architecture)) == wide
 
 
 def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) -> None:

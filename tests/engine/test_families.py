@@ -20,15 +20,17 @@ from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.layers import read_rope
+from floe_chat.engine.decoder.mixers import attention
 from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
+from floe_chat.engine.planning.footprint import kv_bytes, prompt_bytes, sizes_of
 from floe_chat.engine.quality.half_resident import half_resident
 from floe_chat.engine.quality.references import pack_logits
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
-from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack import quantized_linears
@@ -37,6 +39,7 @@ from floe_chat.models.packing.pack import EXACT, PackSpec
 from torch import Tensor, nn
 
 from .. import families
+from ..allocated import Allocated
 from ..helpers import make_pack, reference_model, relative_rms
 from .driver import answer, layer_by_layer, open_model
 from .fake_card import FakeCard
@@ -201,6 +204,21 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
         with torch.inference_mode():
             assert kv.resume(parked, kept)
         case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
+
+
+def test_a_prompt_takes_no_more_than_was_planned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of its tokens, beside what is not counted by the token; nor is it a small part of the plan."""
+    loaded, limit = case.exact, 1 << 13
+    if isinstance(loaded.decoder, LibraryDecoder):
+        return
+    monkeypatch.setattr(attention, "SCORES", limit)
+    ids = case.prompt(256)
+    with Allocated() as made:
+        loaded.decoder.forward(ids, KVCache())
+    sizes = sizes_of(loaded.packed.manifest, read_config(loaded.packed.folder))
+    planned = 2 * len(ids) * prompt_bytes(sizes)  # of 32 bits here
+    kept = len(ids) * kv_bytes(sizes, 16, 4).whole
+    assert planned / 4 < made.peak - kept <= planned + 8 * limit, (made.peak - kept) / planned
 
 
 @LONGER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +262,26 @@ class TestDriver:
         assert found == (Gpu("RTX 3090", "8.6", 24 * GB, None, 0, uuid="GPU-b"),)
         (both,) = gpus.merged(found, (Gpu("RTX 3090", "8.6", 24 * GB, 20 * GB, None, "NVML", "GPU-b"),))
         assert (both.index, both.vram_free) == (0, 20 * GB)
+
+    def test_another_driver_or_link_is_another_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was measured on it is measured again."""
+        with_gpus(monkeypatch)
+        found = [hardware.machine_id()]
+        with_gpus(monkeypatch, CARD)
+        for lanes, driver in ((16, "580.95"), (16, "590.1"), (4, "590.1"), (4, "590.1")):
+            card = device(most_generation=4, most_lanes=lanes)
+            monkeypatch.setitem(sys.modules, "pynvml", library([card], driver=driver))
+            found.append(hardware.machine_id())
+        assert len({*found}) == 4 and found[-1] == found[-2]
+
+    def test_a_card_is_woken_before_it_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finished, clock = list[str](), itertools.count(0.0, 0.25)
+        monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
+        monkeypatch.setattr(gpus.time, "perf_counter", lambda: next(clock))
+        gpus.wake("cpu:0")  # stands in for one
+        assert len(finished) == 3
+        gpus.wake("cpu")
+        assert len(finished) == 3
 
     def test_what_torch_keeps_of_an_earlier_model_is_free_for_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (

@@ -81,12 +81,14 @@ class Placement:
         """Tokens of the longest chat that takes no memory from a pool."""
         return min(part.choice.shares.reserved for part in self.parts)
 
-    def offloads(self, layers: Sequence[PackedLayer], parts: Parts) -> list[Offload | None]:
-        """The pool of each part; None where there is none. layers: of the pack."""
+    def offloads(
+        self, layers: Sequence[PackedLayer], parts: Parts, report: Callable[[str], None]
+    ) -> list[Offload | None]:
+        """The pool of each part; None where there is none. layers: of the pack. report: see `device_choice.offload`."""
         made: list[Offload | None] = []
         try:
             for part in self.parts:
-                made.append(device_choice.offload(part.choice, layers, parts, part.layers.start))
+                made.append(device_choice.offload(part.choice, layers, parts, part.layers.start, report))
         except Exception:  # any error: it is raised again, once what was opened is released
             for one in made:
                 if one is not None:
