@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -357,6 +358,24 @@ def test_the_drivers_functions_are_found_by_name() -> None:
     found = cuda_link.driver_of(Library())
     address = ctypes.cast(FUNCTION, ctypes.c_void_p).value
     assert found.context == 5 and all(getattr(found, name) == address for name in NAMES)
+
+
+def test_amds_driver_has_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = pytest.importorskip("triton.backends.amd")
+    header = Path(backends.__file__).with_name("include") / "hip" / "hip_runtime_api.h"
+    declared = set(re.findall(r"^hipError_t (hip\w+)\(", header.read_text(encoding="utf-8"), re.MULTILINE))
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            assert name in declared
+            return FUNCTION
+
+        def hipCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+            context._obj.value = 7
+            return 0
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert cuda_link.driver_of(Library()).context == 7
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int)

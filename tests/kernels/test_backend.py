@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import floe_chat.kernels
 import pytest
@@ -53,6 +54,16 @@ def test_gpus_that_triton_supports_get_its_kernels(monkeypatch: pytest.MonkeyPat
     chosen = backend.choose.__wrapped__("cuda")
     assert chosen.name == "triton" and chosen.moe_step is kernels.moe_step
     assert "8.6" in chosen.reason
+
+
+def test_cards_of_amd_get_the_same_kernels_which_nobody_has_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("floe_chat.kernels.triton")
+    pretend_gpus(monkeypatch, (11, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = SimpleNamespace(gcnArchName="gfx1100:sramecc-:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {0: found}.__getitem__)
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "triton" and "gfx1100, untested" in chosen.reason
 
 
 def test_each_gpu_gets_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
