@@ -235,7 +235,7 @@ def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
 
 
 def compiled_for_amd(case: str, architecture: str) -> Iterator[tuple[str, int, int]]:
-    """Of every different kernel of a case, its name, the registers that it spills, and bytes of shared memory."""
+    """Of every different kernel of a case, its name, the registers that it spills to memory, and bytes of shared memory."""
     target = GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
     with (
         mock.patch.object(vectors, "_ptx", return_value=False),
@@ -243,7 +243,7 @@ def compiled_for_amd(case: str, architecture: str) -> Iterator[tuple[str, int, i
     ):
         for source, options in sources(case):
             binary: Any = triton.compile(source, target=target, options=options)
-            spilled = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", binary.asm["amdgcn"])
+            spilled = re.findall(r"\.vgpr_spill_count:\s*(\d+)", binary.asm["amdgcn"])
             yield source.fn.__name__, sum(map(int, spilled)), binary.metadata.shared
 
 
