@@ -16,7 +16,9 @@ def has_ptx() -> bool:
 
 
 def without() -> str:
-    """Why torch computes on no card; "" if it was built for some."""
+    """Why torch computes on no card that we use; "" if it was built for some."""
+    if torch.version.xpu is not None:
+        return "this torch is built for Intel's cards, which floe-chat does not use yet"
     if torch.version.cuda is None and torch.version.hip is None:
         return "this torch is built without CUDA"
     return ""
