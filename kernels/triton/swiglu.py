@@ -47,8 +47,8 @@ def product_kernel(
     `values` each one's is.
     """
     call = tl.program_id(0)
-    begin = tl.load(begins + call)
-    end = tl.load(ends + call)
+    begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
+    end = tl.load(ends + call).to(tl.int32)
     token = tl.load(tokens + call)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
