@@ -75,10 +75,11 @@ def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     with_gpus(monkeypatch, replace(CARD, index=0), old)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (7, 0)].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(7, 5), (7, 0)].__getitem__)
     monkeypatch.setattr(kernels, "choose", {"cpu": kernels.choose("cpu")}.__getitem__)  # no card is touched
     paths = hardware.compute_paths()
     assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
+    assert "7.5, in float16" in paths[1].reason
     assert all("needs compiled code, and it was not compiled" in path.reason for path in paths[1:])
 
 
