@@ -311,3 +311,19 @@ class TestDriver:
         monkeypatch.setattr(hardware, "_gpus", lambda: ((), "this torch is built without CUDA"))
         found = hardware.probe(tmp_path)
         assert [gpu.name for gpu in found.gpus] == ["Old"] and found.gpus[0].index is None and found.gpu_reason
+
+
+@pytest.mark.gpu
+def test_a_gpus_memory_is_given_back() -> None:
+    """By torch's own count: others may use the card at the same time."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    gpus.give_back()
+    before, size = torch.cuda.memory_reserved(), 256 << 20
+    held = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() >= before + size
+    del held
+    gpus.give_back()
+    assert torch.cuda.memory_reserved() <= before
+    gpus.wake("cuda:0")
+    assert 0 < gpus.free("cuda:0") <= torch.cuda.mem_get_info()[1]
