@@ -21,7 +21,8 @@ from .rule import Rule
 from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
-TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
+# Compute capabilities: what Triton itself supports, and from where tensor cores multiply bfloat16.
+TRITON_FROM, BFLOAT16_FROM = (7, 5), (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ def foreseen(index: int) -> tuple[str, str]:
         importlib.import_module(".triton", __package__)  # here, since it is slow and absent if no GPU can use it
     except ImportError as error:
         return "reference", f"plain torch, because Triton cannot be imported: {error}"
-    return "triton", f"Triton kernels for {of}"
+    narrow = "" if capability >= BFLOAT16_FROM else ", in float16, since it multiplies bfloat16 slowly"
+    return "triton", f"Triton kernels for {of}{narrow}"
 
 
 def failure(device: str) -> str:
