@@ -71,7 +71,10 @@ class TestWhere:
         found = plan.make(a_machine(vram=4, ram=64), MIXTRAL, context=2_000_000)
         assert found.chosen and found.chosen.mix is not None and found.chosen.vram["context"] < 4 * GB
         (said,) = (sentence for sentence in found.why if "tokens of context" in sentence)
-        assert "of the 32,768 that were asked for" in said
+        assert "of the 32,768 that were asked for" in said and f"{found.chosen.context:,} tokens" in said
+        two = machine.described(Described(card="3050@2.5gb", others=("3050@2.5gb",)), a_machine(ram=64))
+        divided = plan.make(two, MIXTRAL, context=32_768).chosen
+        assert divided and divided.cards and 4096 <= divided.context < 32_768
 
     def test_little_ram_takes_smaller_widths_rather_than_the_disk(self) -> None:
         found = plan.make(a_machine(ram=22), MIXTRAL)
