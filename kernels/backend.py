@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import listed, reference
+from . import listed, maker, reference
 from .cpu import native, native_rounding
 from .mixers import convolution, delta, grouped, latent
 from .mixers.convolution import Convolution
@@ -92,17 +92,20 @@ def choose(device: torch.device | str) -> Backend:
 
 def foreseen(index: int) -> tuple[str, str]:
     """Name and reason of the backend that a GPU gets if its first kernel runs; the GPU itself is not touched."""
-    capability = torch.cuda.get_device_capability(index)
-    of = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < TRITON_FROM:
+    of = maker.architecture(index)
+    if not maker.is_amd() and torch.cuda.get_device_capability(index) < TRITON_FROM:
         needed = ".".join(map(str, TRITON_FROM))
         return "reference", f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
     try:
         importlib.import_module(".triton", __package__)  # here, since it is slow and absent if no GPU can use it
     except ImportError as error:
         return "reference", f"plain torch, because Triton cannot be imported: {error}"
+<<<<<<< HEAD
     narrow = "" if capability >= BFLOAT16_FROM else ", in float16, since it multiplies bfloat16 slowly"
     return "triton", f"Triton kernels for {of}{narrow}"
+=======
+    return "triton", f"Triton kernels for {of}{', untested: no card of AMD has run them' if maker.is_amd() else ''}"
+>>>>>>> waits45
 
 
 def failure(device: str) -> str:

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from .. import maker
 from ..codes import CHUNK
 from ..rule import Rule
 from ..types import digits_of
@@ -18,7 +19,9 @@ from .codes import spread_kernel, spread_pairs_kernel
 from .vectors import Vector
 
 # Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
-GEMV_ROWS, PRODUCT_ROWS, DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 16, 16, 8, 4, 8
+DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 8, 4, 8
+AMDS_ROWS = 8  # without an instruction for four codes, 16 rows take more than the 256 registers of gfx1100
+GEMV_ROWS = PRODUCT_ROWS = AMDS_ROWS if maker.is_amd() else 16
 WORDS = 64  # of a row at a time: 16 threads of 16 bytes each
 COMPACT = 512  # neurons per program of the compaction
 COPY_WORDS = 1024
@@ -46,10 +49,10 @@ def processors(device: torch.device) -> int:
 @cache
 def cores(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton multiplies numbers of 16 bits by tensor cores: from compute capability 8.0 on. Its interpreter
-    knows no such product of bfloat16.
+    knows no such product of bfloat16, and on AMD's cards it lacks registers for ours.
     """
     if device.type == "cuda":
-        return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+        return not maker.is_amd() and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not knobs.runtime.interpret)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from .. import maker
 from ..codes import CHUNK
 from ..layouts import RowLayout, SignalLayout, VectorLayout
 from ..weights import LinearWeights
@@ -73,7 +74,7 @@ class Vector(NamedTuple):
 
 @cache
 def _ptx() -> bool:
-    return torch.version.hip is None and not knobs.runtime.interpret
+    return maker.has_ptx() and not knobs.runtime.interpret
 
 
 def _describe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -186,6 +187,22 @@ def test_the_compute_stream_waits_and_the_host_does_not(card: Card, source: Tens
         assert link.wait(later) >= 0.25 and link.wait(prefetch) == 0.0
 
 
+def test_who_waits_sends_while_the_links_thread_waits_for_the_device(
+    card: Card, source: Tensor, target: Tensor
+) -> None:
+    link, sender = card.link(), Sender(source, target)
+    link.submit(sender.make(10))
+    until(lambda: bool(card.calls(SYNCHRONIZE)))  # the thread's: nothing lands, and it does nothing more
+    urgent, later = sender.make(25, urgent=True), sender.make(10)
+    link.submit(urgent)
+    link.submit(later)
+    link.wait(urgent)
+    assert len(card.calls(COPY)) == 1 + 3 and sender.untouched(urgent.slots.tolist())
+    with card.running():
+        link.drain()
+    assert sender.there(urgent) and sender.there(later)
+
+
 def test_a_lane_is_used_again_only_once_its_rows_have_landed(card: Card, source: Tensor, target: Tensor) -> None:
     link, sender = card.link(), Sender(source, target)
     transfer = sender.make(10 * (LANES + 3))
@@ -341,6 +358,24 @@ def test_the_drivers_functions_are_found_by_name() -> None:
     found = cuda_link.driver_of(Library())
     address = ctypes.cast(FUNCTION, ctypes.c_void_p).value
     assert found.context == 5 and all(getattr(found, name) == address for name in NAMES)
+
+
+def test_amds_driver_has_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = pytest.importorskip("triton.backends.amd")
+    header = Path(backends.__file__).with_name("include") / "hip" / "hip_runtime_api.h"
+    declared = set(re.findall(r"^hipError_t (hip\w+)\(", header.read_text(encoding="utf-8"), re.MULTILINE))
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            assert name in declared
+            return FUNCTION
+
+        def hipCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+            context._obj.value = 7
+            return 0
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert cuda_link.driver_of(Library()).context == 7
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int)

@@ -329,6 +329,15 @@ class TestMachine:
             "container" in told for told in found.told.values()
         )
 
+    def test_windows_takes_longer_to_start_work_on_a_card(self) -> None:
+        card = Gpu("RTX 3090", "8.6", 24 * GB, 24 * GB, 0)
+        windows = dataclasses.replace(some_hardware(gpus=(card,)), system="Windows 11 AMD64")
+        found = machine.here(windows, None)
+        assert "not counted here" in found.told["windows"]
+        assert "windows" not in machine.described(Described(card="none"), found).told
+        for other in (some_hardware(gpus=(card,)), dataclasses.replace(windows, gpus=())):
+            assert "windows" not in machine.here(other, None).told
+
     def test_what_is_said_replaces_what_is_here(self) -> None:
         base = machine.here(some_hardware(), None)
         said = Described(vram=12 * GB, ram=64 * GB, cpu_bytes_s=9e10, pcie=(4, 16), disk_bytes_s=5e9, disk_free=GB)

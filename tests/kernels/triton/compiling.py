@@ -29,7 +29,7 @@ from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import ExpertLayer
-from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
@@ -241,8 +241,8 @@ def untouched(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
-    """Every different kernel of a case, for every capability."""
+def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
+    """Every different kernel of a case, and with which options it is launched."""
     seen: set[str] = set()
     for kernel, arguments, options in recorded(case):
         signature: dict[str, str] = {}
@@ -260,8 +260,26 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
         if key in seen:
             continue
         seen.add(key)
+        yield ASTSource(kernel, signature, constants, attributes), options
+
+
+def compiled_for_amd(case: str, architecture: str) -> Iterator[tuple[str, int, int]]:
+    """Of every different kernel of a case, its name, the registers that it spills to memory, and bytes of shared memory."""
+    target = GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
+    with (
+        mock.patch.object(vectors, "_ptx", return_value=False),
+        mock.patch.multiple(launch, GEMV_ROWS=launch.AMDS_ROWS, PRODUCT_ROWS=launch.AMDS_ROWS),
+    ):
+        for source, options in sources(case):
+            binary: Any = triton.compile(source, target=target, options=options)
+            spilled = re.findall(r"\.vgpr_spill_count:\s*(\d+)", binary.asm["amdgcn"])
+            yield source.fn.__name__, sum(map(int, spilled)), binary.metadata.shared
+
+
+def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
+    """Every different kernel of a case, for every capability."""
+    for source, options in sources(case):
         for capability in capabilities:
-            source = ASTSource(kernel, signature, constants, attributes)
             binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
             loop, barriers = executed(binary.asm["cubin"])
@@ -270,7 +288,7 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
             )
             shared = binary.metadata.shared
-            yield Need(kernel.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
+            yield Need(source.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
 
 
 def executed(cubin: bytes) -> tuple[list[str], int]:

@@ -162,6 +162,33 @@ def test_what_is_launched_compiles_without_spills(
             assert all(need.wide_loads >= need.narrow_loads for need in landing), landing
 
 
+@pytest.mark.parametrize(
+    ("case", "architecture"),
+    [
+        pytest.param("2/4/4-bfloat16", "gfx1100", id="gfx1100"),
+        pytest.param("attend-bfloat16-few-plain", "gfx1100", id="attention"),
+        pytest.param("3/4/4-bfloat16-all", "gfx1100", id="all kernels", marks=pytest.mark.thorough),
+        pytest.param("4/4/4-float16-all", "gfx1201", id="gfx1201", marks=pytest.mark.thorough),
+        pytest.param("2/4/4-bfloat16-all", "gfx942", id="waves of 64", marks=pytest.mark.thorough),
+        pytest.param("8/8/8-float16", "gfx1100", id="8 bits", marks=pytest.mark.thorough),
+        pytest.param("state-bfloat16", "gfx1100", id="states", marks=pytest.mark.thorough),
+        pytest.param("latent-bfloat16-few-plain", "gfx1100", id="latent vectors", marks=pytest.mark.thorough),
+        pytest.param("latent-bfloat16-plain", "gfx942", id="latent, waves of 64", marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_launched_on_amds_cards_compiles_without_spills(
+    case: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from . import compiling
+
+    for name in [name for name in os.environ if name.startswith("TRITON_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = list(compiling.compiled_for_amd(case, architecture))
+    assert len({kernel for kernel, *_ in found}) >= 2
+    assert all(spilled == 0 and shared <= 64 * 1024 for _, spilled, shared in found), found
+
+
 def check_instructions(case: str, needs: Sequence[Need]) -> None:
     """Memory, and not instructions, is the limit of every GeForce: none reads more than 8 bytes for each multiprocessor
     and clock; and plans count with what these kernels can read.
