@@ -15,6 +15,8 @@ from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
 from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
+from .machine import gpus
+from .outcomes import ran_out
 from .quality_presets import Preset
 from .sampling import Allowed, Sampler
 from .telemetry import Telemetry
@@ -217,7 +219,9 @@ def step_together(answers: Sequence[Answer], control: Control) -> Tensor | None:
     control.counting = True
     try:
         return answers[0].decoder.together([answer.token for answer in answers], [answer.kv for answer in answers])
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
         _log.warning("out of memory: %s", error)
         return None
 
@@ -258,12 +262,23 @@ def _not_finite(part: str) -> PackError:
 
 
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control, *, reading: bool = False) -> Tensor:
-    """Logits (1, V) after `ids`, which are then in `kv`. If device memory runs out, retries once with more room."""
-    preset = control.preset
+    """Logits (1, V) after `ids`, which are then in `kv`; of a prompt after as many of them as there is memory for.
+
+    If the device's memory runs out, it is tried again: with fewer rows in a pool, then with fewer tokens at once, then
+    with fewer keys and values on the device, and once as it is: what torch kept may be what a library lacked.
+    """
+    preset, last = control.preset, False
     while (logits := _once(decoder, kv, ids, control)) is None:
         # Not inside the except block: the traceback holds the very memory that must be freed.
-        if control.make_room is None or not control.make_room():
-            raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
+        gpus.give_back()
+        if control.make_room is not None and control.make_room():
+            continue
+        if reading and control.cut(len(ids)):
+            ids = ids[: control.chunk]
+        elif not kv.spill():
+            if last:
+                raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
+            last = True
     kv.computed(ids, preset, chunk=reading and len(ids) == control.chunk)
     return logits
 
@@ -272,7 +287,9 @@ def _once(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -
     """Logits, or None if the device's memory ran out."""
     try:
         return decoder.forward(ids, kv)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
         control.ran_out = str(error)  # not the error itself, which holds its frames
         _log.warning("out of memory: %s", control.ran_out)
         return None

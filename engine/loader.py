@@ -20,7 +20,7 @@ from ..models.errors import UsageError, damaged
 from ..models.families import FAMILIES
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
-from ..models.pack.manifest import FILE_NAME, file_entry
+from ..models.pack.manifest import FILE_NAME, Manifest, file_entry
 from ..models.pack.packed_model import PackedLayer, PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
@@ -46,6 +46,7 @@ from .planning.several.placement import Placement
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
+BFLOAT16_FROM = 8, 0  # compute capability
 _log = logging.getLogger("floe_chat.engine")
 
 
@@ -122,7 +123,8 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = opened(folder, preset, device, vram, Asked.of(advanced, parts.mix, parts.division), spread)
+    asked = Asked.of(advanced, parts.mix, parts.division)
+    pack = opened(folder, preset, device, vram, asked, spread, lambda step: report(step, 0.4))
     if library and len({*pack.placement.places}) > 1:
         cause = "transformers' own model runs on one device."
         raise UsageError("Several cards cannot be used for this", cause, "Name one card with --device.")
@@ -133,7 +135,7 @@ def load(
     control, telemetry = Control(pack.preset, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
     telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
-    offloads = pack.placement.offloads(pack.layers, parts)
+    offloads = pack.placement.offloads(pack.layers, parts, lambda step: report(step, 0.5))
     shared = _shared(offloads)
     linears = {place: _Linear(place, control) for place in pack.placement.places}
     experts = _Experts(pack, offloads, control, telemetry, report, spread)
@@ -207,8 +209,7 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
         manifest.widths.dense,
         experts,
         linears[place],
-        # CPUs multiply float32 fastest and match the reference up to rounding; GPUs use the pack's 16-bit type.
-        torch.float32 if place == "cpu" else manifest.float16,
+        computed_type(pack.placement.places, manifest),
         place,
         None if library else light_modules.tree,
         {
@@ -220,6 +221,19 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
     )
     _need_numbers(pack.packed.folder, model)
     return model
+
+
+def computed_type(places: Sequence[str], manifest: Manifest) -> torch.dtype:
+    """The type of all activations.
+
+    CPUs multiply float32 fastest and match the reference up to rounding. GPUs use the pack's 16-bit type, but float16
+    before compute capability 8.0 where the model's values fit it: those multiply bfloat16 many times slower, and have
+    no fused attention for it.
+    """
+    if places[0] == "cpu":
+        return torch.float32
+    old = any(torch.cuda.get_device_capability(place) < BFLOAT16_FROM for place in places)
+    return torch.float16 if old and not manifest.family.wide else manifest.float16
 
 
 def _decoder(model: Any, where: Placement) -> tuple[int, Decoder]:
@@ -245,6 +259,10 @@ def _describe(
     manifest, shared, place = pack.packed.manifest, loaded.shared, pack.placement.first.place
     backend, on = kernels.choose(place), " and ".join(dict.fromkeys(pack.placement.places))
     reasons = [backend.reason, loaded.decoder.reason, f"on {on}, because {pack.placement.why}", why_threads]
+    if place != "cpu" and (computed := computed_type(pack.placement.places, manifest)) != manifest.float16:
+        reasons.append(
+            f"computed in {str(computed).removeprefix('torch.')}, since this card multiplies bfloat16 slowly"
+        )
     if shared is not None and shared.device.moves:
         reasons.append(shared.device.moves)
     return Loaded(

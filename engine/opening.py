@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,15 @@ class Opened:
 
 
 def opened(
-    folder: Path, preset: str | None, device: str, vram: int | None, asked: Asked, spread: Spread | None
+    folder: Path,
+    preset: str | None,
+    device: str,
+    vram: int | None,
+    asked: Asked,
+    spread: Spread | None,
+    report: Callable[[str], None],
 ) -> Opened:
-    """Check the pack, and choose preset and device."""
+    """Check the pack, and choose preset and device. report: is given steps that take a while, in words."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
     chosen = quality_presets.get(quality_presets.DEFAULT if preset is None else preset, manifest)
@@ -53,7 +59,7 @@ def opened(
     if spread is not None:
         spread.begin(manifest)
         layers, manifest = [spread.held(layer) for layer in layers], spread.holding.of_manifest(manifest)
-    where = placement.choose(device, manifest, layers, config, vram, chosen, asked, packed)
+    where = placement.choose(device, manifest, layers, config, vram, chosen, asked, packed, report)
     if spread is not None:
         spread.check([part.choice for part in where.parts])
     return Opened(packed, chosen, config, layers, where)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from ..models.errors import FloeError
 
+# Of a plain RuntimeError, where a library of the card finds no memory for a workspace or a kernel's code.
+_ON_CARD = "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"
 _ON_CPU = "can't allocate memory"  # the message of torch's RAM allocator, in a plain RuntimeError
 
 
-def explained(error: BaseException) -> FloeError | None:
-    """An explanation of an error that is not a bug of the program; None for any other error.
+def ran_out(error: BaseException) -> bool:
+    """Whether a card's memory was too small. torch is not imported here, so its error is known by name."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    return "OutOfMemoryError" in kinds or any(words in str(error) for words in _ON_CARD)
 
-    torch is not imported here, so its error is known by name.
-    """
-    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+
+def explained(error: BaseException) -> FloeError | None:
+    """An explanation of an error that is not a bug of the program; None for any other error."""
+    if ran_out(error):
         return FloeError(
             "The graphics card ran out of memory",
             "The model, this chat and the computation need more memory than floe-chat may use.",

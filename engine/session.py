@@ -182,7 +182,11 @@ class Session:
             self._answers.close(patience)
         loaded, self._loaded, self._answers = self._loaded, None, None
         if loaded is not None:
+            from .machine import gpus
+
             loaded.close()
+            del loaded  # or its memory could not be given back
+            gpus.give_back()
 
     def _load(self, command: Load) -> None:
         self._say(Loading("Starting torch", 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -86,22 +87,56 @@ def choose(device: torch.device | str) -> Backend:
     return _cuda(int(number or 0))
 
 
-def _cuda(index: int) -> Backend:
-    capability, device = torch.cuda.get_device_capability(index), f"cuda:{index}"
+def foreseen(index: int) -> tuple[str, str]:
+    """Name and reason of the backend that a GPU gets if its first kernel runs; the GPU itself is not touched."""
+    capability = torch.cuda.get_device_capability(index)
     of = f"compute capability {capability[0]}.{capability[1]}"
     if capability < TRITON_FROM:
         needed = ".".join(map(str, TRITON_FROM))
-        return _reference(
-            device, f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
-        )
+        return "reference", f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
     try:
-        from . import triton  # imported here, since it is slow and absent if no GPU can use it
+        importlib.import_module(".triton", __package__)  # here, since it is slow and absent if no GPU can use it
     except ImportError as error:
-        return _reference(device, f"plain torch, because Triton cannot be imported: {error}")
+        return "reference", f"plain torch, because Triton cannot be imported: {error}"
+    return "triton", f"Triton kernels for {of}"
+
+
+def failure(device: str) -> str:
+    """Why Triton's kernels do not run on a device, "" where a small one does.
+
+    Triton compiles a part of itself when a first kernel runs, and needs a C compiler and Python's headers for that.
+
+    Raises:
+        torch.OutOfMemoryError: which says nothing about Triton.
+    """
+    from . import triton
+
+    records = torch.arange(48, dtype=torch.uint8, device=device).view(3, 16)
+    pool, slots = torch.zeros_like(records), torch.tensor([2, 0, 1], device=device)
+    try:
+        triton.pool_scatter(pool, slots, records)
+        right = pool[slots].equal(records)
+    except torch.OutOfMemoryError:
+        raise
+    # Compilers and drivers raise anything; what it was becomes the reason of the fallback.
+    except Exception as error:  # noqa: BLE001
+        return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    return "" if right else "a small kernel gave a wrong result"
+
+
+@cache
+def _cuda(index: int) -> Backend:
+    device, (name, reason) = f"cuda:{index}", foreseen(index)
+    if name == "reference":
+        return _reference(device, reason)
+    if failed := failure(device):
+        return _reference(device, f"plain torch, because Triton's kernels do not run here: {failed}")
+    from . import triton
+
     return Backend(
-        name="triton",
+        name=name,
         device=device,
-        reason=f"Triton kernels for {of}",
+        reason=reason,
         checks=False,
         select=triton.select,
         signal_gemv=triton.signal_gemv,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, checks
-from .backend import Backend, choose
+from .backend import Backend, choose, foreseen
 from .listed import Listing, Portion, Total
 from .mixers.convolution import Convolution
 from .mixers.delta import Delta
@@ -46,6 +46,7 @@ __all__ = [
     "delta_one",
     "expert_swiglu",
     "fast_type",
+    "foreseen",
     "gather_rows",
     "latent_one",
     "linear",

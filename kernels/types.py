@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 X_BITS = (22, 15, 8)  # the precisions of x that an operation may be asked to keep (kernels/operations.py)
+_DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
+
+
+def digits_of(x: Tensor, x_bits: int) -> int:
+    """8-bit digits that x is cut into, two at most of 16-bit floats, which have fewer than 15 bits."""
+    digits = _DIGITS[x_bits]
+    return digits if x.dtype in (torch.float32, torch.float64) else min(digits, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,8 @@ def _machine(found: Hardware) -> Iterator[str]:
 
 
 def _gpu(gpu: Gpu, reason: str) -> Iterator[str]:
-    free = f"{quantities.memory(gpu.vram_free)} of {quantities.memory(gpu.vram_total)} free"
+    free = "?" if gpu.vram_free is None else quantities.memory(gpu.vram_free)
+    free = f"{free} of {quantities.memory(gpu.vram_total)} free"
     memory = f"{free}, compute capability {gpu.capability or '?'}"
     yield _line("gpu", f"{gpu.name}, {memory}", gpu.source)
     if gpu.link or gpu.link_most:

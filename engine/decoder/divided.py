@@ -67,6 +67,11 @@ class DividedStore(GrowingStore):
         """See `GrowingStore`."""
         return sum(part.spilled() for part in self.parts)
 
+    def spill(self) -> bool:
+        """See `GrowingStore`."""
+        moved = [part.spill() for part in self.parts]
+        return any(moved)
+
     def crop(self, length: int) -> None:
         """See `GrowingStore`."""
         kept = self.keeps(min(self.length, length))

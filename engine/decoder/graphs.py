@@ -6,6 +6,7 @@ allocates itself stays reserved for it. On the CPU, where tests run, a replay do
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
@@ -72,9 +73,47 @@ def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @cache
-def _shared_pool(_device: torch.device) -> Any:
-    """Memory for all graphs of a card. They run one after the other; outputs stay reserved while somebody has them."""
-    return torch.cuda.graph_pool_handle()
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Of a card: one to warm up on, one to capture on. Torch keeps a workspace of cuBLAS's for each stream for good, in
+    the graphs' memory if a capture is the first to need it: so they are few, and no warm-up is on the second one.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+@cache
+def _anchor(device: torch.device) -> Any:
+    """A graph that lives as long as the process: its memory serves all graphs of a card. They run one after the other;
+    outputs stay reserved while somebody has them.
+
+    Torch gives a pool up with its last graph, and fails to use it again while something of it is reserved. A
+    `torch.cuda.MemPool` would keep it as well, but some releases end the process where that is freed before a graph.
+    """
+    one = torch.zeros(1, device=device)
+    return _captured(lambda: (one.zero_(),), device, torch.cuda.graph_pool_handle())[0]
+
+
+def _captured(work: Work, device: torch.device, pool: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """A graph of `work` with its memory in a pool, and its outputs."""
+    graph: Any = torch.cuda.CUDAGraph()
+    # The outer context restores the stream where a capture that failed does not.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            # Without a stream torch captures on the card of its first capture. Other threads may copy and allocate
+            # meanwhile.
+            with torch.cuda.graph(graph, pool, stream=_streams(device)[1], capture_error_mode="thread_local"):
+                outputs = work()
+        except BaseException:
+            _stop_allocating(device, pool)
+            raise
+    return graph, outputs
+
+
+def _stop_allocating(device: torch.device, pool: Any) -> None:
+    """Where the driver refuses to end a capture, torch up to 2.11 goes on to allocate from its pool, and neither
+    captures nor frees memory any more.
+    """
+    with contextlib.suppress(RuntimeError):  # it had ended that
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)  # pyright: ignore[reportPrivateUsage]
 
 
 class _Graph:
@@ -85,27 +124,23 @@ class _Graph:
     """
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        self._device = device
-        # The outer context restores the stream where a capture that failed does not.
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-            self._warm_up(work)
-            self._graph: Any = torch.cuda.CUDAGraph()
-            # Other threads may copy and allocate meanwhile.
-            with torch.cuda.graph(self._graph, _shared_pool(device), capture_error_mode="thread_local"):
-                self.outputs = work()
+        pool = _anchor(device).pool()
+        with torch.cuda.device(device):
             stream: Any = torch.cuda.current_stream(device)
+            _warm_up(work, stream, _streams(device)[0])
+            self._graph, self.outputs = _captured(work, device, pool)
         graph_base: Any = super(torch.cuda.CUDAGraph, self._graph)
         stream_base: Any = super(torch.cuda.Stream, stream)
         self.replay: Callable[[], None] = graph_base.replay
         self.wait: Callable[[], None] = stream_base.synchronize
 
-    def _warm_up(self, work: Work) -> None:
-        """Run it before: kernels are compiled and libraries take their memory when they are first used."""
-        side, stream = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            work()
-        stream.wait_stream(side)
+
+def _warm_up(work: Work, stream: Any, side: Any) -> None:
+    """Run it before: kernels are compiled and libraries take their memory when they are first used."""
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        work()
+    stream.wait_stream(side)
 
 
 class _Event:

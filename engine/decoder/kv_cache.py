@@ -30,6 +30,10 @@ class KVStore(Protocol):
         """Bytes that this device has no room for: they are in RAM."""
         ...
 
+    def spill(self) -> bool:
+        """Move some of what is on a device to RAM, since its memory ran out; False if nothing can be moved."""
+        ...
+
     def keeps(self, length: int) -> int:
         """How many tokens are left if all but the first `length` are to be dropped."""
         ...
@@ -258,6 +262,10 @@ class KVCache:
         """Bytes of them that a device has no room for."""
         return self.store.spilled() if self.store is not None else 0
 
+    def spill(self) -> bool:
+        """Move some of them to RAM, since the device's memory ran out; False if none can be moved."""
+        return self.store is not None and self.store.spill()
+
     def keep(self, prompt: Sequence[int], preset: Preset, *, alike: bool = False) -> int:
         """Keep the part of `prompt` that is there already (see `common`), drop the rest; returns its number of tokens.
 
@@ -365,6 +373,10 @@ class LibraryStore:
     def spilled(self) -> int:
         """All are where they are computed."""
         return 0
+
+    def spill(self) -> bool:
+        """They stay there."""
+        return False
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens, layer by layer: a pass that broke off left some longer."""

@@ -14,12 +14,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..experts.moe_layer import STREAMED_CHUNK
+from ..machine.gpus import pinned
 from .kv_cache import Held, KVStore, reaches
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
@@ -208,6 +209,16 @@ class GrowingStore:
     def spilled(self) -> int:
         """Bytes that are set aside in RAM, since the device has no room for them."""
         return sum(group.nbytes for group in self._far)
+
+    def spill(self) -> bool:
+        """Move half of the layers that are on a device to RAM, since its memory ran out; False if none is there."""
+        near = self.layout.near(self.capacity)
+        if self.layout.most is None or not near:
+            return False
+        self.layout = replace(self.layout, most=self.layout.nbytes(near // 2, self.capacity))
+        self._move(near // 2, self.capacity)
+        self._version = next(_VERSIONS)
+        return True
 
     def keeps(self, length: int) -> int:
         """All of them, or none where a layer does not have what the next token sees."""
@@ -424,11 +435,17 @@ class GrowingStore:
 
     def _resize(self, capacity: int) -> None:
         before, after = self.layout.near(self.capacity), self.layout.near(capacity)
-        if before == after == self.layout.layers:
-            self._grow(capacity)
-        else:
+        if not (before == after == self.layout.layers and self._grown(capacity)):
             self._move(after, capacity)
         self.capacity, self._version = capacity, next(_VERSIONS)
+
+    def _grown(self, capacity: int) -> bool:
+        """Whether there was as much memory as was promised; if not, what is there is as it was."""
+        try:
+            self._grow(capacity)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _grow(self, capacity: int) -> None:
         """All layers are on the device, and stay there."""
@@ -469,10 +486,13 @@ class GrowingStore:
 
     def _groups(self, layers: range, capacity: int, *, in_ram: bool = False) -> list[Tensor]:
         device = torch.device("cpu") if in_ram else self.layout.device
-        how: Any = {"dtype": self.layout.dtype, "device": device}
-        how["pin_memory"] = in_ram and self.layout.device.type == "cuda"
+        made = pinned if in_ram and self.layout.device.type == "cuda" else torch.empty
         return [
-            torch.empty(len(group), self.layout.room(group.start, capacity), *self.layout.entries[group.start], **how)
+            made(
+                (len(group), self.layout.room(group.start, capacity), *self.layout.entries[group.start]),
+                dtype=self.layout.dtype,
+                device=device,
+            )
             for group in self.layout.alike(layers)
         ]
 
@@ -487,6 +507,10 @@ class BorrowingStore(GrowingStore):
         super().__init__(layout)
         self._near, self._room = [], room
         room.let(self)
+
+    def spill(self) -> bool:
+        """Its memory is the pool's, which makes room by itself."""
+        return False
 
     def trim(self, length: int) -> None:
         """Give back the blocks that a conversation of `length` tokens does not need."""

@@ -29,6 +29,8 @@ from .mixers.grouped import read_grouped
 from .mixers.latent import LatentParts, read_latent
 from .quantized_linear import PackedLinear, Reordered
 
+ANGLES = 8192  # positions whose angles are computed at once
+
 Mixer = Heads | LatentParts | Delta | Convolution
 
 
@@ -256,7 +258,7 @@ class Rope:
         if type_ == "longrope":
             self.short = int(module.config.rope_parameters["original_max_position_embeddings"])
         self._tables = dict.fromkeys((False, True), like.new_empty(0, 2, dim))
-        turned = self._angles(1)[0].shape[-1]
+        turned = self._angles(0, 1, 1)[0].shape[-1]
         turned *= 2 if once else 1
         self._half, rest = turned // 2, (dim - turned) // 2
         places = torch.arange(turned, device=like.device).view(*((-1, 2) if interleaved else (2, -1)))
@@ -271,22 +273,34 @@ class Rope:
         table = self._tables[long]
         if end > (made := table.shape[0]):
             most = -(-max(end, made * 3 // 2) // BLOCK) * BLOCK
-            table = self._tables[long] = self._computed(max(most, self.short + 1) if long else min(most, self.short))
+            most = max(most, self.short + 1) if long else min(most, self.short)
+            table = self._tables[long] = self._grown(table, most)
         return table[start:end]
 
-    def _computed(self, positions: int) -> Tensor:
-        cos, sin = self._angles(positions)
+    def _grown(self, table: Tensor, positions: int) -> Tensor:
+        """The table of so many positions, of which the first are there. Some at a time: all angles of a long text at
+        once would take four times as much as the table.
+        """
+        grown = table.new_empty(positions, 2, self.dim)
+        grown[: len(table)] = table
         still, half = (0, self.dim // 2 - self._half), self._half
-        cos, sin = cos[:, :half], sin[:, :half]
-        parts = F.pad(cos, still, value=1.0), F.pad(cos, still, value=1.0), F.pad(-sin, still), F.pad(sin, still)
-        return torch.cat(parts, -1).unflatten(-1, (2, -1)).to(self._like.dtype)
+        for start in range(len(table), positions, ANGLES):
+            cos, sin = (each[:, :half] for each in self._angles(start, min(start + ANGLES, positions), positions))
+            parts = F.pad(cos, still, value=1.0), F.pad(cos, still, value=1.0), F.pad(-sin, still), F.pad(sin, still)
+            grown[start : start + len(cos)] = torch.cat(parts, -1).unflatten(-1, (2, -1))
+        return grown
 
-    def _angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """The module's cosines and sines, (positions, angles), which some families have as complex numbers."""
+    def _angles(self, start: int, end: int, positions: int) -> tuple[Tensor, Tensor]:
+        """The module's cosines and sines, (end - start, angles), which some families have as complex numbers; by the
+        frequencies of a text of so many positions.
+        """
         kinds = [self._kind] if self._kind else []
-        found = self._module(self._like, torch.arange(positions, device=self._like.device)[None], *kinds)
+        # The module takes the length of a text from its last position.
+        places = torch.arange(start, end + 1, device=self._like.device)
+        places[-1] = positions - 1
+        found = self._module(self._like, places[None], *kinds)
         cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
-        return cos[0], sin[0]
+        return cos[0, :-1], sin[0, :-1]
 
 
 class Ropes:

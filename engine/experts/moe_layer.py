@@ -25,6 +25,7 @@ from ..telemetry import Telemetry
 from .ruled_layer import RuledLayer, Share
 
 PREFILL_CHUNK, LONGEST_CHUNK, STREAMED_CHUNK = 256, 1024, 2048
+SHORTEST_CHUNK = 16  # where memory is short: more than go neuron by neuron
 _SHARING = 32  # tokens of a chunk for each expert: what it costs to unpack its weights is then shared by enough
 DECODE_TOKENS = 8  # tokens in one step: up to this many go neuron by neuron, more expert by expert
 # Tokens of a prompt that share an expert: up to this many still go neuron by neuron. More tokens need so many of the
@@ -78,6 +79,21 @@ class Control:
         self.notices: list[Notice] = []
         self.make_room: Callable[[], bool] | None = None
         self.ran_out = ""
+
+    def cut(self, tokens: int) -> bool:
+        """Let parts of prompts be at most half as long as these tokens, which device memory was too small for; False if
+        they are few already.
+        """
+        if tokens <= SHORTEST_CHUNK:
+            return False
+        self.chunk = max(SHORTEST_CHUNK, tokens // 2)
+        self.notices.append(
+            Notice(
+                "The graphics card ran out of memory",
+                f"Prompts are now read {self.chunk} tokens at a time, which takes longer. The answer continues.",
+            )
+        )
+        return True
 
 
 @dataclass(frozen=True, slots=True)

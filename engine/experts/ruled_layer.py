@@ -94,7 +94,7 @@ class RuledLayer:
         """What is part of captured work: which kernels run. Limits may change in place."""
         rule, limits = self.rule, self.limits
         return (
-            *(rule.parts, rule.weighed, rule.drops),
+            *(self.preset.x_bits, rule.parts, rule.weighed, rule.drops),
             *(limits.product is not None, limits.late is not None, rule.alpha),
             self.layer.signal.layout.projection,
         )

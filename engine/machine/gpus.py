@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import gc
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+_log = logging.getLogger("floe_chat.engine")
+WAKING_S = 1.0  # an idle card runs its memory at 405 MHz and its link at generation 1 for the first 0.1 to 1 s of work
 _NO_LIBRARY = "nvidia-ml-py is not installed"
 
 
@@ -18,6 +24,7 @@ class Gpu:
     """One NVIDIA device. Bytes of memory; `capability` such as "8.6".
 
     Attributes:
+        vram_free: by the driver's library; None: unknown, since only a context on the device could tell.
         index: torch's number, as in cuda:0; None where torch cannot compute on it. source: what reported it.
         uuid: what both sources call it. link: PCIe generation and lanes now, such as "4.0 x16" (an idle card lowers its
             generation); link_most: at the most; "" where unknown.
@@ -26,7 +33,7 @@ class Gpu:
     name: str
     capability: str
     vram_total: int
-    vram_free: int
+    vram_free: int | None
     index: int | None = None
     source: str = "torch"
     uuid: str = ""
@@ -35,18 +42,55 @@ class Gpu:
 
 
 def of_torch() -> tuple[tuple[Gpu, ...], str]:
-    """The devices that torch computes on, or why there are none."""
+    """The devices that torch computes on, or why there are none. No context is made, which takes 0.3 to 0.5 GB."""
     if torch.version.cuda is None:
         return (), "this torch is built without CUDA"
     if not torch.cuda.is_available():
         return (), "torch sees no CUDA device"
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
         told: Any = torch.cuda.get_device_properties(index)
         uuid = f"GPU-{told.uuid}" if hasattr(told, "uuid") else ""
-        found.append(Gpu(told.name, f"{told.major}.{told.minor}", total, free, index, uuid=uuid))
+        found.append(Gpu(told.name, f"{told.major}.{told.minor}", told.total_memory, None, index, uuid=uuid))
     return tuple(found), ""
+
+
+def free(place: str) -> int:
+    """Bytes of a device for new tensors: what is free on it, and what torch keeps of what it no longer needs. The
+    device gets a context.
+    """
+    gc.collect()
+    unused, _ = torch.cuda.mem_get_info(place)
+    return unused + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+
+
+def give_back() -> None:
+    """Return what torch keeps of what it no longer needs to the devices, for other programs and the next model."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def wake(place: str) -> None:
+    """Copy to a GPU until its clocks and its link are as fast as they get, before anything on it is timed."""
+    if place == "cpu":
+        return
+    near = torch.empty(64 << 20, dtype=torch.uint8, device=place)
+    far = pinned(near.shape, dtype=torch.uint8)
+    end = time.perf_counter() + WAKING_S
+    while time.perf_counter() < end:
+        near.copy_(far, non_blocking=True)
+        near.bitwise_not_()
+        torch.cuda.synchronize(place)
+
+
+def pinned(size: Sequence[int], **how: Any) -> Tensor:
+    """Memory in RAM that a GPU reads at the link's full rate, or any where the system pins no more."""
+    try:
+        return torch.empty(size, **how, pin_memory=True)
+    except RuntimeError as error:
+        _log.warning("memory of %s elements is not pinned: %s", tuple(size), error)
+        return torch.empty(size, **how)
 
 
 def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...], str]:
@@ -80,6 +124,19 @@ def cuda_of_driver(library: ModuleType | Any | None = None) -> tuple[int, int] |
     with contextlib.suppress(nvml.NVMLError, OSError):
         nvml.nvmlShutdown()
     return (version // 1000, version % 1000 // 10) if version else None
+
+
+def installed(library: ModuleType | Any | None = None) -> tuple[str, ...]:
+    """What rates of GPUs depend on besides their names: the driver's version, and each one's link; empty if unknown."""
+    nvml, _ = _started(library)
+    if nvml is None:
+        return ()
+    version = ""
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        version = _text(nvml.nvmlSystemGetDriverVersion())
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        nvml.nvmlShutdown()
+    return version, *(gpu.link_most for gpu in of_driver(library)[0])
 
 
 def _started(library: ModuleType | Any | None) -> tuple[Any, str]:

@@ -25,6 +25,8 @@ from . import containers, gpus, torch_build
 from .containers import ROOT
 from .gpus import Gpu
 
+HALF_PINNED = "Windows lends about half of the memory to GPUs"
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -61,7 +63,10 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ComputePath:
-    """Which kernels a device would run, and why; `backend` is None if there is no such device."""
+    """Which kernels a device would run, and why; `backend` is None if there is no such device.
+
+    On a GPU that is as far as it shows without touching it; see `remedy` for what Triton lacks.
+    """
 
     device: str
     backend: str | None
@@ -71,12 +76,13 @@ class ComputePath:
 def compute_paths() -> tuple[ComputePath, ...]:
     """The path that the CPU and each GPU of this machine would take."""
     gpus, reason = _gpus()
-    chosen = [kernels.choose(device) for device in ("cpu", *(f"cuda:{index}" for index in range(len(gpus))))]
+    cpu = kernels.choose("cpu")
     part = f"; a part of a model needs compiled code, and {why}" if (why := uncompiled()) else ""
-    paths = tuple(
-        ComputePath(one.device, one.name, one.reason + ("" if one.device == "cpu" else part)) for one in chosen
-    )
-    return paths if gpus else (*paths, ComputePath("cuda", None, reason))
+    paths = [ComputePath("cpu", cpu.name, cpu.reason)]
+    for index in range(len(gpus)):
+        name, why = kernels.foreseen(index)
+        paths.append(ComputePath(f"cuda:{index}", name, why + part))
+    return tuple(paths) if gpus else (*paths, ComputePath("cuda", None, reason))
 
 
 def all_idle() -> bool:
@@ -122,7 +128,7 @@ def probe(folder: Path, root: Path = ROOT) -> Hardware:
         ram_total=total,
         ram_available=available,
         ram_limit=limit,
-        pinnable=_pinnable(sources, total, wsl) if found else None,
+        pinnable=_pinnable(sources, total, root) if found else None,
         gpus=gpus.merged(found, known),
         gpu_reason=reason,
         disk_folder=str(folder),
@@ -141,9 +147,12 @@ def ram(root: Path = ROOT) -> tuple[int, int]:
 
 
 def machine_id() -> str:
-    """Twelve letters that identify this machine: a hash of its name, CPU, cores and memory."""
+    """Twelve letters that identify this machine: a hash of its name, CPU, cores and memory, and of its GPUs with their
+    driver and links. What was measured on another is measured again.
+    """
     ram = psutil.virtual_memory().total
     names = [gpu.name for gpu in _gpus()[0]]
+    names += gpus.installed() if names else ()
     known = [platform.node(), _cpu_name(ROOT, {}), _usable_cores(), round(ram / 2**30), *names]
     return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
 
@@ -216,9 +225,14 @@ def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
     return min(memory.total, group.limit), available, group.limit
 
 
-def _pinnable(sources: dict[str, str], total: int, wsl: bool) -> int:
-    if wsl or platform.system() == "Windows":
-        sources["pinnable"] = "half of the memory, the most that Windows lends to GPUs"
+def lends_half(root: Path = ROOT) -> bool:
+    """Whether the system is one of `HALF_PINNED`."""
+    return is_wsl(root) or platform.system() == "Windows"
+
+
+def _pinnable(sources: dict[str, str], total: int, root: Path) -> int:
+    if lends_half(root):
+        sources["pinnable"] = HALF_PINNED
         return total // 2
     sources["pinnable"] = "Linux has no limit; a tenth is left to the system"
     return total - total // 10

@@ -1,4 +1,4 @@
-"""A torch that cannot use the NVIDIA GPU of this machine, and the command that replaces it on this system."""
+"""What keeps torch or Triton from using the NVIDIA GPU of this machine, and the command that mends it here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +28,19 @@ _DRIVER_OF = {
     _OLDER: "528",
 }  # the first of the driver's branches that runs it, Windows' where they differ
 _BLACKWELL = (10, 0)  # compute capability from which cu126 has no code
+# How systems install packages, and what they call a C compiler and the headers of their own Python, by the first word.
+_PACKAGES = {
+    "apt-get": ("sudo apt install", "gcc", "python{0.major}.{0.minor}-dev"),
+    "dnf": ("sudo dnf install", "gcc", "python3-devel"),
+    "zypper": ("sudo zypper install", "gcc", "python3-devel"),
+    "pacman": ("sudo pacman -S", "gcc", "python"),
+}
 
 
 def remedy(library: ModuleType | Any | None = None) -> str:
-    """One sentence: why torch does not use an NVIDIA GPU that is here, and the command that mends it.
+    """One sentence: why an NVIDIA GPU that is here is not used, and the command that mends it.
 
-    Empty if torch uses one, if our kernels could not, and where another torch would change nothing.
+    Empty if nothing is missing, if our kernels could not run on it, and where no command helps.
 
     Args:
         library: pynvml; None imports it.
@@ -39,7 +48,8 @@ def remedy(library: ModuleType | Any | None = None) -> str:
     if platform.system() == "Darwin" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if torch.version.cuda is not None and torch.cuda.is_available():
-        return ""
+        able = any(torch.cuda.get_device_capability(at) >= TRITON_FROM for at in range(torch.cuda.device_count()))
+        return _of_triton() if able else ""
     known, _ = gpus.of_driver(library)
     able = [gpu for gpu in known if not gpu.capability or _numbers(gpu.capability) >= TRITON_FROM]
     if not able:
@@ -56,8 +66,29 @@ def remedy(library: ModuleType | Any | None = None) -> str:
     update = f"update the driver to {_DRIVER_OF[index]} or newer, " if update else ""
     return (
         f"This torch ({torch.__version__}) {cause}; to use the {gpu.name}, {update}quit floe-chat and run "
-        f"`{_command(index)}`."
+        f"`{_command(_torch_of(index), '--index-url', f'{_INDEX}{index}')}`."
     )
+
+
+def _of_triton() -> str:
+    """What Triton needs and does not find: it compiles a part of itself when a first kernel runs."""
+    windows = platform.system() == "Windows"
+    if importlib.util.find_spec("triton") is None:
+        missing, command = "is not installed", _command("triton-windows" if windows else "triton")
+    elif windows:  # its Triton brings a compiler
+        return ""
+    else:
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton looks for them
+        header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+        found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"), header.is_file()
+        if all(found):
+            return ""
+        lacking = [name for name, there in zip(("C compiler", f"{header}"), found, strict=True) if not there]
+        missing = f"finds no {' and no '.join(lacking)}"
+        how, *names = next((each for name, each in _PACKAGES.items() if shutil.which(name)), _PACKAGES["apt-get"])
+        wanted = [name.format(sys.version_info) for name, there in zip(names, found, strict=True) if not there]
+        command = f"{how} {' '.join(wanted)}"
+    return f"Triton, by which we compute on a GPU, {missing}; to use the GPU, quit floe-chat and run `{command}`."
 
 
 def _index(gpu: Gpu, cuda: tuple[int, int] | None) -> tuple[str, bool]:
@@ -69,17 +100,21 @@ def _index(gpu: Gpu, cuda: tuple[int, int] | None) -> tuple[str, bool]:
     return _OLDER, cuda is not None and cuda < (12, 0)
 
 
-def _command(index: str) -> str:
-    """Replaces torch, in the same release, in the environment that runs us; whatever else is there stays."""
+def _torch_of(index: str) -> str:
+    """The present release of torch, in another build."""
     release = re.match(r"\d+(\.\d+)*", torch.__version__)
-    wanted = f"torch=={release[0]}+{index}" if release else "torch"
-    environment, source = Path(sys.prefix), ("--index-url", f"{_INDEX}{index}")
+    return f"torch=={release[0]}+{index}" if release else "torch"
+
+
+def _command(*wanted: str) -> str:
+    """Installs what pip calls so in the environment that runs us; whatever else is there stays."""
+    environment = Path(sys.prefix)
     if (environment / "pipx_metadata.json").is_file():
-        words = ("pipx", "runpip", environment.name, "install", wanted, *source)
+        words = ("pipx", "runpip", environment.name, "install", *wanted)
     elif importlib.util.find_spec("pip") is None:  # made by uv, perhaps as one of its tools
-        words = ("uv", "pip", "install", "--python", sys.executable, wanted, *source)
+        words = ("uv", "pip", "install", "--python", sys.executable, *wanted)
     else:
-        words = (sys.executable, "-m", "pip", "install", wanted, *source)
+        words = (sys.executable, "-m", "pip", "install", *wanted)
     if platform.system() != "Windows":
         return shlex.join(words)
     quoted = [f'"{word}"' if " " in word else word for word in words]

@@ -59,7 +59,7 @@ class Card:
 
     Attributes:
         name: as sim:NAME has it. title: as its maker writes it. host: the machine around it, in words.
-        node_s: between two kernels of a CUDA graph.
+        node_s: between two kernels of a CUDA graph. clocks_s: of all its multiprocessors, in a second.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Card:
     title: str = ""
     host: str = ""
     node_s: float = 0.0
+    clocks_s: float = 0.0
 
     def graph_s(self, nbytes: float, flops: float, nodes: int) -> float:
         """As `gpu_s`, of a CUDA graph: one launch, and less between its kernels."""
@@ -226,4 +227,5 @@ def _card(name: str, own: Mapping[str, Any], host: Mapping[str, Any], common: Ma
         pack_bytes_s=host["pack_bytes_s"]["value"],
         title=own["title"],
         host=host["about"],
+        clocks_s=own["sms"] * own["clock_hz"],
     )

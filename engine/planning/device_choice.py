@@ -59,13 +59,17 @@ GUESS = Rates(
 )
 
 
+def unheard(_step: str) -> None:
+    """Nobody is shown what takes a while."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """Where to open a pack.
 
     Attributes:
         place: torch's name of the device. why: in words. shares: the division of the device's memory.
-        make: the device of a pool of rows; None where there is no pool.
+        make: the device of a pool of rows, given what shows the steps of that; None where there is no pool.
         budget: bytes of device memory that weights, keys and values may take; None if the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
         remedy: how to make torch compute on a GPU that would have been chosen, see torch_build.py; or "".
@@ -75,7 +79,7 @@ class DeviceChoice:
     place: str
     why: str
     shares: DeviceShares
-    make: Callable[[TransferMode], Device] | None = None
+    make: Callable[[TransferMode, Callable[[str], None]], Device] | None = None
     budget: int | None = None
     cap: int | None = None
     remedy: str = ""
@@ -88,7 +92,8 @@ class DeviceChoice:
         Called before anything is put on the GPU. Without it the limit would apply only to the pool.
         """
         if self.cap is not None:
-            share = min(1.0, self.cap / torch.cuda.mem_get_info(self.place)[1])
+            there = self.cap + torch.cuda.memory_allocated(self.place)
+            share = min(1.0, there / torch.cuda.mem_get_info(self.place)[1])
             torch.cuda.set_per_process_memory_fraction(share, self.place)
 
 
@@ -101,13 +106,14 @@ def choose(
     preset: Preset | None = None,
     asked: Asked | None = None,
     packed: PackedModel | None = None,
+    report: Callable[[str], None] = unheard,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
         preset: that the pack is opened with; None: the default one. packed: the pack itself; without it the system
-            reads what RAM does not hold.
+            reads what RAM does not hold. report: is given steps that take a while, in words.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory. FloeError: one that cannot compute, or
@@ -129,17 +135,20 @@ def choose(
         return dataclasses.replace(_in_ram(why, pack, packed), remedy=remedy)
     found = hardware.probe(Path())
     if wanted != "auto":
-        return _on_gpu(UsableGpu.of(place, found), why, pack, vram)
+        choice = _on_gpu(UsableGpu.of(place, found), why, pack, vram)
+        slow = kernels_on(place, report).name == "reference"
+        return dataclasses.replace(choice, remedy=torch_build.remedy()) if slow else choice
     # The kernels run on cards of a certain age; plain torch on others is not worth it.
-    gpus = [UsableGpu.of(f"cuda:{gpu.index}", found) for gpu in found.gpus if gpu.index is not None]
-    if len(gpus) > 1:
-        gpus = [gpu for gpu in gpus if kernels.choose(gpu.place).name != "reference"] or gpus
+    able = [gpu.index for gpu in found.gpus if gpu.index is not None]
+    able = [index for index in able if kernels.foreseen(index)[0] != "reference"] or able[:1]
+    gpus = [UsableGpu.of(f"cuda:{index}", found, used=len(able) == 1) for index in able]
     if lacking := hardware.uncompiled():
         whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
         if not whole:
             words = f"a part of it on a GPU needs compiled code, and {lacking}. {hardware.compiled_by()}"
             return _in_ram(words, pack, packed)
         gpus = whole
+    pack = pack.granted(max(gpu.budget(vram) for gpu in gpus))
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
         least = size(pack.least())
@@ -151,9 +160,18 @@ def choose(
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
         why = f"{why}, and the CPU is faster for this model by our estimate: {estimate}"
         return dataclasses.replace(_in_ram(why, pack, packed), pools=pack.pools(best.budget(vram)))
+    if (backend := kernels_on(best.place, report)).name == "reference":
+        return dataclasses.replace(_in_ram(f"{why}: {backend.reason}", pack, packed), remedy=torch_build.remedy())
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
+        best = UsableGpu.of(best.place, found)
     return _on_gpu(best, why, pack, vram)
+
+
+def kernels_on(place: str, report: Callable[[str], None]) -> kernels.Backend:
+    """The kernels of a GPU, of which the first is compiled now."""
+    report(f"Compiling a first kernel for {place}")
+    return kernels.choose(place)
 
 
 def real_place(wanted: str) -> tuple[str, str]:
@@ -174,16 +192,17 @@ def real_place(wanted: str) -> tuple[str, str]:
 
 def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     budget = gpu.budget(vram)
+    pack = pack.granted(budget)
     shares = pack.shares(gpu.machine, budget)
     if shares.place != "gpu":
         need_compiled(gpu.place)
     if shares.place == "gpu":
-        choice = gpu_with(gpu, f"{why}, and the whole pack fits", shares, (), vram)
+        choice = gpu_with(gpu, f"{why}, and the whole pack fits{pack.lacking}", shares, (), vram)
         return dataclasses.replace(choice, pools=None if hardware.uncompiled() else pack.pools(budget))
     if vram is not None and vram > gpu.free:
         why += f" of which {size(gpu.free)} is free"
     why += f"; with {size(budget)} of its memory, {shares.words}, because all weights need {size(pack.needs.whole())}"
-    why += pack.against_pool(gpu.machine, shares, budget)
+    why += pack.against_pool(gpu.machine, shares, budget) + pack.lacking
     return dataclasses.replace(gpu_with(gpu, why, shares, pack.streamed(shares), vram), pools=pack.pools(budget))
 
 
@@ -196,13 +215,13 @@ def gpu_with(
         return DeviceChoice(place, why, shares, budget=budget, cap=cap)
     row = layers[0].rows.layout.nbytes
 
-    def make(wanted: TransferMode) -> Device:
+    def make(wanted: TransferMode, report: Callable[[str], None]) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> Link:
             in_place = kind == "in place"
             return open_cuda_link(torch.device(place), row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
-        device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
+        device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes), report=report), wanted, layers)
         device.looks_ahead = False
         return device
 
@@ -215,7 +234,7 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
     if packed is None or isinstance(tier, str):
         return DeviceChoice("cpu", f"{why}; {tier}" if tier else why, pack.in_ram())
 
-    def make(_wanted: TransferMode) -> Device:
+    def make(_wanted: TransferMode, _report: Callable[[str], None]) -> Device:
         return _measured(disk_tier.ends(packed, pack.layers), "staged", pack.layers, 0.0)
 
     shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
@@ -228,10 +247,10 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
 def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     budget = virtual_budget(card, wanted, vram)
-    there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
+    there, pack = machine.of_card(card, machine.here(hardware.probe(Path()), None)), pack.granted(budget)
     shares = pack.shares(there, budget)
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {shares.words}"
-    why += pack.against_pool(there, shares, budget)
+    why += pack.against_pool(there, shares, budget) + pack.lacking
     return virtual_with(card, why, shares, budget, pack)
 
 
@@ -252,7 +271,7 @@ def virtual_with(
 ) -> DeviceChoice:
     """The choice of a virtual card whose memory is divided so. turns: with other cards."""
 
-    def make(wanted: TransferMode) -> Device:
+    def make(wanted: TransferMode, _report: Callable[[str], None]) -> Device:
         # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         needs = pack.needs
@@ -309,7 +328,7 @@ def throttled_with(
     """The choice of a throttled device whose memory is divided so; layers: of the pack."""
     speed, row = throttled_rate(wanted, vram), layers[0].rows.layout.nbytes
 
-    def make(transfer: TransferMode) -> Device:
+    def make(transfer: TransferMode, _report: Callable[[str], None]) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> Link:
             return throttled_link(row, rate=speed, chunk=chunk)
 
@@ -332,11 +351,21 @@ def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer
     return device
 
 
-def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts, first: int = 0) -> Offload | None:
-    """The pool and the device of a choice; None where there is no pool. first: the first of its layers."""
+def offload(
+    choice: DeviceChoice,
+    layers: Sequence[PackedLayer],
+    parts: Parts,
+    first: int = 0,
+    report: Callable[[str], None] = unheard,
+) -> Offload | None:
+    """The pool and the device of a choice; None where there is no pool.
+
+    Args:
+        first: the first of its layers. report: is given steps that take a while, in words.
+    """
     if choice.make is None:
         return None
-    shares, device = choice.shares, choice.make(parts.transfer)
+    shares, device = choice.shares, choice.make(parts.transfer, report)
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:

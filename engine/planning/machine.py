@@ -145,8 +145,8 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
     if usable:
         vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
         speeds = _with_gpu(speeds, known, told, usable[0].name)
-        if usable[0].vram_free < FREE * vram:
-            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
+        if (free := usable[0].vram_free) is not None and free < FREE * vram:
+            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
     if index is None and len(usable) > 1:
@@ -183,6 +183,7 @@ def _of_ram(ram: int) -> str:
 
 def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str], name: str = "") -> Speeds:
     """A GPU's measured rates, or the published ones of a card of that name, or those of a slow current card."""
+    _tell_of_cards(told)
     listed = cards.of_gpu(name)
     nbytes = GPU_BYTES_S if listed is None else listed.gpu_bytes_s * GPU_REACHED
     flops = GPU_FLOPS if listed is None else listed.gpu_flops * GPU_REACHED
@@ -195,6 +196,7 @@ def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str], 
         speeds,
         link=min(known.get(rates.PINNED, LINK_BYTES_S), speeds.read * PACKED),
         gpu=known[rates.GPU] * GPU_REACHED if rates.GPU in known else nbytes,
+        clocks=0.0 if listed is None else listed.clocks_s,
         gpu_flops=known[rates.FLOPS] * GPU_REACHED if rates.FLOPS in known else flops,
     )
 
@@ -296,7 +298,14 @@ def of_card(card: Card, base: Machine) -> Machine:
         "rest": "RAM and disk are taken from this machine unless options say otherwise.",
     }
     told |= {subject: text for subject, text in base.told.items() if subject == "ram"}
+    _tell_of_cards(told)
     return Machine(card.title, base.ram, card.vram_bytes, base.disk_free, _cores(card), speeds, ASSUMED_DOUBT, told)
+
+
+def _tell_of_cards(told: dict[str, str]) -> None:
+    """That what kernels reach on a card is not measured, as long as it is not."""
+    if not figures().cards:
+        told["cards"] = "No card has been measured yet: what kernels reach there is estimated from their instructions."
 
 
 @functools.cache
@@ -317,6 +326,7 @@ def speeds_of(card: Card, disk: float) -> Speeds:
         link=CHUNK_BYTES / card.copy_s(CHUNK_BYTES),
         link_latency=card.link_latency_s,
         gpu=card.gpu_bytes_s * cards.REACHED,
+        clocks=card.clocks_s,
         gpu_flops=card.gpu_flops * cards.REACHED,
         launch=card.launch_s,
         node=card.node_s,

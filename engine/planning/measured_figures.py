@@ -34,6 +34,8 @@ class Figures:
             GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
             beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
             host_ahead_s, host_fetch_s: what looking one layer ahead adds there, and sending for what was guessed.
+        cards: on which our kernels have been measured. card_bytes: for each multiprocessor of a card and clock, what
+            our kernels' instructions allow, by kind and bits; what the memory gives is less on most.
         state_bytes_s: states of gated delta rules that the CPU brings a token further.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
@@ -54,6 +56,8 @@ class Figures:
     host_ram_s: float
     host_ahead_s: float
     host_fetch_s: float
+    cards: Sequence[str]
+    card_bytes: ByBits
     state_bytes_s: float
     lenient_kl: float
 
@@ -79,6 +83,8 @@ def figures() -> Figures:
         host_ram_s=values["host_ram_ms"] / 1e3,
         host_ahead_s=values["host_ahead_ms"] / 1e3,
         host_fetch_s=values["host_fetch_ms"] / 1e3,
+        cards=values["cards"],
+        card_bytes=_by_bits(values["card_bytes"]),
         state_bytes_s=values["state_bytes_s"] * 1e9,
         lenient_kl=values["lenient_kl"],
     )

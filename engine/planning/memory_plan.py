@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...models.catalog_entry import Sizes
@@ -17,13 +18,19 @@ from ...models.quantities import memory as size
 from .. import context
 from ..context import CONTEXT
 from ..decoder.kv_stores import GROUP
+from ..decoder.mixers.attention import SCORES
 from ..decoder.state_store import copies_of, room_for_copies
+from ..experts.moe_layer import STREAMED_CHUNK, chunk_for
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
-from .footprint import Footprint, KvBytes, kv_bytes, kv_element, sizes_of, state_bytes
+from .footprint import Footprint, KvBytes, kv_bytes, kv_element, prompt_bytes, sizes_of, state_bytes
 
-KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
+# Of a card's memory, for a step's own tensors, modules that CUDA loads at their first use (0.15 to 0.3 GB), workspaces
+# and the desktop: a share of it, and the least.
+KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
+# Of that, for a prompt; and what one takes whatever its length: scores or masks, and unpacked weights.
+PROMPT_KEPT, PROMPT_LEAST = 300 << 20, 2 * SCORES
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
 NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
@@ -32,7 +39,7 @@ RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
 def budget(vram: int) -> int:
     """The part of this much GPU memory that weights, keys and values may take."""
-    return int(vram * (1 - KEPT_FREE))
+    return max(0, vram - max(int(vram * KEPT_FREE), KEPT_LEAST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class Needs:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
         kv: keys and values, of kv_bits. context: tokens whose keys and values are reserved.
-        captured: what a token's graphs take, with rope's tables for these tokens.
+        captured: what a token's graphs take, with rope's tables for these tokens. passing: a token of a prompt.
     """
 
     dense: int
@@ -102,6 +109,7 @@ class Needs:
     kv_bits: int
     captured: int
     states: int
+    passing: int
 
     @classmethod
     def of(
@@ -130,6 +138,7 @@ class Needs:
             kv_bits=kv_bits,
             captured=_captured(sizes, min(reserved, window)),
             states=2 * state_bytes(sizes),
+            passing=prompt_bytes(sizes),
         )
 
     @classmethod
@@ -151,6 +160,7 @@ class Needs:
             kv_bits=kv_bits,
             captured=_captured(sizes, context),
             states=2 * state_bytes(sizes),
+            passing=prompt_bytes(sizes),
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -177,6 +187,19 @@ class Needs:
         """Whether this many bytes of the device are enough; RAM is not considered."""
         return budget >= self.least(mix)
 
+    def most_context(self, budget: int, mixes: Sequence[Mix]) -> int:
+        """Tokens of context for which so many bytes are enough in one of these mixes: never more than are wanted, nor
+        fewer than `CONTEXT` if more are.
+        """
+
+        def lacks(tokens: int) -> bool:
+            needs = replace(self, context=tokens)
+            return not any(needs.fits(mix, budget) for mix in mixes)
+
+        if self.context <= CONTEXT or not lacks(self.context):
+            return self.context
+        return CONTEXT + bisect.bisect_left(range(CONTEXT + 1, self.context + 1), True, key=lacks)
+
     def share_out(self, mix: Mix, budget: int, window: int, rows: int | None = None) -> DeviceShares:
         """Divide a device's memory. A longer chat takes memory from the rows of a pool, all but what one token can need
         in one layer, and then RAM.
@@ -190,6 +213,7 @@ class Needs:
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
         uses |= {"states": self.states} if self.states else {}
+        uses |= {"prompt": self._prompt(mix)} if self._prompt(mix) else {}
         if mix.gpu == self.layers:
             # As keys and values grow by copying, those of one group of layers exist twice.
             there = max(0, budget - self._weights(mix)) * self.layers // (self.layers + min(GROUP, self.layers))
@@ -214,7 +238,13 @@ class Needs:
         return DeviceShares(mix, rows, keys, window, self.kv.tokens(keys, window), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
-        return self.dense + self.captured + self.states + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+        fixed = self.dense + self.captured + self.states + self._prompt(mix)
+        return fixed + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+
+    def _prompt(self, mix: Mix) -> int:
+        """What a part of a prompt takes beyond what is kept free anyway."""
+        tokens = chunk_for(self.experts, self.top_k) if mix.gpu == self.layers else STREAMED_CHUNK
+        return max(0, tokens * self.passing + PROMPT_LEAST - PROMPT_KEPT)
 
     def _ups(self, mix: Mix) -> int:
         return (mix.gpu + mix.pool) * (self.up // self.layers)
@@ -236,6 +266,17 @@ class Needs:
 
     def _row_count(self) -> int:
         return self.layers * self.experts * self.neurons
+
+
+def granted(forms: Sequence[Needs], budget: int, *mixes: Mix) -> list[Needs]:
+    """The needs in each form; where none fits, with as much of the context as so many bytes have room for in one of
+    these mixes: all on the device, or as little as there can be.
+    """
+    mixes = mixes or (forms[0].every("gpu"), forms[0].every("cpu"))
+    most = [needs.most_context(budget, mixes) for needs in forms]
+    if any(tokens == needs.context for tokens, needs in zip(most, forms, strict=True)):
+        return [*forms]
+    return [replace(needs, context=tokens) for tokens, needs in zip(most, forms, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ...models.quantities import digits
 from .. import context, quality_presets
 from ..context import CONTEXT
 from ..events import Advanced
+from ..machine import gpus
 from ..machine.hardware import Hardware
 from ..offload.mix import Mix
 from ..quality_presets import Preset
@@ -25,6 +27,8 @@ from .machine import Machine
 from .memory_plan import DeviceShares, Needs
 from .mix_choice import Costs
 from .speed_estimate import Held, TokenWork
+
+CUDA_CONTEXT = 1 << 29  # bytes at the most that a card's context takes, with the modules that are loaded at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +78,25 @@ class UsableGpu:
     machine: Machine
 
     @classmethod
-    def of(cls, place: str, found: Hardware) -> UsableGpu:
+    def of(cls, place: str, found: Hardware, *, used: bool = True) -> UsableGpu:
+        """With its free memory exactly; if it may not be `used`, without touching it where the driver's library says
+        how much is free.
+        """
         index = int(place.partition(":")[2] or 0)
-        known = rates.Measured.load(rates.kept_file())
-        return cls(place, torch.cuda.mem_get_info(place)[0], machine.here(found, known, index))
+        there = machine.here(found, rates.Measured.load(rates.kept_file()), index)
+        known = next((gpu.vram_free for gpu in found.gpus if gpu.index == index), None)
+        if used or known is None or torch.cuda.memory_reserved(place):
+            return cls(place, gpus.free(place), there)
+        return cls(place, max(0, known - CUDA_CONTEXT), there)
 
     def cap(self, vram: int | None) -> int:
         """Bytes that torch may take, of which `vram` is the most."""
         return min(self.free, vram or self.free)
 
     def budget(self, vram: int | None) -> int:
-        """Bytes for weights, keys and values, likewise."""
-        return memory_plan.budget(self.cap(vram))
+        """Bytes for weights, keys and values, likewise. What is not torch's has room beside a lower limit."""
+        whole = memory_plan.budget(self.free)
+        return whole if vram is None else min(whole, int(vram * (1 - memory_plan.KEPT_FREE)))
 
 
 class OpenedPack:
@@ -93,6 +104,7 @@ class OpenedPack:
 
     Attributes:
         forms: needs on a device, by the bits that keys and values may have; needs: the first of them.
+        lacking: in words that follow others, how much of the context has no room; "" where all has.
     """
 
     def __init__(
@@ -108,9 +120,24 @@ class OpenedPack:
         self.layers, self.mix, self.division, self.wanted = layers, asked.mix, asked.division, asked.wanted
         self.window = context.window(config)
         self.forms = [Needs.of(manifest, layers, config, element, bits, asked.context) for bits in asked.forms()]
-        self.needs = self.forms[0]
+        self.needs, self.lacking = self.forms[0], ""
+        self._wished = self.needs.context
         self.takes = Footprint.of_pack(manifest, config)
         self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest))
+
+    def granted(self, budget: int) -> OpenedPack:
+        """With as much context reserved as so many bytes have room for, where what was asked for does not fit."""
+        mixes = self.needs.every("gpu"), self.mix or self.needs.every(self.wanted.least)
+        forms = memory_plan.granted(self.forms, budget, *mixes)
+        return self if forms == self.forms else self.with_forms(forms)
+
+    def with_forms(self, forms: Sequence[Needs]) -> OpenedPack:
+        """With less context reserved than was asked for, which is said."""
+        pack = copy.copy(self)
+        pack.forms, pack.needs = list(forms), forms[0]
+        most = max(needs.context for needs in forms)
+        pack.lacking = f"; of {self._wished:,} tokens of context, {most:,} have room there"
+        return pack
 
     def least(self) -> int:
         """The fewest bytes of a device that work."""

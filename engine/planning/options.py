@@ -145,8 +145,11 @@ def option(
     disk = _disk(entry, takes, keep_source)
     costs = Costs(takes, TokenWork.of(_preset()), machine.speeds)
     best: Option | None = None
-    for bits in worth.KV_FORMS if kv_bits is None else (kv_bits,):
-        found = _in_form(machine, costs, context, disk, bits)
+    forms = [Needs.of_footprint(takes, context, bits) for bits in (worth.KV_FORMS if kv_bits is None else (kv_bits,))]
+    if not machine.others:
+        forms = memory_plan.granted(forms, memory_plan.budget(machine.vram))
+    for needs in forms:
+        found = _in_form(machine, costs, context, disk, needs)
         if best is None or _is_clearly_better(found, best):
             best = found
     assert best is not None
@@ -160,11 +163,10 @@ def _is_clearly_better(coarse: Option, exact: Option) -> bool:
     return coarse.works and coarse.worth >= exact.worth + worth.CLEARLY
 
 
-def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, int], kv_bits: int) -> Option:
+def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, int], needs: Needs) -> Option:
     """With keys and values of so many bits."""
     takes = costs.takes
-    needs = Needs.of_footprint(takes, context, kv_bits)
-    alone = _made(machine, takes, context, disk, (), DeviceShares.none(takes.sizes.window, kv_bits))
+    alone = _made(machine, takes, context, disk, (), DeviceShares.none(takes.sizes.window, needs.kv_bits))
     if not machine.speeds.gpu:
         return alone
     found = _placed(machine, costs, needs)

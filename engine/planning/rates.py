@@ -25,7 +25,7 @@ from ...kernels.types import Calls
 from ...kernels.weights import ExpertRows, Norm, Projection
 from ...models.quantities import trimmed
 from .. import quality_presets
-from ..machine import hardware, load, random_weights, read_floor, saved_figures
+from ..machine import gpus, hardware, load, random_weights, read_floor, saved_figures
 from ..machine.conditions import computing
 from ..machine.disk import read_rate
 from ..machine.random_weights import MIXTRAL, Shapes
@@ -128,7 +128,8 @@ def _await_quiet(report: Callable[[str], None]) -> None:
 
 
 def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "cpu") -> Rates:
-    """Initial rates for rows of this layout; those of the CPU and the GPU `place` are measured in under 0.5 s.
+    """Initial rates for rows of this layout; those of the CPU and the GPU `place` are measured, in about 0.5 s and the
+    second that wakes the GPU.
 
     Args:
         neurons: of one expert. guess: for what is not measured here, above all the link.
@@ -227,6 +228,7 @@ def batch_work(shapes: Shapes, bits: int) -> Work:
 
 def gpu_rate(place: str) -> float:
     """Bytes per second of a copy within device memory, both sides counted."""
+    gpus.wake(place)
     source = torch.empty(_COPIED, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
 
@@ -240,6 +242,7 @@ def gpu_rate(place: str) -> float:
 
 def link_rate(place: str, *, pinned: bool) -> float:
     """Bytes per second of one large copy from RAM to the device."""
+    gpus.wake(place)
     source = torch.ones(_COPIED, dtype=torch.uint8)
     source = source.pin_memory() if pinned and place != "cpu" else source  # a test has no GPU
     target = torch.empty(_COPIED, dtype=torch.uint8, device=place)

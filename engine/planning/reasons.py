@@ -11,7 +11,7 @@ from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, divisible
 from .machine import Machine
-from .memory_plan import KEPT_FREE, Needs, budget
+from .memory_plan import Needs, budget, granted
 from .options import DEFAULT, Option, option
 from .worth import ENOUGH, NEWER, READING, WORTH
 
@@ -143,14 +143,19 @@ def _speed(option: Option) -> str:
 def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: int) -> str:
     if chosen.cards:
         return ""
-    asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
-    free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
+    usable = budget(machine.vram)
+    (asked,) = granted([Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context, chosen.kv_bits)], usable)
+    free = f"{memory(machine.vram - usable)} of its {memory(machine.vram)} is left to torch and the desktop"
+    room = f"{asked.context:,} tokens of context"
+    if asked.context < context:
+        room += f" (of the {context:,} that were asked for: those of a longer chat are in RAM, which is slower)"
     if chosen.place == "gpu":
-        return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
+        beside = f" with {room}" if asked.context < context else ""
+        return f"All of it fits on the GPU: it needs {memory(asked.whole())}{beside}, and {free}."
     if chosen.mix is not None:
         return (
             f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. It has attention, "
-            f"{context:,} tokens of context{_experts(chosen.mix, chosen)} About {share(chosen.token.hit)} of what a "
+            f"{room}{_experts(chosen.mix, chosen)} About {share(chosen.token.hit)} of what a "
             "token needs is there."
         )
     if not machine.vram:

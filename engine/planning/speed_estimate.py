@@ -37,6 +37,7 @@ from .measured_figures import Curve, figures
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
 # the next one if that is little: on a virtual disk of 0.85 GB/s (tests/bench/LOG.md).
 SCATTERED = 0.6
+ISSUED = 0.8  # share of the clocks in which a multiprocessor issues what it could: an estimate
 COPIED = 4e9  # bytes a second from a device to memory that is not pinned: an estimate
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared
@@ -115,9 +116,9 @@ class Speeds:
         read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`
             and `cores`, counted as ones like those measured; 0 if it is not known how many there are.
         disk: large reads. states: of gated delta rules, that the CPU brings a token further.
-        link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read. gpu_flops: what its
-            products reach. launch: one kernel. node: between two of a CUDA graph. host
-            and the like: see `measured_figures.Figures`.
+        link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read where its memory is the
+            limit. clocks: of all its multiprocessors; 0 if they are not known. gpu_flops: what its products reach.
+            launch: one kernel. node: between two of a CUDA graph. host and the like: see `measured_figures.Figures`.
     """
 
     read: float
@@ -128,6 +129,7 @@ class Speeds:
     link: float = 0.0
     link_latency: float = 5e-6
     gpu: float = 0.0
+    clocks: float = 0.0
     gpu_flops: float = 2e13
     launch: float = 5e-6
     node: float = 1.5e-6
@@ -168,12 +170,24 @@ class Speeds:
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {
             name: getattr(self, name) * factor
-            for name in ("read", "cores", "disk", "states", "link", "gpu", "gpu_flops")
+            for name in ("read", "cores", "disk", "states", "link", "gpu", "clocks", "gpu_flops")
         }
         hosts = "host", "host_gpu", "host_pool", "host_behind", "host_ram"
         slower = ("link_latency", "launch", "node", *hosts)
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
+
+    def of_gpu(self, what: str, bits: int) -> float:
+        """What a kernel of the GPU reads: what its memory gives or, if that is less, what its instructions allow."""
+        able = figures().card_bytes[what]
+        if not self.clocks or bits > max(able):
+            return self.gpu
+        return min(self.gpu, ISSUED * self.clocks * able[min(able, key=lambda known: abs(known - bits))])
+
+    def of_rows(self, takes: Footprint, work: TokenWork) -> float:
+        """The same of rows of which so much is read: of both halves, one kernel after the other."""
+        product, down = self.of_gpu("product", takes.spec.gate), self.of_gpu("down", takes.spec.down)
+        return (1 + work.reached) / (1 / product + work.reached / down)
 
     def up_s(self, takes: Footprint) -> float:
         """Seconds of the CPU for one call's up projection."""
@@ -191,7 +205,7 @@ class Speeds:
             cpu_bytes_s=takes.row / self.row_s(takes) / work.read,
             cpu_batch_bytes_s=self.of_cpu("prompt", 4),
             cpu_latency_s=2 * self.link_latency,
-            gpu_bytes_s=self.gpu / work.read,
+            gpu_bytes_s=self.of_rows(takes, work) / work.read,
             launch_s=self.launch,
             ram_bytes_s=self.read,
         )
@@ -362,18 +376,20 @@ def layer_time(
     curve: Curve | None = None,
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
-    dense = takes.attention / speeds.gpu + speeds.launch + dense_launches(takes.sizes) * speeds.node
+    dense = takes.attention / speeds.of_gpu("signal", takes.spec.dense)
+    dense += speeds.launch + dense_launches(takes.sizes) * speeds.node
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense)
     wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
-    up = takes.sizes.top_k * work.calls * takes.up / speeds.gpu + launches
+    up = takes.sizes.top_k * work.calls * takes.up / speeds.of_gpu("signal", takes.spec.up) + launches
+    reads = speeds.of_rows(takes, work)
     if place == "gpu":
-        own = wanted * row * work.read / speeds.gpu + launches
+        own = wanted * row * work.read / reads + launches
         # The host never waits for the device: the slower of the two counts.
         return LayerTime(dense, up, own, max(0.0, speeds.host_gpu - dense - up - own))
     hit = at(curve or figures().hits, pool)
     absent, host = wanted * (1 - hit), speeds.host_pool
-    own = wanted * hit * row * work.read / speeds.gpu + launches
+    own = wanted * hit * row * work.read / reads + launches
     rates = speeds.rates(takes, work)
     end, copied = _absent_end(absent, row, rates, cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
@@ -410,8 +426,9 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
     def total(name: str) -> float:
         return sum(count * getattr(one, name) for count, one in kinds)
 
+    head = takes.head / speeds.of_gpu("signal", max(8, takes.spec.dense))
     return Token(
-        dense=total("dense") + takes.head / speeds.gpu + attending + 2 * speeds.launch,
+        dense=total("dense") + head + attending + 2 * speeds.launch,
         up=total("up"),
         rows=total("rows"),
         disk=(1 - held.ram) * total("away") / speeds.disk,

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import arguments, reference
 from ..checks import BYTES, CPU, INDICES, described, indices, require
 from ..rule import Rule
-from ..types import Active, Calls, Limits, Work
+from ..types import Active, Calls, Limits, Work, digits_of
 from ..weights import ExpertRows, LinearWeights, SignalWeights
 from .binding import (
     ISAS,
@@ -58,8 +58,6 @@ __all__ = [
     "signal_gemv",
     "sparse_swiglu",
 ]
-
-_DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
@@ -334,12 +332,6 @@ def _calls(calls: Calls, thresholds: Tensor | None, products: Tensor | None) -> 
         product=None if products is None else float32(products),
         late=None,
     )
-
-
-def digits_of(x: Tensor, x_bits: int) -> int:
-    """8-bit digits that x is cut into, two at most of 16-bit floats, which have fewer than 15 bits."""
-    digits = _DIGITS[x_bits]
-    return digits if x.dtype in (torch.float32, torch.float64) else min(digits, 2)
 
 
 def float32(tensor: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from ..checks import index
 from ..listed import Portion
 from ..offload.located import Keys, Part
 from ..offload.placing import Found, Placed, Way
-from ..types import Calls
+from ..types import Calls, digits_of
 from ..weights import ExpertRows
 from .binding import check, codes, library, records
-from .native import digits_of, float32
+from .native import float32
 from .pool_table import KINDS, Lists, PoolTable, found_record, way_record
 from .weights import rows_record
 

@@ -140,10 +140,10 @@ def _valued(seen: Tensor, latent: Latent, dtype: torch.dtype) -> Tensor:
     y = torch.empty(1, count * latent.value, dtype=dtype, device=seen.device)
     vector = linear_vector(made)
     scales = made.scale.view(torch.uint8), made.zero.view(torch.uint8)
+    spread, vector, width = launch.spread(seen, vector, 22)
     gemv_kernel[(count, triton.cdiv(latent.value, launch.GEMV_ROWS))](
-        *(launch.spread(seen, vector), y, y, y, made.q, *scales, y, y, y, latent.value, launch.magic(seen.device)),
-        *(vector, FUNCTIONS.index("plain"), False, False, each, latent.still, launch.GEMV_ROWS),
-        launch.block_of(vector.words),
+        *(spread, y, y, y, made.q, *scales, y, y, y, latent.value),
+        *(vector, FUNCTIONS.index("plain"), False, False, each, latent.still, launch.GEMV_ROWS, width),
     )
     return y
 

@@ -1,18 +1,21 @@
 # Device code: its values have types only once Triton compiles it.
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""Reading stored vectors inside a kernel: 32-bit words of codes in the fast path, single codes in the general one.
+"""Reading stored vectors inside a kernel: 32-bit words of codes in the fast paths, single codes in the general one.
 
-What bounds the fast path. An RTX 3060 reads 360 GB/s: 7.2 bytes per clock and SM, that is 29 two-bit codes, with 128
-lanes to work on them, of which 64 can do integer arithmetic, and only 16 convert integers to floats. So a code must
-cost few instructions and no conversion: `word & mask | 2**23's bits` (one LOP3) *is* the float 2**23 + q * 2**shift,
-one addition takes the 2**23 off exactly, one FMA multiplies it by x. The factor 2**shift is undone on x (powers of two
-are exact), so nothing is shifted. The affine code costs nothing per code either:
-sum (q - zero) * scale * x = scale * (sum q x - zero * sum x).
+Products with x. A thread has whole chunks of 64 codes of a row, loaded 16 bytes at a time, and x in signed digits of
+8 bits, chunk by chunk, exactly as the CPU has them (`spread_kernel`). A mask leaves every second or fourth code of a
+word in its byte, and one instruction multiplies four of them by four digits and adds up (dp4a, on every card since
+2016). Sums of a chunk are exact integers, so what a card finds active is what a CPU finds. The affine code costs
+nothing per code: sum (q - zero) * scale * x = scale * (sum q x - zero * sum x), with one scale for each chunk and
+thread. Compiled for 8.6, everything in the loop counted, a code of 2, 3 or 4 bits takes 1.1, 1.6 and 1.1 instructions
+with x of 8 bits, 0.3 more with 15 (`tests/kernels/triton/test_instructions.py`), that is 22 bytes or more for each
+multiprocessor and clock, where the memory of an RTX 3060 gives 7.2.
 
-What can be done to x alone is done once, by `spread_kernel`: field by field in the order of words, so that a thread
-loads 16 bytes of it at a time, scaled, in float32, with the sums of x that the zeros need. Compiled for 8.6 the loop of
-a 2-bit GEMV takes 4.2 instructions per code, everything counted.
+Sums of down columns (`swiglu.py`): `word & mask | 2**23's bits` (one LOP3) *is* the float 2**23 + q * 2**shift, one
+addition takes the 2**23 off exactly, one FMA multiplies it. The factor 2**shift is undone at the end.
+
+Numbers of 16 bits go pair by pair through float32, with x in that order (`spread_pairs_kernel`).
 """
 
 from __future__ import annotations
@@ -98,9 +101,9 @@ def load_scale(scale, zero, row, group, live, V: tl.constexpr):
     """Scale and zero of a group of every row."""
     if V.scale_bytes == 1:
         at = row * V.scale_row + group
-        s = (tl.load(scale + at + V.scales, mask=live, other=0).to(tl.int16) << 6) + 0x0800  # codes.scale_of_byte
+        s = _scale_of_byte(tl.load(scale + at + V.scales, mask=live, other=0))
         z = tl.load(zero + at + V.zeros, mask=live, other=0)
-        return s.to(tl.float16, bitcast=True).to(tl.float32), z.to(tl.float32) * ((1 << V.bits) / 256)
+        return s, z.to(tl.float32) * ((1 << V.bits) / 256)
     if V.fast:
         at = row * (V.scale_row // 2) + group
         s = tl.load(scale.to(tl.pointer_type(tl.float16)) + V.scales // 2 + at, mask=live, other=0.0)
@@ -108,6 +111,12 @@ def load_scale(scale, zero, row, group, live, V: tl.constexpr):
         return s.to(tl.float32), z.to(tl.float32)
     at = row * V.scale_row + group * 2
     return load_half(scale, at + V.scales, live), load_half(zero, at + V.zeros, live)
+
+
+@device_code()
+def _scale_of_byte(byte):
+    """See `codes.scale_of_byte`."""
+    return ((byte.to(tl.int16) << 6) + 0x0800).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @device_code()
@@ -144,54 +153,216 @@ def load_plane(base, at, n, live, BITS: tl.constexpr):
 
 
 @device_code()
-def spread_kernel(x, out, V: tl.constexpr, BLOCK: tl.constexpr):
-    """x (B, n) -> (B, fields + sets, words) float32: each field's x, then each set's sum of x, word by word."""
+def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """x (B, N) -> for each token, in WORDS of 32 bits, N * DIGITS bytes, then two float32 for each chunk: what a unit
+    of its digits is worth, and the sum of what its digits stand for.
+
+    A chunk's digits lie one digit after the other, the upper one first: x = unit * (hi * 2^7 + lo), as
+    `reference.rounded` has it. A chunk with what is not finite has a unit that is not a number.
+    """
+    chunks: tl.constexpr = N // 64
+    chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = chunk < chunks
+    column = tl.arange(0, 64)
+    at = chunk[:, None] * 64 + column[None, :]
+    value = tl.load(x + tl.program_id(0).to(tl.int64) * N + at, mask=within[:, None], other=0.0).to(tl.float32)
+    top = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as bits: NaN and infinity are the largest
+    largest = top.to(tl.float32, bitcast=True)
+    nothing = top < 0x0D800000  # below 2^-100
+    most: tl.constexpr = 127.0 * (1 << 7 * (DIGITS - 1))
+    inverse = tl.where(nothing | (top >= 0x7F800000), 0.0, most / tl.where(nothing, 1.0, largest))
+    # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
+    rest = (value * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    rest = tl.where((inverse == 0.0)[:, None], 0, rest)
+    total = tl.sum(rest, 1)
+    words = out + tl.program_id(0).to(tl.int64) * WORDS
+    to = words.to(tl.pointer_type(tl.int8)) + (chunk[:, None] * (64 * DIGITS) + column[None, :])
+    for digit in tl.static_range(DIGITS - 1, 0, -1):
+        low = ((rest + 64) & 127) - 64
+        tl.store(to + 64 * digit, low.to(tl.int8), mask=within[:, None])
+        rest = (rest - low) >> 7
+    tl.store(to, rest.to(tl.int8), mask=within[:, None])
+    unit = tl.where(nothing, 0.0, tl.where(top >= 0x7F800000, float("nan"), largest / most))
+    units = words.to(tl.pointer_type(tl.float32)) + (chunks * 16 * DIGITS + chunk)
+    tl.store(units, unit, mask=within)
+    tl.store(units + chunks, total.to(tl.float32), mask=within)
+
+
+@device_code()
+def spread_pairs_kernel(x, out, V: tl.constexpr, BLOCK: tl.constexpr):
+    """x (B, n) -> (B, fields, words) float32: the x of each field of a word, word by word."""
     fields: tl.constexpr = len(V.shifts)
-    sets: tl.constexpr = V.sets
     token = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = word < V.words
     x_at = x + token * V.n + first_column(word, V)
-    out_at = out + token * ((fields + sets) * V.words) + word
-    for group in tl.static_range(sets):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
-            xi = tl.load(x_at + V.columns[i], mask=within, other=0.0).to(tl.float32)
-            total += xi
-            tl.store(out_at + i * V.words, xi * undo_field(i, V), mask=within)
-        tl.store(out_at + (fields + group) * V.words, total, mask=within)
+    out_at = out + token * (fields * V.words) + word
+    for i in tl.static_range(fields):
+        xi = tl.load(x_at + V.columns[i], mask=within, other=0.0).to(tl.float32)
+        tl.store(out_at + i * V.words, xi, mask=within)
 
 
 @device_code()
-def dot_rows(data, scale, zero, row, live, x, token, magic, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows (R,) of a stored matrix times one token of spread x: (R,) float32."""
+def dot_rows(data, scale, zero, row, x, token, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows (R,) of a stored matrix times one token of spread x: (R,) float32. All rows are read."""
+    if V.digits:
+        return _dot_chunks(data, scale, zero, row, x, token, V, BLOCK)
     rows = row[:, None]
-    fields: tl.constexpr = len(V.shifts)
-    sets: tl.constexpr = V.sets
-    x += token * ((fields + sets) * V.words)
+    fields: tl.constexpr = len(V.shifts) if V.fast else 1
+    x += token * (fields * V.words)
     acc = tl.zeros((row.shape[0], BLOCK), tl.float32)
     for start in range(0, V.words, BLOCK):
         word = start + tl.arange(0, BLOCK)
         within = word < V.words
-        both = live[:, None] & within[None, :]
         if V.fast:
-            words = load_words(data, rows, word[None, :], both, V)
-            for group in tl.static_range(sets):
-                part = tl.zeros((row.shape[0], BLOCK), tl.float32)
-                for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
-                    xi = tl.load(x + i * V.words + word, mask=within, other=0.0)
-                    part += field(words, magic, i, V) * xi[None, :]
-                if V.bits == 16:
-                    acc += part
-                else:
-                    at = group_of(word, group * (fields // sets), V)
-                    s, z = load_scale(scale, zero, rows, at[None, :], both, V)
-                    total = tl.load(x + (fields + group) * V.words + word, mask=within, other=0.0)
-                    acc += s * (part - z * total[None, :])
+            words = load_words(data, rows, word[None, :], within[None, :], V)
+            for i in tl.static_range(fields):
+                xi = tl.load(x + i * V.words + word, mask=within, other=0.0)
+                acc += field(words, 0, i, V) * xi[None, :]
         else:
             xi = tl.load(x + word, mask=within, other=0.0)
-            acc += load_values(data, scale, zero, rows, word[None, :], both, V) * xi[None, :]
+            acc += load_values(data, scale, zero, rows, word[None, :], within[None, :], V) * xi[None, :]
     return tl.sum(acc, 1)
+
+
+@device_code()
+def _dot_chunks(data, scale, zero, row, x, token, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of codes and digits, BLOCK chunks at a time."""
+    chunks: tl.constexpr = V.n // 64
+    even: tl.constexpr = chunks % BLOCK == 0
+    digits: tl.constexpr = V.digits
+    planes: tl.constexpr = 8 // V.bits if V.bits != 3 else 2
+    fours: tl.constexpr = V.bits // 2 if V.bits > 2 else 1
+    x += token * V.x_words
+    units = x.to(tl.pointer_type(tl.float32)) + chunks * 16 * V.digits
+    lane = tl.arange(0, 4)[None, None, :]
+    words = data.to(tl.pointer_type(tl.int32)) + (row[:, None, None] * (V.row // 4) + V.codes // 4)
+    scales = scale + (row[:, None] * V.scale_row + V.scales)
+    zeros = zero + (row[:, None] * V.scale_row + V.zeros)
+    if V.scale_bytes == 2:
+        scales = scales.to(tl.pointer_type(tl.float16))
+        zeros = zeros.to(tl.pointer_type(tl.float16))
+    acc = tl.zeros((row.shape[0], BLOCK), tl.float32)
+    for start in range(0, chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        if not even:  # what is past the end is the last one again, times nothing
+            chunk = tl.minimum(chunk, chunks - 1)
+        # Neighbouring groups must not be loaded as one: each thread has its own chunk's.
+        group = _unseen((chunk // (V.group // 64))[None, :] + tl.zeros((row.shape[0], BLOCK), tl.int32), V)
+        s = tl.load(scales + group)
+        s = _scale_of_byte(s) if V.scale_bytes == 1 else s.to(tl.float32)
+        z = tl.load(zeros + group).to(tl.float32)
+        dots = tl.zeros((row.shape[0], BLOCK), tl.int32)
+        x_at = x + (chunk[None, :, None] * (16 * V.digits) + lane)
+        upper = tl.zeros((row.shape[0], BLOCK), tl.float32)
+        if V.bits == 3:
+            # A chunk's planes of low halves, four words, and of high bits, two; then codes of even and of odd planes.
+            pair = tl.arange(0, 2)[None, None, :]
+            if even and BLOCK % 4 == 0:  # whole blocks, four chunks each
+                first = tl.arange(0, BLOCK)
+                low_at = start * 6 + (first // 4 * 24 + first % 4 * 4)
+                high_at = start * 6 + (first // 4 * 24 + 16 + first % 4 * 2)
+            else:
+                block = chunk // 4
+                low_at = block * 24 + chunk % 4 * 4
+                high_at = block * 24 + 4 * tl.minimum(4, chunks - 4 * block) + chunk % 4 * 2
+            low = _apart(tl.load(words + (low_at[None, :, None] + lane)))
+            high, other = tl.split(tl.load(words + (high_at[None, :, None] + pair)))
+            even_codes = (
+                _joined(low[0], high << 2), _joined(low[1], other << 2),
+                _joined(low[2], high << 1), _joined(low[3], other << 1),
+            )  # fmt: skip
+            odd_codes = (
+                _joined(low[0] >> 2, high), _joined(low[1] >> 2, other),
+                _joined(low[2] >> 2, high >> 1), _joined(low[3] >> 2, other >> 1),
+            )  # fmt: skip
+            for digit in tl.static_range(digits):
+                own = x_at + 16 * digit
+                dots = _dot_words(odd_codes, _apart(tl.load(own + 12)), dots, 1, V)
+                dots = _dot_words(even_codes, _apart(tl.load(own + 8)), dots, 1, V) >> 4
+                dots = _dot_words(odd_codes, _apart(tl.load(own + 4)), dots, 0, V)
+                dots = _dot_words(even_codes, _apart(tl.load(own)), dots, 0, V)
+                if digit == 0 and V.digits == 3:  # all three would not fit 32 bits
+                    upper = dots.to(tl.float32) * (1 << 14)
+                    dots = tl.zeros((row.shape[0], BLOCK), tl.int32)
+                elif digit < V.digits - 1:
+                    dots = dots << 11
+        else:
+            per_chunk: tl.constexpr = 2 * V.bits
+            at = words + (chunk[None, :, None] * per_chunk + lane)
+            for digit in tl.static_range(digits):
+                for plane in tl.static_range(planes - 1, -1, -1):
+                    for four in tl.static_range(fours):
+                        codes = _apart(tl.load(at + 4 * four))
+                        own = _apart(tl.load(x_at + (16 * digit + plane * per_chunk + 4 * four)))
+                        dots = _dot_words(codes, own, dots, plane, V)
+                    if plane:  # the sums so far are of codes at a higher bit: exact multiples
+                        dots = dots >> V.bits
+                if digit == 0 and V.digits == 3:  # all three would not fit 32 bits
+                    upper = dots.to(tl.float32) * (1 << 14)
+                    dots = tl.zeros((row.shape[0], BLOCK), tl.int32)
+                elif digit < V.digits - 1:
+                    dots = dots << (7 + V.bits * (planes - 1))
+        unit = tl.load(units + chunk)
+        if not even:
+            unit = tl.where(start + tl.arange(0, BLOCK) < chunks, unit, 0.0)
+        total = tl.load(units + chunks + chunk) * (((1 << V.bits) / 256) if V.scale_bytes == 1 else 1.0)
+        acc += s * unit[None, :] * (upper + dots.to(tl.float32) - z * total[None, :])
+    return tl.sum(acc, 1)
+
+
+@device_code()
+def _apart(words):
+    """The four words (R, C, 4) of each thread, one by one."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@device_code()
+def _joined(low, high):
+    """Codes of 3 bits, with others between them: the lower two bits of each 4, and a bit from elsewhere."""
+    return (low & 0x33333333) | (high & ~0x33333333)
+
+
+@device_code()
+def _dot_words(words, x, dots, PLANE: tl.constexpr, V: tl.constexpr):
+    """dots plus the codes of one plane of four words times digits of x, as multiples of the plane's lowest bit."""
+    dots = _dot_bytes(_plane(words[0], PLANE, V), x[0], dots, V)
+    dots = _dot_bytes(_plane(words[1], PLANE, V), x[1], dots, V)
+    dots = _dot_bytes(_plane(words[2], PLANE, V), x[2], dots, V)
+    return _dot_bytes(_plane(words[3], PLANE, V), x[3], dots, V)
+
+
+@device_code()
+def _plane(word, PLANE: tl.constexpr, V: tl.constexpr):
+    """The codes of one plane in the bytes of a word, where they are."""
+    if V.bits == 8:
+        return word
+    field: tl.constexpr = 4 if V.bits == 3 else V.bits
+    mask: tl.constexpr = (((1 << V.bits) - 1) << (field * PLANE)) * 0x01010101
+    return word & (mask - (1 << 32) if mask >= 1 << 31 else mask)
+
+
+@device_code()
+def _dot_bytes(codes, x, dots, V: tl.constexpr):
+    """dots plus four unsigned bytes times four signed ones."""
+    if V.ptx:
+        return tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, dots], tl.int32, True, 1
+        )  # fmt: skip
+    for i in tl.static_range(4):
+        dots += ((codes >> (8 * i)) & 255) * ((x << (24 - 8 * i)) >> 24)
+    return dots
+
+
+@device_code()
+def _unseen(number, V: tl.constexpr):
+    """The number, of which the compiler knows nothing from here on."""
+    if V.ptx:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], tl.int32, True, 1)
+    return number
 
 
 @device_code()

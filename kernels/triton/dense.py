@@ -35,7 +35,7 @@ def expert_swiglu(
 
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold. Each third
     of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe a copy
-    beforehand is faster. `x_bits` changes nothing. What is not a number reaches both thresholds. Waits for the device
+    beforehand is faster. x keeps all its bits. What is not a number reaches both thresholds. Waits for the device
     once.
 
     Raises:
@@ -75,8 +75,8 @@ def expert_swiglu(
 
 
 def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
-    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored;
-    `x_bits` changes nothing.
+    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored; with more, x keeps all its
+    bits.
 
     Raises:
         ValueError: weights that the device of x cannot read.
@@ -94,10 +94,10 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     scales = scale.view(torch.uint8), zero.view(torch.uint8)
     if tokens <= FEW:
         with launch.on(device):
+            spread, vector, width = launch.spread(x, vector, x_bits)
             gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
-                *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, y, outputs, launch.magic(device)),
-                *(vector, FUNCTIONS.index("plain"), False, False, 0, 0),
-                *(launch.GEMV_ROWS, launch.block_of(vector.words)),
+                *(spread, x, x, x, weights.q, *scales, y, y, y, outputs),
+                *(vector, FUNCTIONS.index("plain"), False, False, 0, 0, launch.GEMV_ROWS, width),
             )
         return y
     block = block_rows(x, outputs, x.shape[1] + tokens)

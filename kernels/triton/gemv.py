@@ -2,10 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """v = s(signal · x) for several calls at once, and the list of neurons that reach their threshold, in ascending order.
 
-One program of 128 threads computes 16 rows, 64 words of each at a time: two 16-byte loads per thread under way and 95
-registers at 2 bit, so five programs fit an SM and keep 20 KB in flight (360 GB/s over 28 SMs at 600 ns need 8 KB). With
-32 rows x would be fetched half as often, but 168 registers leave three programs. A Mixtral expert makes 896 programs,
-32 for each SM of an RTX 3060. Rows are whole: cutting H as well would need a second pass to add the parts.
+One program of 128 threads computes 16 rows, 16 chunks of 64 codes of each at a time, two for each thread. A Mixtral
+expert makes 896 programs, 32 for each SM of an RTX 3060. Rows are whole: cutting H as well would need a second pass to
+add the parts. A call that no v can reach has one store of zeros and reads nothing.
 Calls are the fastest grid axis: those of one expert read the same rows at about the same time, the second from L2.
 Which neuron stands where in the list follows from counts per block alone, never from which program came first.
 """
@@ -20,7 +19,7 @@ from .jit import device_code
 
 @device_code("neurons")
 def gemv_kernel(
-    x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons, magic,
+    x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr,
     FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -36,16 +35,20 @@ def gemv_kernel(
     expert = tl.load(experts + call) if COUNT else 0
     n = block * ROWS + tl.arange(0, ROWS)
     live = n < neurons
-    row = expert * neurons.to(tl.int64) + n + (call.to(tl.int64) * EACH + FIRST)
-    wanted = live
-    if COUNT:  # what no v can reach need not be computed: a call that is left out
-        limit = tl.load(thresholds + call)
-        wanted = live & (tl.full((ROWS,), 0.0, tl.float32) + limit < float("inf"))
-    z = dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK)
+    at = out + call.to(tl.int64) * neurons + n
+    if COUNT:
+        limit = tl.load(thresholds + call).to(tl.float32)
+        if limit == float("inf"):
+            tl.store(at, tl.zeros((ROWS,), out.dtype.element_ty), mask=live)
+            tl.store(kept + call * tl.num_programs(1) + block, 0)
+            return
+    # What is past the end is the last row again.
+    row = expert * neurons.to(tl.int64) + tl.minimum(n, neurons - 1) + (call.to(tl.int64) * EACH + FIRST)
+    z = dot_rows(data, scale, zero, row, x, token, V, BLOCK)
     if BIASED:
-        z += tl.load(bias + row, mask=wanted, other=0.0)
+        z += tl.load(bias + row)
     v = applied(z, FUNCTION)
-    tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
+    tl.store(at, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
         count = tl.sum((live & reaches(v, limit)).to(tl.int32), 0)
         tl.store(kept + call * tl.num_programs(1) + block, count)

@@ -11,8 +11,10 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from ..codes import CHUNK
 from ..rule import Rule
-from .codes import spread_kernel
+from ..types import digits_of
+from .codes import spread_kernel, spread_pairs_kernel
 from .vectors import Vector
 
 # Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
@@ -21,7 +23,8 @@ WORDS = 64  # of a row at a time: 16 threads of 16 bytes each
 COMPACT = 512  # neurons per program of the compaction
 COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
-SPREAD_WORDS = 32
+SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
+CHUNKS = 16  # of a row at a time, one for each of 16 threads
 COMBINE_COLUMNS = 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
 WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
@@ -72,13 +75,23 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def spread(x: Tensor, vector: Vector) -> Tensor:
-    """x (B, n) in the order in which a kernel wants it for one kind of vector: (B, fields + sets, words) float32."""
+def spread(x: Tensor, vector: Vector, x_bits: int) -> tuple[Tensor, Vector, int]:
+    """x (B, n) as a kernel wants it for one kind of vector, that vector with how it is, and how many of the vector's
+    words, or chunks, a program takes at a time.
+    """
     x = x.contiguous()
-    out = torch.empty(x.shape[0], len(vector.shifts) + vector.sets, vector.words, dtype=torch.float32, device=x.device)
+    if vector.chunked:
+        vector = vector.reading(digits_of(x, x_bits))
+        out = torch.empty(x.shape[0], vector.x_words, dtype=torch.int32, device=x.device)
+        grid = (x.shape[0], triton.cdiv(vector.n // CHUNK, SPREAD_CHUNKS))
+        spread_kernel[grid](x, out, vector.n, vector.digits, vector.x_words, SPREAD_CHUNKS, num_warps=1)
+        return out, vector, block_of(vector.n // CHUNK, CHUNKS)
+    if not vector.fast or vector.bits < 16:  # code by code
+        return x.float(), vector._replace(fast=False, words=vector.n), block_of(vector.n)
+    out = torch.empty(x.shape[0], len(vector.shifts), vector.words, dtype=torch.float32, device=x.device)
     block = block_of(vector.words, SPREAD_WORDS)
-    spread_kernel[(x.shape[0], triton.cdiv(vector.words, block))](x, out, vector, block, num_warps=1)
-    return out
+    spread_pairs_kernel[(x.shape[0], triton.cdiv(vector.words, block))](x, out, vector, block, num_warps=1)
+    return out, vector, block_of(vector.words)
 
 
 def check_device(device: torch.device) -> None:

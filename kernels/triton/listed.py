@@ -25,7 +25,7 @@ def list_active(
         launch.check_reachable(x.device, name, part)
     begins, ends, neurons = listing.offsets[:-1], listing.offsets[1:], signal.q.shape[1]
     active = List(begins, ends, listing.neurons, listing.values, neurons, listing.copies)
-    fill(active, x, signal, calls, thresholds, packed=True)
+    fill(active, x, signal, calls, thresholds, x_bits, packed=True)
 
 
 def add_listed(
@@ -49,4 +49,4 @@ def add_listed(
         launch.check_reachable(x.device, name, part)
     offsets, most = portion.offsets, portion.at.numel() // max(1, calls.tokens.numel())
     listed = List(offsets[:-1], offsets[1:], portion.places, values, most, at=portion.at)
-    swiglu(x, rows, calls, listed, limits, Into(total.y, total.reached, first))
+    swiglu(x, rows, calls, listed, limits, x_bits, Into(total.y, total.reached, first))

@@ -1,8 +1,8 @@
 """The sparse operations of `reference.py` on a GPU, and `moe_step`, which runs them without asking the host anything.
 
 Weights are read in place: in device memory or in pinned host memory ("zero copy", over PCIe), also record by record
-while a kernel runs. Nothing here copies them; pageable host memory is refused. `x_bits` changes nothing: float32 costs
-these kernels no more.
+while a kernel runs. Nothing here copies them; pageable host memory is refused. Of x as many bits are read as on the
+CPU, so that both find the same neurons active.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    active = find(x, signal, moved(calls, x.device), thresholds, packed=True)
+    active = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
     offsets = torch.zeros(active.ends.numel() + 1, dtype=torch.int64)
     if active.most:
         offsets[1:] = active.ends.cpu()
@@ -76,7 +76,7 @@ def up_list(
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
-    active = find(x, signal, moved(calls, x.device), thresholds, packed=True)
+    active = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
     return active.ends, active.found, active.values
 
 
@@ -101,7 +101,7 @@ def sparse_swiglu(
     """
     offsets, found, values = (part.to(x.device) for part in (active.offsets, active.neurons, active.values))
     listed = List(offsets[:-1], offsets[1:], found.contiguous(), values.contiguous(), active.neurons.numel())
-    return swiglu(x, rows, moved(calls, x.device), listed, down_thresholds)
+    return swiglu(x, rows, moved(calls, x.device), listed, down_thresholds, x_bits)
 
 
 def moe_step(
@@ -125,8 +125,8 @@ def moe_step(
         ValueError: weights that the device of x cannot read.
     """
     calls = moved(calls, x.device)
-    active = find(x, signal, calls, thresholds, packed=False)
-    y, reached = swiglu(x, rows, calls, active, down_thresholds)
+    active = find(x, signal, calls, thresholds, x_bits, packed=False)
+    y, reached = swiglu(x, rows, calls, active, down_thresholds, x_bits)
     return y, torch.stack([active.ends - active.begins, reached], dim=1)
 
 

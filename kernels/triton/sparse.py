@@ -52,7 +52,7 @@ def moved(calls: Calls, device: torch.device) -> Calls:
     return Calls(calls.tokens.to(device), calls.experts.to(device), calls.weights.to(device))
 
 
-def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> List:
+def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, *, packed: bool) -> List:
     """The active neurons of every call, one call after another (packed) or F places apart."""
     device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
@@ -63,11 +63,13 @@ def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, 
         launch.check_weights(device, "signal.q", signal.q)
         spans.zero_()
     active = List(spans[0], spans[1], found, values, neurons if count else 0)
-    fill(active, x, signal, calls, thresholds.to(device), packed=packed)
+    fill(active, x, signal, calls, thresholds.to(device), x_bits, packed=packed)
     return active
 
 
-def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> None:
+def fill(
+    active: List, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, *, packed: bool
+) -> None:
     """`find`, into a list with room for all neurons."""
     device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
@@ -84,12 +86,12 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
     kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
     vector = signal_vector(signal.layout, signal.q, scale, zero)
     with launch.on(device):
-        spread = launch.spread(x, vector)
+        spread, vector, width = launch.spread(x, vector, x_bits)
         gemv_kernel[(count, blocks)](
             *(spread, calls.tokens, calls.experts, thresholds, signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
-            *(v, kept, neurons, launch.magic(device), vector, FUNCTIONS.index(signal.layout.function)),
-            *(bias is not None, True, 0, 0, launch.GEMV_ROWS, launch.block_of(vector.words)),
+            *(v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
+            *(bias is not None, True, 0, 0, launch.GEMV_ROWS, width),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
@@ -99,7 +101,13 @@ def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, threshold
 
 
 def swiglu(
-    x: Tensor, rows: ExpertRows, calls: Calls, active: List, limits: Tensor | None, into: Into | None = None
+    x: Tensor,
+    rows: ExpertRows,
+    calls: Calls,
+    active: List,
+    limits: Tensor | None,
+    x_bits: int,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y (B, H), and how many neurons of each call reach its limit (P,) int64: all, if there are no limits; or the sums
     that it went into.
@@ -120,14 +128,14 @@ def swiglu(
     tiles = min(launch.PRODUCT_PROGRAMS, triton.cdiv(active.most, launch.PRODUCT_ROWS))
     counted = torch.empty(count, tiles, dtype=torch.int32, device=device) if into is None else into.reached
     with launch.on(device):
-        spread = launch.spread(x, other)
+        spread, other, chunks = launch.spread(x, other, x_bits)
         product_kernel[(count, tiles)](
             *(spread, calls.tokens, calls.experts, calls.weights, active.begins, active.ends, active.found),
             *(active.found if active.at is None else active.at, active.values),
             *(calls.weights if limits is None else limits.to(device), rows.data, h, place, counted),
-            *(rows.data.shape[1], launch.magic(device), other, FUNCTIONS.index(rows.layout.function)),
+            *(rows.data.shape[1], other, FUNCTIONS.index(rows.layout.function)),
             *(rows.layout.bias_at if rows.layout.biased else 0,),
-            *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, launch.block_of(other.words)),
+            *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, chunks),
         )
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),

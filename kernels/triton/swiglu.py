@@ -36,7 +36,7 @@ from .jit import device_code
 
 @device_code("neurons")
 def product_kernel(
-    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons, magic,
+    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,26 +50,27 @@ def product_kernel(
     begin = tl.load(begins + call)
     end = tl.load(ends + call)
     token = tl.load(tokens + call)
-    weight = tl.load(weights + call).to(tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
         i = start + tl.arange(0, ROWS)
         live = i < end
-        row = tl.load(found + i, mask=live, other=0).to(tl.int64)
+        there = tl.minimum(i, end - 1)  # what is past the end is the last one again
+        row = tl.load(found + there).to(tl.int64)
         if LISTED:
-            value = tl.load(values + tl.load(at + i, mask=live, other=0), mask=live, other=0.0)
+            value = tl.load(values + tl.load(at + there))
         else:
             row += tl.load(experts + call) * neurons.to(tl.int64)
-            value = tl.load(values + i, mask=live, other=0.0)
-        z = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
+            value = tl.load(values + there)
+        z = dot_rows(data, data, data, row, x, token, V, BLOCK)
         if BIAS:
             z += load_float(data, row * V.row + BIAS, live)
         product = applied(z, FUNCTION) * value.to(tl.float32)
-        there = live
+        kept = live
         if LIMIT:
-            there = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
-        count += there.to(tl.int32)
-        tl.store(h + i, tl.where(there, product * weight, 0.0), mask=live)
+            kept = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
+        count += kept.to(tl.int32)
+        weight = tl.load(weights + call).to(tl.float32)  # here, since registers are short before
+        tl.store(h + i, tl.where(kept, product * weight, 0.0), mask=live)
         tl.store(place + i, row, mask=live)
     if LISTED:
         tl.atomic_add(reached, tl.sum(count, 0).to(tl.int64))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from ..codes import CHUNK
 from ..layouts import RowLayout, SignalLayout, VectorLayout
@@ -34,6 +35,8 @@ class Vector(NamedTuple):
         words: 32-bit words of a vector, or its values where they are read one by one.
         per_chunk, lanes: words of a chunk; neighbouring codes that share a plane.
         shifts, columns: bit and column of each field of a word. sets: scales per word, one or one per plane.
+        digits: of x, which come with chunks of codes; 0 where x comes as floats. x_words: of 32 bits, that a token's
+            digits take. ptx: whether kernels may say instructions of NVIDIA's.
     """
 
     n: int
@@ -53,6 +56,24 @@ class Vector(NamedTuple):
     shifts: tuple[int, ...]
     columns: tuple[int, ...]
     sets: int
+    digits: int = 0
+    x_words: int = 0
+    ptx: bool = False
+
+    @property
+    def chunked(self) -> bool:
+        """Whether every 64 codes have one scale, so that they are multiplied as integers."""
+        return self.fast and self.bits < 16 and self.group % CHUNK == 0
+
+    def reading(self, digits: int) -> Vector:
+        """For x in so many digits."""
+        words = self.n // CHUNK * (16 * digits + 2)
+        return self._replace(digits=digits, x_words=-(-words // 4) * 4, ptx=_ptx())
+
+
+@cache
+def _ptx() -> bool:
+    return torch.version.hip is None and not knobs.runtime.interpret
 
 
 def _describe(

@@ -139,6 +139,7 @@ class Family:
         sandwich: whether there are norms behind a layer's parts, too, and its MLP joins the experts.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
+        wide: whether what its layers pass on may exceed float16's range.
         attention: of the layers that attend.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
@@ -177,6 +178,7 @@ class Family:
     normed_heads: bool = False
     centred: bool = False
     states: bool = False
+    wide: bool = False
     sandwich: bool = False
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent = GroupedQuery()

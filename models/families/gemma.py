@@ -116,6 +116,7 @@ GEMMA4 = Family(
     model_type="gemma4_text",
     within="gemma4",
     called="Gemma 4 MoE",
+    wide=True,
     stored=tuple(Stacked(start + _PART, "gate_up_proj", "down_proj") for start in (_NESTED, "model.")),
     renames=((_NESTED, "model."),),
     unused=lambda _config: ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),

@@ -46,6 +46,7 @@ _CHAT = "harmony messages, from its own chat template; it thinks first"
 GPT_OSS = Family(
     model_type="gpt_oss",
     called="gpt-oss",
+    wide=True,
     stored=(Mxfp4(), Interleaved()),
     experts_by="clamped",
     biased=True,

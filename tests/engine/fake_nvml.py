@@ -13,11 +13,15 @@ class NVMLError(Exception):
 
 
 def library(
-    devices: list[dict[str, Any]], fails_at: int | None = None, starts: bool = True, cuda: int | None = None
+    devices: list[dict[str, Any]],
+    fails_at: int | None = None,
+    starts: bool = True,
+    cuda: int | None = None,
+    driver: str = "580.95",
 ) -> Any:
     """NVML with these devices: what a device lacks raises, and so does the device at `fails_at`.
 
-    cuda: the driver's, such as 12040 for 12.4; None raises.
+    cuda: the driver's, such as 12040 for 12.4; None raises. driver: its own version.
     """
 
     def get(name: str) -> Any:
@@ -47,6 +51,7 @@ def library(
         nvmlInit=start,
         nvmlShutdown=lambda: None,
         nvmlSystemGetCudaDriverVersion_v2=version,
+        nvmlSystemGetDriverVersion=lambda: driver,
         nvmlDeviceGetCount=lambda: len(devices),
         nvmlDeviceGetHandleByIndex=handle,
         nvmlDeviceGetMemoryInfo=get("memory"),

@@ -115,7 +115,8 @@ def test_what_is_drawn_is_the_same(tiny_pack: Path, card: FakeCard, sampling: Sa
 def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) -> None:
     loaded = open_on(card, tiny_pack)
     layers = loaded.packed.manifest.architecture.layers
-    use(loaded, PRESETS["weighed"])
+    weighed = dataclasses.replace(PRESETS["weighed"], x_bits=22)
+    use(loaded, weighed)
     feed(loaded, IDS)
     captures = len(card.captures)
     for rule in (
@@ -124,8 +125,7 @@ def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) 
         {"layers": tuple(0.5 + i / layers for i in range(layers))},
         {"product": 0.1},
     ):
-        rules = dataclasses.replace(PRESETS["weighed"].rule, **rule)
-        use(loaded, dataclasses.replace(PRESETS["weighed"], rule=rules, x_bits=22))
+        use(loaded, dataclasses.replace(weighed, rule=dataclasses.replace(weighed.rule, **rule)))
         found = feed(loaded, IDS)
         assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
     assert len(card.captures) == captures
@@ -133,6 +133,10 @@ def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) 
     found = feed(loaded, IDS)
     assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
     assert len(card.captures) == captures + 1  # another structure
+    use(loaded, dataclasses.replace(PRESETS["nothing"], x_bits=8))
+    coarse = feed(loaded, IDS)
+    assert relative_rms(coarse, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22] < relative_rms(coarse, found)
+    assert len(card.captures) == captures + 2  # x is read less finely
 
 
 def test_a_conversation_that_grows_needs_no_other_capture(
@@ -329,6 +333,31 @@ def on_gpu() -> LoadedModel:
     return loaded
 
 
+def form_of(loaded: LoadedModel) -> Any:
+    """What a token was captured as, which it has to be."""
+    decoder: Any = loaded.decoder
+    token = decoder.way._token
+    assert token is not None and token.declined == "", token and token.declined
+    return token._form
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("open_at_once", [1, 3])
+def test_a_gpu_captures_for_every_model_and_structure(open_at_once: int) -> None:
+    opened, found = list[LoadedModel](), list[Tensor]()
+    last = torch.empty(0)
+    for _ in range(3):
+        opened.append(on_gpu())
+        for preset in (*PRESETS.values(), *PRESETS.values()):
+            use(opened[-1], preset)
+            last = feed(opened[-1], IDS)
+            assert form_of(opened[-1]) is not None
+        found.append(last)
+        if len(opened) > open_at_once - 1:
+            opened.pop().close()
+    assert found[0].isfinite().all() and all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.gpu
 def test_a_token_on_a_gpu_is_layer_after_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_stores, "BLOCK", 4)
@@ -338,6 +367,7 @@ def test_a_token_on_a_gpu_is_layer_after_layer(monkeypatch: pytest.MonkeyPatch) 
         loaded.telemetry.begin(0, 0, 0.0)
         found = feed(loaded, IDS)
         counts = counted(loaded)
+        assert form_of(loaded)
         expected, as_counted = eager(loaded, lambda: feed(loaded, IDS))
         assert relative_rms(found, expected.float().cpu()) <= 0.1, preset
         assert sum(counts[0]["calls"]) == sum(as_counted[0]["calls"]) > 0
@@ -350,11 +380,22 @@ def test_a_token_on_a_gpu_waits_once() -> None:
     loaded, kv = on_gpu(), KVCache()
     feed(loaded, IDS, kv)
     loaded.control.counting = True
-    torch.cuda.set_sync_debug_mode("error")  # the wait for an event is allowed
+    captured, waits = form_of(loaded).captured, list[int]()
+    wait = captured.wait
+
+    def once() -> None:
+        torch.cuda.set_sync_debug_mode("default")  # it would forbid this too
+        wait()
+        waits.append(1)
+        torch.cuda.set_sync_debug_mode("error")
+
+    captured.wait = once
+    torch.cuda.set_sync_debug_mode("error")
     try:
         assert loaded.decoder.several(7, kv, Sampler(GREEDY, IDS), 1, ()) is not None
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1
     chosen = loaded.packed.manifest.architecture.top_k
     assert sum(counted(loaded)[0]["calls"]) == (len(IDS) + 1) * chosen
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_figures_are_in_range() -> None:
         assert 6 * GB <= card.vram_bytes <= 141 * GB and 150e9 <= card.gpu_bytes_s <= 5e12, name
         # What arithmetic a card has to the bytes that it reads: from HBM3's H20 to an L40S.
         assert 30 < card.gpu_flops / card.gpu_bytes_s < 500, name
+        # Of each multiprocessor and clock, a power of two by generation and class; the H20's is cut by export rules.
+        log = math.log2(card.gpu_flops / card.clocks_s)
+        assert name.startswith("h20-") or (9 <= round(log) <= 12 and abs(log - round(log)) < 0.025), name
         assert re.fullmatch("[345]x(8|16)", own["pcie"]) and own["gpu_flops_source"] and own["host"] in FILE["hosts"]
         assert card.pack_bytes_s < card.cpu_bytes_s < card.gpu_bytes_s and card.link_bytes_s < card.cpu_bytes_s * 2
     for series in ("GeForce RTX 40", "GeForce RTX 50"):  # a larger card of a generation is no slower

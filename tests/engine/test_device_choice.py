@@ -14,13 +14,13 @@ from floe_chat.engine.decoder.decoders import LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.kv_stores import BLOCK, KvForm
 from floe_chat.engine.events import Advanced
-from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.loader import LoadedModel, computed_type, load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning import device_choice, memory_plan, speed_estimate
+from floe_chat.engine.planning import device_choice, memory_plan, opened_pack, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import Needs
@@ -28,6 +28,7 @@ from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
@@ -65,6 +66,21 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
         return int(free), 12 << 30
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    kernels_of(monkeypatch, ["triton"])
+
+
+def kernels_of(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """The kernels that cards run; no card is touched to foresee it."""
+    here = kernels.choose("cpu")
+
+    def chosen(place: str) -> kernels.Backend:
+        return here if place == "cpu" else replace(here, name=names[int(place.partition(":")[2])])
+
+    def foreseen(index: int) -> tuple[str, str]:
+        return names[index], ""
+
+    monkeypatch.setattr(kernels, "choose", chosen)
+    monkeypatch.setattr(kernels, "foreseen", foreseen)
 
 
 def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
@@ -73,24 +89,55 @@ def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
     """By the published figures of cards of these names; this model is so small that launching kernels takes longest."""
     assert choose("auto").place == "cpu"
     names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080")
-    gpus = tuple(Gpu(name, "8.6", 12 << 30, 1 << 30, index) for index, name in enumerate(names))
-    free = {f"cuda:{gpu.index}": (gpu.vram_free, gpu.vram_total) for gpu in gpus}
+    gpus = tuple(Gpu(name, "8.6", 12 << 30, 2 << 30, index) for index, name in enumerate(names))
+    asked: list[str] = []
+
+    def memory(place: str) -> tuple[int, int]:
+        asked.append(place)
+        return 2 << 30, 12 << 30
+
     monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     here = kernels.choose("cpu")
-
-    def backend(place: str) -> Any:
-        return replace(here, name="reference" if place == "cuda:2" else "triton")
-
-    monkeypatch.setattr(device_choice.kernels, "choose", backend)
+    kernels_of(monkeypatch, ["triton", "triton", "reference"])
     declined = choose("auto")
     assert declined.place == "cpu" and "the CPU is faster" in declined.why and "tokens/s" in declined.why
     slow = replace(figures(), host_s=1.0)
     monkeypatch.setattr(speed_estimate, "figures", lambda: slow)
     fastest = choose("auto")
     assert fastest.place == "cuda:1" and "the fastest of 2 GPUs" in fastest.why
-    free["cuda:1"] = (1 << 10, 12 << 30)
+    gpus = tuple(replace(gpu, vram_free=(1 if gpu.index == 1 else 2) << 30) for gpu in gpus)
+    asked.clear()
     assert choose("auto").place == "cuda:0"
+    assert asked == ["cuda:0"]  # the others get no context
+    # The first kernel is tried on the chosen card alone; where it does not run, the CPU computes.
+
+    def failing(_place: str) -> kernels.Backend:
+        return replace(here, name="reference")
+
+    monkeypatch.setattr(kernels, "choose", failing)
+    monkeypatch.setattr(device_choice.torch_build, "remedy", lambda: "Install a compiler.")
+    without = choose("auto")
+    assert (without.place, without.remedy) == ("cpu", "Install a compiler.") and here.reason in without.why
+    assert (choose("cuda:0").place, choose("cuda:0").remedy) == ("cuda:0", "Install a compiler.")
+
+
+def test_old_cards_compute_in_float16_where_the_models_values_fit_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_pack: Path
+) -> None:
+    capability = {"cuda:0": (8, 6), "cuda:1": (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
+    manifest = Manifest.read(tiny_pack)
+    assert manifest.float16 == torch.bfloat16
+    architecture = replace(manifest.architecture, model_type="gpt_oss")
+    for places, usual, wide in (
+        (["cpu"], torch.float32, torch.float32),
+        (["cuda:0"], torch.bfloat16, torch.bfloat16),
+        (["cuda:1"], torch.float16, torch.bfloat16),
+        (["cuda:0", "cuda:1"], torch.float16, torch.bfloat16),
+    ):
+        assert computed_type(places, manifest) == usual
+        assert computed_type(places, replace(manifest, architecture=architecture)) == wide
 
 
 def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) -> None:
@@ -156,10 +203,11 @@ def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_r
 def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
     monkeypatch: pytest.MonkeyPatch, choose: Choose, tiny_pack: Path
 ) -> None:
-    a_gpu(monkeypatch, 1 << 30)
+    a_gpu(monkeypatch, 2 << 30)
     short = needs_of(tiny_pack, 2, 16, 100)
-    about = round(short.whole() / (1 - memory_plan.KEPT_FREE))
-    limit = next(vram for vram in range(about - 9, about + 9) if memory_plan.budget(vram) >= short.whole())
+    share = 1 - memory_plan.KEPT_FREE
+    about = round(short.whole() / share)
+    limit = next(vram for vram in range(about - 9, about + 9) if int(vram * share) >= short.whole())
     tight = choose("cuda", limit, WHOLE, context=100)
     assert (tight.shares.place, tight.shares.reserved, tight.shares.kv_bits) == ("gpu", 100, 16)
     assert choose("cuda", None, WHOLE).shares.reserved == 512
@@ -170,6 +218,26 @@ def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
         choose("cuda", limit - 1, POOL, context=512, kv_bits=16)
     assert choose("cuda", None, WHOLE, kv_bits=8).shares.kv_bits == 8
     assert choose("cpu", kv_bits=8).shares.kv_bits == 8 and choose("cpu").shares.kv_bits == 16
+
+
+def test_a_context_that_does_not_fit_is_granted_as_far_as_it_does(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose, tiny_pack: Path
+) -> None:
+    """The card was refused, or left alone, for tokens that RAM can hold too."""
+    for module in (memory_plan, opened_pack):
+        monkeypatch.setattr(module, "CONTEXT", 64)
+    needs = needs_of(tiny_pack, 2, 8, 512)
+    least, token = needs.least(POOL), needs.kv.whole
+    budget = least - 100 * token - token // 2
+    a_gpu(monkeypatch, budget + memory_plan.KEPT_LEAST)
+    short = choose("cuda", None, POOL, context=512, kv_bits=8)
+    assert short.shares.mix == POOL and short.shares.reserved == 512 - 101
+    assert short.why.endswith("of 512 tokens of context, 411 have room there")
+    a_gpu(monkeypatch, least + memory_plan.KEPT_LEAST)
+    assert "have room" not in choose("cuda", None, POOL, context=512, kv_bits=8).why
+    a_gpu(monkeypatch, least - 449 * token + memory_plan.KEPT_LEAST)  # not even the least
+    with pytest.raises(UsageError, match="too little"):
+        choose("cuda", None, POOL, context=512, kv_bits=8)
 
 
 def test_a_choice_without_a_pool_says_how_fast_one_would_be(choose: Choose, tiny_pack: Path) -> None:
@@ -230,7 +298,7 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("cuda")
     assert whole.place == "cuda:0" and whole.make is None and "whole pack fits" in whole.why
-    assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - memory_plan.KEPT_FREE))
+    assert whole.cap == 1 << 30 and whole.budget == (1 << 30) - memory_plan.KEPT_LEAST
     limit = round((needs.least() + 5.5 * needs.row) / (1 - memory_plan.KEPT_FREE))
     part = choose("cuda", limit, POOL)
     assert part.shares.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
@@ -245,9 +313,10 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     assert memory(least) in refused.value.cause and "--vram" in refused.value.hint
     some = choose("cuda", round(least / (1 - memory_plan.KEPT_FREE)) + 1)
     assert some.shares.mix == Mix(cpu=2) and "by the CPU" in some.why
-    a_gpu(monkeypatch, limit)
+    free = needs.least() + 5 * needs.row + memory_plan.KEPT_LEAST
+    a_gpu(monkeypatch, free)
     more = choose("cuda", 24 << 30, POOL)  # of more than there is what there is, and it says so
-    assert (more.cap, more.shares) == (limit, part.shares) and f"of which {memory(limit)} is free" in more.why
+    assert (more.cap, more.shares.rows) == (free, part.shares.rows) and f"of which {memory(free)} is free" in more.why
 
 
 @pytest.mark.parametrize(

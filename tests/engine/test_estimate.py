@@ -199,7 +199,7 @@ def seconds(parts: tuple[Part, ...]) -> float:
     "cards",
     [
         ("3060", "3090@8gb"),
-        ("4060@4gb", "4060"),
+        ("4060@5gb", "4060"),
     ],
     ids=" ".join,
 )

@@ -16,25 +16,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.layers import read_rope
+from floe_chat.engine.decoder.mixers import attention
 from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Cancelled
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
+from floe_chat.engine.planning.footprint import kv_bytes, prompt_bytes, sizes_of
 from floe_chat.engine.quality.half_resident import half_resident
 from floe_chat.engine.quality.references import pack_logits
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
-from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.families import FAMILIES
 from floe_chat.models.pack import quantized_linears
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import families
+from ..allocated import Allocated
 from ..helpers import make_pack, reference_model, relative_rms
 from .driver import answer, layer_by_layer, open_model
 from .fake_card import FakeCard
@@ -199,6 +204,45 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
         with torch.inference_mode():
             assert kv.resume(parked, kept)
         case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
+
+
+def test_a_prompt_takes_no_more_than_was_planned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of its tokens, beside what is not counted by the token; nor is it a small part of the plan."""
+    loaded, limit = case.exact, 1 << 13
+    if isinstance(loaded.decoder, LibraryDecoder):
+        return
+    monkeypatch.setattr(attention, "SCORES", limit)
+    ids = case.prompt(256)
+    with Allocated() as made:
+        loaded.decoder.forward(ids, KVCache())
+    sizes = sizes_of(loaded.packed.manifest, read_config(loaded.packed.folder))
+    planned = 2 * len(ids) * prompt_bytes(sizes)  # of 32 bits here
+    kept = len(ids) * kv_bytes(sizes, 16, 4).whole
+    assert planned / 4 < made.peak - kept <= planned + 8 * limit, (made.peak - kept) / planned
+
+
+@LONGER
+def test_ropes_tables_are_made_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole table at once took 540 MB of a full card for 134 MB. Frequencies are those of the whole text."""
+    model, asked = case.exact.model, list[int]()
+    family = FAMILIES[model.config.model_type]
+
+    def tables() -> list[Tensor]:
+        rope = read_rope(model, family)
+        long = rope.is_long(1000)  # if that is another table
+        return [rope.tables(0, end, long=long) for end in (7, 100, 300, 1000)]
+
+    want = tables()
+    forward = type(model.model.rotary_emb).forward
+
+    def noted(module: nn.Module, x: Tensor, places: Tensor, *more: Any) -> Any:
+        asked.append(places.shape[-1])
+        return forward(module, x, places, *more)
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", noted)
+    monkeypatch.setattr(layers, "ANGLES", 96)
+    assert all(torch.equal(mine, whole) for mine, whole in zip(tables(), want, strict=True))
+    assert max(asked) == 97  # and one that says how long the text is
 
 
 @LONGER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +15,16 @@ from floe_chat.engine import context
 from floe_chat.engine.decoder.decoders import Decoder, LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, SHORTEST_CHUNK
 from floe_chat.engine.generate import generate
-from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.kernels.sampling import draw
 from floe_chat.models.errors import PackError
+from torch import Tensor
 
-from .driver import GREEDY, a_preset, answer, layer_by_layer, open_model
+from .driver import GREEDY, a_preset, answer, layer_by_layer, open_model, silent
 
 WINDOW = 512
 
@@ -53,6 +56,76 @@ def test_an_answer_has_the_length_asked_for_or_ends_where_the_window_does(
 ) -> None:
     result = answer(loaded, prompt_of(length), max_new_tokens=wanted)
     assert len(result.tokens) == got and result.reason == reason
+
+
+def limited(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, *, most: int, errors: list[Exception]) -> None:
+    """Let the device's memory run out with each of these errors in turn, at passes of more than `most` tokens."""
+    forward = loaded.decoder.forward
+
+    def tried(ids: Sequence[int], kv: KVCache) -> Tensor:
+        if len(ids) > most and errors:
+            raise errors.pop(0)
+        return forward(ids, kv)
+
+    monkeypatch.setattr(loaded.decoder, "forward", tried)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "cublas", "triton"],
+)
+def test_a_prompt_that_memory_is_too_small_for_is_read_in_smaller_parts(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Where all is on a card, no pool gives way."""
+    loaded, prompt = open_model(tiny_pack), prompt_of(100)
+    assert loaded.control.make_room is None
+    want = answer(loaded, prompt, max_new_tokens=4).tokens
+    limited(loaded, monkeypatch, most=30, errors=[error] * 9)
+    found = answer(loaded, prompt, max_new_tokens=4)
+    assert (found.tokens, found.progress) == (want, [25, 50, 75, 100])
+    said = [notice.cause for notice in loaded.control.notices]
+    assert len(said) == 2 and "50 tokens at a time" in said[0] and "25 tokens" in said[1]
+
+
+def test_memory_that_is_too_small_for_the_least_ends_the_answer(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = open_model(tiny_pack)
+    limited(loaded, monkeypatch, most=0, errors=[torch.OutOfMemoryError("CUDA out of memory")] * 99)
+    with pytest.raises(torch.OutOfMemoryError, match="nothing can be freed"):
+        answer(loaded, prompt_of(100), max_new_tokens=1)
+    assert loaded.control.chunk == SHORTEST_CHUNK
+    other = open_model(tiny_pack)
+    limited(other, monkeypatch, most=0, errors=[RuntimeError("CUDA error: an illegal memory access")])
+    with pytest.raises(RuntimeError, match="illegal"):
+        answer(other, prompt_of(100), max_new_tokens=1)
+
+
+def test_a_token_that_memory_is_too_small_for_moves_keys_and_values_to_ram(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(mix=Mix(gpu=2))
+    loaded, _ = load(tiny_pack, None, "throttled:1gb", silent, vram=1 << 30, parts=parts)
+    try:
+        prompt, kv = prompt_of(50), KVCache()
+        want = answer(loaded, prompt, max_new_tokens=4).tokens
+        loaded.control.make_room = None
+        run = generate(
+            loaded.decoder, kv, prompt, GREEDY, max_new_tokens=4, stop_ids=(), window=WINDOW, control=loaded.control,
+            telemetry=loaded.telemetry,
+        )  # fmt: skip
+        next(run)
+        assert not kv.spilled()
+        limited(loaded, monkeypatch, most=0, errors=[torch.OutOfMemoryError("CUDA out of memory") for _ in range(2)])
+        assert [step.token for step in run] == want and kv.spilled()
+    finally:
+        loaded.close()
 
 
 @pytest.mark.parametrize("length", [0, WINDOW, WINDOW + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (7, 0)].__getitem__)
-    monkeypatch.setattr(kernels, "choose", kernels.choose.__wrapped__)
+    monkeypatch.setattr(kernels, "choose", {"cpu": kernels.choose("cpu")}.__getitem__)  # no card is touched
     paths = hardware.compute_paths()
     assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
     assert all("needs compiled code, and it was not compiled" in path.reason for path in paths[1:])
@@ -246,6 +247,50 @@ class TestDriver:
     def test_without_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
         assert gpus.of_driver() == ((), "nvidia-ml-py is not installed")
+
+    def test_torchs_devices_are_found_without_a_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def touched(*_: object) -> None:
+            raise AssertionError("a context takes 0.3 to 0.5 GB of the device")
+
+        about = SimpleNamespace(name="RTX 3090", major=8, minor=6, total_memory=24 * GB, uuid="b")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", [about].__getitem__)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", touched)
+        found = gpus.of_torch()[0]
+        assert found == (Gpu("RTX 3090", "8.6", 24 * GB, None, 0, uuid="GPU-b"),)
+        (both,) = gpus.merged(found, (Gpu("RTX 3090", "8.6", 24 * GB, 20 * GB, None, "NVML", "GPU-b"),))
+        assert (both.index, both.vram_free) == (0, 20 * GB)
+
+    def test_another_driver_or_link_is_another_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was measured on it is measured again."""
+        with_gpus(monkeypatch)
+        found = [hardware.machine_id()]
+        with_gpus(monkeypatch, CARD)
+        for lanes, driver in ((16, "580.95"), (16, "590.1"), (4, "590.1"), (4, "590.1")):
+            card = device(most_generation=4, most_lanes=lanes)
+            monkeypatch.setitem(sys.modules, "pynvml", library([card], driver=driver))
+            found.append(hardware.machine_id())
+        assert len({*found}) == 4 and found[-1] == found[-2]
+
+    def test_a_card_is_woken_before_it_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finished, clock = list[str](), itertools.count(0.0, 0.25)
+        monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
+        monkeypatch.setattr(gpus.time, "perf_counter", lambda: next(clock))
+        gpus.wake("cpu:0")  # stands in for one
+        assert len(finished) == 3
+        gpus.wake("cpu")
+        assert len(finished) == 3
+
+    def test_what_torch_keeps_of_an_earlier_model_is_free_for_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in (
+            ("mem_get_info", (3 * GB, 24 * GB)),
+            ("memory_reserved", 20 * GB),
+            ("memory_allocated", GB),
+        ):
+            monkeypatch.setattr(torch.cuda, name, {"cuda:0": value}.__getitem__)
+        assert gpus.free("cuda:0") == 22 * GB
 
     def test_both_sources_are_one_device(self) -> None:
         of_torch = Gpu("RTX 3090", "8.6", 24 * GB, 22 * GB, 0, uuid="GPU-b")

@@ -296,6 +296,44 @@ def test_a_device_with_less_than_it_promised_keeps_fewer_layers(monkeypatch: pyt
     assert store.nbytes() == 2 * store.capacity * 21 and torch.equal(torch.cat(store.seen(0, 4 * BLOCK)), whole)
 
 
+def test_a_device_that_cannot_grow_what_it_has_keeps_fewer_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they grow by copying, those of some layers are there twice, and an answer ended where there was no room."""
+    store = GrowingStore(spilling(1 << 20))
+    whole = torch.randint(-127, 128, (11, 4 * BLOCK, 21), dtype=CODES)
+
+    def put_all(start: int, end: int) -> None:
+        store.reserve(end)
+        for place, part in zip(store.places(end), whole[:, start:end], strict=True):
+            place.copy_(part)
+        store.length = end
+
+    put_all(0, BLOCK)
+    real, calls = Tensor.new_empty, list[int]()
+    really = getattr(GrowingStore, "_allot")  # noqa: B009
+
+    def new_empty(self: Tensor, *size: int) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:  # there are two groups
+            raise torch.OutOfMemoryError
+        return real(self, *size)
+
+    def allot(self: GrowingStore, near: int, capacity: int) -> None:
+        if near > 5:
+            raise torch.OutOfMemoryError
+        really(self, near, capacity)
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(GrowingStore, "_allot", allot)
+    put_all(BLOCK, 4 * BLOCK)
+    assert store.spilled() and torch.equal(torch.cat(store.seen(0, 4 * BLOCK)), whole)
+    near, version = store.nbytes(), store.version()
+    assert store.spill() and store.nbytes() < near // 2 and store.version() != version
+    assert torch.equal(torch.cat(store.seen(0, 4 * BLOCK)), whole)
+    while store.nbytes():
+        assert store.spill()
+    assert not store.spill() and torch.equal(torch.cat(store.seen(0, 4 * BLOCK)), whole)
+
+
 def test_a_new_conversation_gives_borrowed_memory_back() -> None:
     room = Lender(1 << 20)
     kv = KVCache()

@@ -64,8 +64,14 @@ class TestWhere:
 
     def test_smaller_widths_may_bring_a_small_card_in(self) -> None:
         """For where even the dense part needs fewer bits."""
-        exact, usual = (option(a_machine(vram=2.2, ram=48), MIXTRAL, spec, 4096) for spec in WIDTHS[:2])
+        exact, usual = (option(a_machine(vram=2.9, ram=48), MIXTRAL, spec, 4096) for spec in WIDTHS[:2])
         assert exact.place == "cpu" and usual.place == "pool"
+
+    def test_a_context_that_no_card_holds_is_granted_as_far_as_it_fits(self) -> None:
+        found = plan.make(a_machine(vram=4, ram=64), MIXTRAL, context=2_000_000)
+        assert found.chosen and found.chosen.mix is not None and found.chosen.vram["context"] < 4 * GB
+        (said,) = (sentence for sentence in found.why if "tokens of context" in sentence)
+        assert "of the 32,768 that were asked for" in said
 
     def test_little_ram_takes_smaller_widths_rather_than_the_disk(self) -> None:
         found = plan.make(a_machine(ram=22), MIXTRAL)
@@ -167,7 +173,7 @@ def on(card: str, ram: int) -> Machine:
 class TestRecommendation:
     @pytest.mark.parametrize(
         ("card", "ram"),
-        [("none", 16), ("2060", 16), ("3080", 32), ("4070", 64), ("4080", 32), ("3090", 64)],
+        [("none", 16), ("4060", 16), ("3080", 32), ("4070", 64), ("4080", 32), ("3090", 64)],
     )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
         found = on(card, ram)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from floe_chat.engine.events import (
     Unloaded,
 )
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, MoELayer
+from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.session import Session
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -98,6 +100,27 @@ def test_a_question_after_unloading_fails_and_loading_again_helps(engine: Engine
     engine.load(tiny_pack)
     engine.send(asking(2, PROMPT, tokens=2))
     assert isinstance(engine.end_of(2), Finished)
+
+
+def test_a_models_memory_is_given_back_once_nothing_holds_it(
+    engine: Engine, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's allocator keeps after a model counts as taken: the next one would get less of the card."""
+    held: list[weakref.ref[Any]] = []
+    left: list[int] = []
+
+    def closing(loaded: LoadedModel, close: Callable[[LoadedModel], None] = LoadedModel.close) -> None:
+        held.append(weakref.ref(loaded.model))
+        close(loaded)
+
+    engine.send(asking(1, PROMPT, tokens=2))
+    engine.end_of(1)
+    monkeypatch.setattr(LoadedModel, "close", closing)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(sum(model() is not None for model in held)))
+    engine.send(Unload())
+    engine.until(Unloaded)
+    assert len(held) == 1 and left == [0]
 
 
 def test_a_damaged_pack_fails_to_load_and_a_good_one_loads_after_it(tiny_pack: Path, tmp_path: Path) -> None:

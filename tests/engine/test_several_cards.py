@@ -24,11 +24,12 @@ from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.pools import Pools
 from floe_chat.engine.offload.virtual.virtual_device import Turns, VirtualDevice
 from floe_chat.engine.planning.footprint import Footprint
-from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.planning.memory_plan import KEPT_LEAST, Needs
 from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.engine.planning.several import placement
 from floe_chat.engine.planning.several.division import part_needs
 from floe_chat.engine.planning.several.placement import Placement
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.step import Stepped
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -292,14 +293,17 @@ def chosen(pack: Path, device: str, *, vram: int | None = None, asked: Asked | N
 
 def test_gpus_of_this_machine_share_a_model(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are named only: nothing is put on them."""
-    free = {"cuda:0": int(2.2 * needs.whole()), "cuda:1": int(1.1 * needs.whole()), "cuda:2": 1 << 12}
+    room = {"cuda:0": 2 * needs.whole(), "cuda:1": needs.whole(), "cuda:2": 1 << 12}
+    free = {place: nbytes + KEPT_LEAST for place, nbytes in room.items()}
     names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060")
     gpus = tuple(Gpu(name, "8.6", 12 << 30, free[f"cuda:{n}"], n) for n, name in enumerate(names))
     monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (free[str(place)], 12 << 30))  # pyright: ignore[reportUnknownLambdaType]
+    here = kernels.choose("cpu")
+    monkeypatch.setattr(kernels, "choose", dict.fromkeys(free, here).__getitem__)
     found = chosen(pack, "cuda:0, cuda:1", asked=Asked(division=(2, 3)))
     assert found.places == ("cuda:0", "cuda:1") and [part.layers for part in found.parts] == [range(2), range(2, 5)]
-    assert found.budget == sum(int(free[place] * 0.92) for place in found.places)
+    assert found.budget == sum(room[place] for place in found.places)
     assert [part.choice.cap for part in found.parts] == [free[place] for place in found.places]
     kv = found.kv(torch.device)
     assert [(str(part.device), part.layers) for part in kv.parts] == [("cuda:0", range(2)), ("cuda:1", range(2, 5))]

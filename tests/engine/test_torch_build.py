@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,40 @@ def test_a_mac_a_hidden_card_and_a_torch_that_works_need_nothing(monkeypatch: py
         mac.setattr(platform, "system", lambda: "Darwin")
         assert torch_build.remedy(a_card()) == ""
     a_torch(monkeypatch, "2.13.0+cu130", "13.0", works=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert torch_build.remedy(a_card()) == ""
+
+
+def test_what_triton_compiles_with_is_named_with_the_command_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fresh system has a driver, and neither a compiler nor Python's headers: the first prompt failed there."""
+    a_torch(monkeypatch, "2.13.0+cu130", "13.0", works=True)
+    capability, there, schemes = [(8, 6)], {"gcc": "/usr/bin/gcc"}, sysconfig.get_scheme_names()
+    monkeypatch.setattr(torch.cuda, "device_count", capability.__len__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
+    monkeypatch.setattr(shutil, "which", there.get)
+    monkeypatch.setattr(sysconfig, "get_paths", {key: {"include": str(tmp_path)} for key in schemes}.get)
+    monkeypatch.delenv("CC", raising=False)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    said = torch_build.remedy(a_card())
+    assert "Python.h" in said and "C compiler" not in said and command(said) == f"sudo apt install {version}"
+    (tmp_path / "Python.h").touch()
+    assert torch_build.remedy(a_card()) == ""
+    there.clear()
+    assert "finds no C compiler;" in torch_build.remedy(a_card())
+    (tmp_path / "Python.h").unlink()
+    assert command(torch_build.remedy(a_card())) == f"sudo apt install gcc {version}"
+    there["dnf"] = "/usr/bin/dnf"
+    assert command(torch_build.remedy(a_card())) == "sudo dnf install gcc python3-devel"
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert command(torch_build.remedy(a_card())) == "sudo dnf install python3-devel"
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    assert torch_build.remedy(a_card()) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", {"pip": "pip"}.get)
+    assert command(torch_build.remedy(a_card())).endswith("-m pip install triton-windows")
+    capability[0] = (7, 0)
+    assert torch_build.remedy(a_card()) == ""  # it would not run there
 
 
 def test_the_probe_holds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def link_kind(link: Link) -> Kind:
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_driver_that_refuses_leaves_rows_staged(
-    after: int, cuda: FakeCuda, rows: list[Tensor], target: Tensor
+    after: int, cuda: FakeCuda, rows: list[Tensor], target: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda.refused, cuda.refused_after = "out of memory", after
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
@@ -244,6 +244,10 @@ def test_a_driver_that_refuses_leaves_rows_staged(
     with pytest.raises(UsageError) as refused:
         open_link(LinkEnds("fake", "cpu", make, ""), "in place", rows)
     assert "out of memory" in refused.value.cause and not cuda.registered
+    monkeypatch.setattr(pinning.hardware, "lends_half", lambda: True)
+    with pytest.raises(UsageError) as refused:
+        open_link(LinkEnds("fake", "cpu", make, ""), "in place", rows)
+    assert refused.value.cause.endswith("out of memory; Windows lends about half of the memory to GPUs.")
 
 
 def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Tensor]) -> None:
@@ -269,11 +273,18 @@ def test_pages_are_pinned_once(cuda: FakeCuda) -> None:
         (base + 4 * size, base + 6 * size),
     ]
     assert pinning.pages([first, one[start : start + size + 1], first[:0]]) == [(base, base + 2 * size)]
-    held = Pinned([first, second, third], CPU)
-    assert sum(cuda.registered.values()) == 4 * size
+    told: list[str] = []
+    held = Pinned([first, second, third], CPU, told.append)
+    assert sum(cuda.registered.values()) == 4 * size and cuda.flags == [9, 9, 9]
+    assert len(told) == 3 and all(step.startswith("Pinning rows") for step in told)
     held.release()
     held.release()
     assert not cuda.registered
+    # For reading alone, or the driver copies each page of a mapped file; where it cannot, as before.
+    cuda.read_only, cuda.flags = False, []
+    held = Pinned([first, second, third], CPU)
+    assert len(cuda.registered) == 3 and cuda.flags == [9, 1, 1, 1]
+    held.release()
 
 
 def test_what_speaks_against_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +296,9 @@ def test_what_speaks_against_reading_in_place(monkeypatch: pytest.MonkeyPatch) -
         return replace(probed, ram_available=100, pinnable=50)
 
     monkeypatch.setattr(pinning.hardware, "probe", probe)
-    assert pinning.why_not("cpu", 50) == "" and pinning.why_not("cpu", 51) != ""
+    assert pinning.why_not("cpu", 50) == "" and pinning.why_not("cpu", 51).endswith("may be")
+    monkeypatch.setattr(pinning.hardware, "lends_half", lambda: True)
+    assert pinning.why_not("cpu", 51).endswith("may be: Windows lends about half of the memory to GPUs")
     compute_with(replace(kernels.choose("cpu"), name="reference", reason="an old card"), monkeypatch)
     assert pinning.why_not("cpu", 1) == "only the Triton kernels read RAM: an old card"
 

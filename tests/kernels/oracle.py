@@ -126,13 +126,14 @@ class Subject:
         """
         if x.dtype == torch.bfloat16 and (self.kind == "reference" or (self.kind == "triton" and whole)):
             return x
-        if self.kind == "native" and x_bits == 8 and vector.bits != 16 and vector.group % 64 == 0:
+        counted = self.kind == "native" or (self.kind == "triton" and not whole)
+        if counted and x_bits == 8 and vector.bits != 16 and vector.group % 64 == 0:
             return rounded(x.float(), 8).double()
         return x.double()
 
     def limit(self, dtype: torch.dtype, x_bits: int = 22) -> float:
         """How far from the formula, on x as it `sees` it, a result may be."""
-        return 5e-4 if self.kind == "native" and x_bits == 15 else LIMITS[self.kind][dtype]
+        return LIMITS[self.kind][dtype] if self.kind == "reference" or x_bits != 15 else 5e-4
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import floe_chat.kernels
 import pytest
 import torch
 from floe_chat.kernels import backend
 from floe_chat.kernels.cpu import native
+from torch import Tensor
 
 
 def test_the_compiled_kernels_are_chosen_where_they_were_built() -> None:
@@ -36,8 +38,10 @@ def test_an_instruction_set_that_was_asked_for_is_never_replaced(monkeypatch: py
         backend.choose.__wrapped__("cpu")
 
 
-def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
-    """torch sees CUDA devices of these compute capabilities."""
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], failure: str = "") -> None:
+    """torch sees CUDA devices of these compute capabilities, on which a first kernel fails so."""
+    monkeypatch.setattr(backend, "_cuda", backend._cuda.__wrapped__)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(backend, "failure", {f"cuda:{at}": failure for at in range(len(capabilities))}.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -70,6 +74,35 @@ def test_without_triton_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: py
     chosen = backend.choose.__wrapped__("cuda")
     assert chosen.name == "reference"
     assert "Triton cannot be imported" in chosen.reason
+
+
+def test_where_a_first_kernel_cannot_be_compiled_a_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("floe_chat.kernels.triton")
+    pretend_gpus(monkeypatch, (8, 6), failure="Failed to find C compiler.")
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "reference" and chosen.reason.endswith("do not run here: Failed to find C compiler.")
+    assert backend.foreseen(0) == ("triton", "Triton kernels for compute capability 8.6")
+
+
+def test_a_first_kernel_is_compared_and_its_failure_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("floe_chat.kernels.triton")
+
+    def with_kernel(scatter: Callable[[Tensor, Tensor, Tensor], object]) -> str:
+        monkeypatch.setattr(kernels, "pool_scatter", scatter)
+        return backend.failure("cpu")
+
+    def out_of(error: Exception) -> Callable[[Tensor, Tensor, Tensor], object]:
+        def scatter(*_: Tensor) -> None:
+            raise error
+
+        return scatter
+
+    assert with_kernel(lambda pool, slots, records: pool.index_copy_(0, slots, records)) == ""
+    assert "wrong" in with_kernel(lambda pool, _slots, records: pool.copy_(records))
+    assert with_kernel(out_of(RuntimeError("Failed to find C compiler.\nmore"))) == "Failed to find C compiler."
+    assert with_kernel(out_of(KeyError())) == "KeyError"
+    with pytest.raises(torch.OutOfMemoryError):
+        with_kernel(out_of(torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def test_other_devices_are_refused() -> None:

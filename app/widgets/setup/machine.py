@@ -173,7 +173,9 @@ class MachineStep(WizardStep):
         self._tell("Memory", f"{free} free of {total}{at('memory read', 'read at')}")
         gpus = [gpu for gpu in hardware.gpus if gpu.index is not None]
         if gpus:
-            room = f"{memory(gpus[0].vram_free)} free of {memory(gpus[0].vram_total)}"
+            room = memory(gpus[0].vram_total)
+            if gpus[0].vram_free is not None:
+                room = f"{memory(gpus[0].vram_free)} free of {room}"
             self._tell("Graphics", f"{gpus[0].name}, {room}{at('link pinned', 'copies at')}")
         else:
             name = f"{hardware.gpus[0].name}, not usable" if hardware.gpus else "no GPU"

@@ -19,6 +19,7 @@ from ....kernels import operations as kernels
 from ....kernels import reference
 from ....kernels.weights import ExpertRows
 from ....models.errors import FloeError
+from ...machine import gpus
 from ...machine.random_weights import MIXTRAL, Shapes
 from ...planning.rates import UNREACHED
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
@@ -121,7 +122,7 @@ def _check_memory(shapes: Shapes, widths: tuple[tuple[int, int], ...]) -> None:
     weights = max(shapes.experts * (shapes.up_bytes(up) + shapes.rows_bytes(rows)) for up, rows in widths)
     dense = 3 * 2 * matrix * shapes.experts
     wanted = FLUSH + max(2 * _COPY, dense, weights + 6 * 4 * matrix)  # the reference works in float32
-    free, _ = torch.cuda.mem_get_info()
+    free = gpus.free("cuda")
     if free < wanted:
         raise FloeError(
             f"This benchmark needs {wanted / 1e9:.1f} GB of free GPU memory",

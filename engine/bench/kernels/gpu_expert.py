@@ -13,6 +13,7 @@ from torch import Tensor
 from ....kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ....kernels.types import Calls
 from ....kernels.weights import ExpertRows, SignalWeights
+from ...machine import gpus
 from ...machine.random_weights import Shapes
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -32,6 +33,7 @@ class Stopwatch:
     """Times with CUDA events; the L2 cache is cold in each run."""
 
     def __init__(self) -> None:
+        gpus.wake("cuda")
         self._flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
 
     def seconds(self, work: Callable[[int], object], runs: int = RUNS, warm_up: int = WARM_UP) -> list[float]:

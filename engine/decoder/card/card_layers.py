@@ -24,6 +24,7 @@ from ....kernels.mixers.delta import Delta
 from ....kernels.mixers.grouped import KeptTokens
 from ....kernels.step import Stepped
 from ...events import Notice
+from ...experts.moe_layer import MoELayer
 from ...experts.offloaded_layer import OffloadedLayer
 from ...offload.predictor import Predictor
 from ...quality_presets import Preset
@@ -141,8 +142,10 @@ class CardLayers:
         self._experts: CardExperts | None = None
         self._preset: Preset | None = None
         self.declined = ""
+        self._control = next((layer.experts.control for layer in layers if isinstance(layer.experts, MoELayer)), None)
+        self._x_bits = 0
         if self._first is None:  # else `prepare` knows what has to be captured
-            self._capture()
+            self._capture_by_bits()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -160,6 +163,13 @@ class CardLayers:
         except Exception as error:
             raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error
         self._end_behind(self._count)
+
+    def _capture_by_bits(self) -> None:
+        """Capture without experts, once for each precision of x."""
+        x_bits = 0 if self._control is None else self._control.preset.x_bits
+        if x_bits != self._x_bits or not self._graphs:
+            self._x_bits = x_bits
+            self._capture()
 
     def _end_behind(self, count: int) -> None:
         """The token has so many layers from now on: a benchmark leaves out the last ones."""
@@ -216,6 +226,7 @@ class CardLayers:
         """
         first = self._first
         if first is None:
+            self._capture_by_bits()
             return
         preset, before = first.control.preset, self._preset
         was_declined = self.head.declined

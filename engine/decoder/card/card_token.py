@@ -162,7 +162,6 @@ class _Form:
             hidden, (chosen, weights) = stepped.hidden, stepped.routed
             work = kernels.select(chosen, weights, limits, ruled.rule)
             given = hidden, ruled.layer.signal, ruled.layer.rows, work.calls, work.thresholds, work.products
-            # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
             y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
             x, added = layer.behind(stepped, y)
             x = x if added is None else x + added

@@ -18,6 +18,7 @@ from ....models.families import Family
 from ....models.families.family import GroupedQuery
 from ..blocks import Unsupported, in_order, norm_weight
 from ..kv_stores import GrowingStore
+from .attention import Sight, attended
 
 
 class Part(Protocol):
@@ -41,7 +42,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a pass's queries see in each layer: entries, their keys and values, and a mask if they do not see all.
+    """What a pass's queries see in each layer: entries, their keys and values, and which of them each query sees.
 
     Attributes:
         entries: (N, *entry) of each layer. both: its keys and values (kv_heads, 1, N, D), or None where they have to be
@@ -50,7 +51,7 @@ class _View:
 
     entries: list[Tensor]
     both: list[tuple[Tensor, Tensor] | None]
-    mask: Tensor | None
+    sight: Sight
 
 
 class GroupedAttention:
@@ -84,12 +85,8 @@ class GroupedAttention:
             groups = store.seen(first, end)
             entries = [layer for group in groups for layer in group.unbind(0)]
             both = [each for group in groups for each in _ready(group, rope.device)]
-            mask = causal_mask(first, start, end, window, rope.device)
-            if part is not None:
-                mask = _seen(mask, part.tokens, rope.device)
-                assert mask is not None
-                mask = mask[part.mine]
-            self._views[window] = _View(entries, both, mask)
+            mine = range(start, end) if part is None else range(start, end)[part.mine]
+            self._views[window] = _View(entries, both, Sight(first, end, mine.start, mine.stop, window))
 
     def __call__(self, index: int, projected: Tensor) -> Tensor:
         """What heads see, (T, heads * D), by layer `index`'s first projection (T, ...); sets the keys and values of the
@@ -111,12 +108,12 @@ class GroupedAttention:
         entries = stored(both, place.dtype)
         place.copy_(entries if self._part is None else self._part.everything(entries))
         view = self._views[heads.window]
-        attend = self._attend_one if self.tokens == 1 else self._attend_any
+        attend = self._attend_one if self.tokens == 1 and heads.sinks is None else self._attend_any
         ready = view.both[number]
         if ready is None:
             (ready,) = _split(heads.values(view.entries[number].to(qkv.device), qkv.dtype)[None])
         keys, values = ready[0].to(qkv.dtype), ready[1].to(qkv.dtype)
-        out = attend(heads, queries, keys, values, view.mask)
+        out = attend(heads, queries, keys, values, view.sight)
         return out if gates is None else out * gates.sigmoid()
 
     def _prepare(self, qkv: Tensor, heads: Heads) -> None:
@@ -134,28 +131,19 @@ class GroupedAttention:
 
     # Key heads are in the batch dimension, so that query heads which share one need no copy of it.
 
-    def _attend_one(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
+    def _attend_one(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, _sight: Sight) -> Tensor:
         """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
-        if heads.sinks is not None:
-            return self._attend_any(heads, queries, keys, values, _mask)
         grouped = queries.view(
             heads.num_kv_heads, 1, -1, heads.head_dim
         )  # as if they were positions: all see all tokens
         return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
 
-    def _attend_any(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
-        groups = heads.num_heads // heads.num_kv_heads
-        grouped = queries.unflatten(1, (heads.num_kv_heads, groups)).permute(1, 2, 0, 3)
-        if heads.sinks is not None:
-            sinks = heads.sinks.view(heads.num_kv_heads, groups)
-            alike = zip(grouped, keys, values, sinks, strict=True)
-            parts = [_with_sinks(*each, _seen(mask, self.tokens, each[0].device), heads.scale) for each in alike]
-            return torch.stack(parts).permute(2, 0, 1, 3).reshape(self.tokens, -1)
-        keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
-        out = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
-        )
+    def _attend_any(self, heads: Heads, queries: Tensor, keys: Tensor, values: Tensor, sight: Sight) -> Tensor:
+        """queries (T, heads, D) -> (T, heads * D)."""
+        shared = heads.num_kv_heads, heads.num_heads // heads.num_kv_heads
+        grouped = queries.unflatten(1, shared).permute(1, 2, 0, 3)
+        sinks = None if heads.sinks is None else heads.sinks.view(shared)
+        out = attended(grouped, keys, values, sight, heads.scale, sinks)
         return out.permute(2, 0, 1, 3).reshape(self.tokens, -1)
 
 
@@ -173,28 +161,6 @@ def _tables(heads: Heads, rope: Tensor) -> tuple[Tensor, Tensor]:
     return cos, torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
 
 
-def _seen(mask: Tensor | None, tokens: int, device: torch.device) -> Tensor | None:
-    """The mask (T, N) of a pass that may have left it to be causal."""
-    if mask is not None or tokens == 1:
-        return mask
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-
-
-def _with_sinks(
-    queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
-    """queries (groups, T, D), keys and values (1, N, D) of one head, sinks (groups,) -> (groups, T, D).
-
-    One head of keys at a time: all scores at once of a long prompt would be gigabytes.
-    """
-    scores = queries.float() @ keys[0].float().T * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    sinks = sinks.float()[:, None, None].expand(-1, scores.shape[1], -1)
-    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (shares @ values[0].float()).to(queries.dtype)
-
-
 def _ready(group: Tensor, device: torch.device) -> Sequence[tuple[Tensor, Tensor] | None]:
     """Keys and values of each layer of a group (layers, N, *entry), if its entries are numbers on the device."""
     return _split(group) if group.device == device and group.dtype != CODES else [None] * len(group)
@@ -204,14 +170,6 @@ def _split(group: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For each layer of (layers, N, 2 * heads, D), keys and values (heads, 1, N, D): views."""
     both = group.transpose(1, 2).unsqueeze(3).transpose(2, 3)
     return list(zip(*(part.unbind(0) for part in both.chunk(2, 1)), strict=True))
-
-
-def causal_mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of tokens first..end-1 each of start..end-1 sees, (T, N); None for plain causal attention or one token."""
-    if end - start == 1 or (start == 0 and (window is None or window >= end)):
-        return None
-    ago = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
-    return ago >= 0 if window is None else (ago >= 0) & (ago < window)
 
 
 def read_grouped(

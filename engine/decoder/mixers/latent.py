@@ -15,7 +15,7 @@ from ....kernels.mixers.grouped import Heads, turned
 from ....kernels.mixers.latent import Latent
 from ..blocks import in_order, projection
 from ..kv_stores import GrowingStore
-from .grouped import causal_mask
+from .attention import Sight, attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class LatentAttention:
         self._places = store.places(end)
         self._entries = [layer for group in store.seen(0, end) for layer in group.unbind(0)]
         self._cos, self._sin = rope[:, 0], rope[:, 1]
-        self._mask = causal_mask(0, start, end, None, rope.device)
+        self._sight = Sight(0, end, start, end, None)
 
     def __call__(self, index: int, projected: Tensor) -> Tensor:
         """As `GroupedAttention`."""
@@ -141,10 +141,7 @@ class LatentAttention:
         made = latent.made(vectors).view(len(seen), heads.num_heads, -1)
         keys, values = made.split([latent.still, latent.value], 2)
         keys = torch.cat([keys, shared[:, None].expand(-1, heads.num_heads, -1)], 2)
-        out = F.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in (torch.cat([still, moved], 2), keys, values)),
-            attn_mask=self._mask,
-            is_causal=self._mask is None and self.tokens > 1,
-            scale=heads.scale,
-        )
-        return out[0].transpose(0, 1).reshape(self.tokens, -1)
+        asking = torch.cat([still, moved], 2).transpose(0, 1)[:, None]
+        keys, values = (part.transpose(0, 1)[:, None] for part in (keys, values))
+        out = attended(asking, keys, values, self._sight, heads.scale)
+        return out[:, 0].transpose(0, 1).reshape(self.tokens, -1)

@@ -22,6 +22,7 @@ from ....kernels import operations as kernels
 from ....kernels.codes import align
 from ....kernels.cpu.binding import array_of, codes, records
 from ....models.errors import FloeError
+from ...machine import torch_build
 from .link import CardFields, Link
 from .pinning import Pinned
 from .transfer import CHUNK, Transfer
@@ -150,7 +151,7 @@ def open_cuda_link(
         raise
     except (OSError, AttributeError, ImportError, RuntimeError) as error:
         cause = f"{str(error).strip().partition(chr(10))[0].rstrip('.')}."
-        hint = "Use --device cpu, or a GPU that holds the whole model."
+        hint = torch_build.remedy() or "Use --device cpu, or a GPU that holds the whole model."
         raise FloeError(f"No rows can be sent to {device}", cause, hint) from error
     return CudaLink(device, nbytes, parts, chunk=chunk, zero_copy=zero_copy, pinned=pinned)
 

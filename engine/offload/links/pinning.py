@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from ....kernels import operations as kernels
 from ...machine import hardware
 
 SHARE = 0.75  # share of free RAM that may be pinned: nothing else can use it while the model is loaded
-_PORTABLE = 1  # cudaHostRegisterPortable: every device may read it
+# cudaHostRegisterPortable: every device may read it. ...ReadOnly: none writes, or the driver would give this process a
+# copy of its own of each page of a mapped file, at 0.5 to 2 GB/s; not every platform has it.
+_PORTABLE, _READ_ONLY = 1, 8
 
 
 class PinError(RuntimeError):
@@ -29,24 +31,40 @@ class PinError(RuntimeError):
 class Pinned:
     """Tensors in RAM that a GPU may read, until `release`. Nothing unmaps them before that."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Pin the pages of these contiguous tensors on the CPU.
+    def __init__(
+        self, tensors: Sequence[Tensor], device: torch.device, report: Callable[[str], None] = lambda _step: None
+    ) -> None:
+        """Pin the pages of these contiguous tensors on the CPU. report: is given the progress, in words.
 
         Raises:
             PinError: the driver refuses; none is pinned then.
         """
         self._tensors, self._device = list(tensors), device
         self._starts: list[int] = []
-        cudart: Any = torch.cuda.cudart()
-        for start, end in pages(tensors):
-            with torch.cuda.device(device):
-                error = cudart.cudaHostRegister(start, end - start, _PORTABLE)
-            if int(error):
-                told = str(cudart.cudaGetErrorString(error))
-                _forget_error(device)
+        self._flags = _PORTABLE | _READ_ONLY
+        spans = pages(tensors)
+        done, total = 0, sum(end - start for start, end in spans)
+        for start, end in spans:
+            report(f"Pinning rows in RAM for the GPU: {done / 2**30:.1f} of {total / 2**30:.1f} GB")
+            if refused := self._register(start, end - start):
                 self.release()
-                raise PinError(f"{(end - start) / 2**20:,.0f} MB of rows cannot be pinned: {told}")
+                limit = f"; {hardware.HALF_PINNED}" if hardware.lends_half() else ""
+                raise PinError(f"{(end - start) / 2**20:,.0f} MB of rows cannot be pinned: {refused}{limit}")
             self._starts.append(start)
+            done += end - start
+
+    def _register(self, start: int, nbytes: int) -> str:
+        """Pin some pages; what the driver said to it, or ""."""
+        cudart: Any = torch.cuda.cudart()
+        while True:
+            with torch.cuda.device(self._device):
+                error = cudart.cudaHostRegister(start, nbytes, self._flags)
+            if not int(error):
+                return ""
+            _forget_error(self._device)
+            if self._flags == _PORTABLE:
+                return str(cudart.cudaGetErrorString(error))
+            self._flags = _PORTABLE
 
     def release(self) -> None:
         """Unpin the pages, once the device has finished all its work; a second call does nothing."""
@@ -89,7 +107,10 @@ def why_not(place: str, nbytes: int) -> str:
     found = hardware.probe(Path())
     room = min(int(SHARE * found.ram_available), found.ram_available if found.pinnable is None else found.pinnable)
     if nbytes > room:
-        return f"{nbytes / 2**30:.1f} GB of rows would have to be pinned, and {room / 2**30:.1f} GB of RAM may be"
+        limit = f": {hardware.HALF_PINNED}" if room == found.pinnable and hardware.lends_half() else ""
+        return (
+            f"{nbytes / 2**30:.1f} GB of rows would have to be pinned, and {room / 2**30:.1f} GB of RAM may be{limit}"
+        )
     return ""
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from ....models.errors import UsageError
-from ...machine import hardware, saved_figures
+from ...machine import gpus, hardware, saved_figures
 from .link import Link
 from .pinning import PinError, Pinned
 from .transfer import Kind, Transfer, TransferMode
@@ -114,7 +114,7 @@ class LinkEnds:
         device: its name, for people and for the saved record. place: torch's name of where its tensors are.
         make: makes a link of a kind, with chunks of this many rows; it holds what is pinned for it until it is closed.
         obstacle: why rows cannot be read in place here and now; "" if nothing is known to prevent it.
-        staged: how rows go if not in place, in words.
+        staged: how rows go if not in place, in words. report: is given steps that take a while, in words.
     """
 
     device: str
@@ -122,6 +122,7 @@ class LinkEnds:
     make: Callable[[Kind, int, Pinned | None], Link]
     obstacle: str
     staged: str = STAGED
+    report: Callable[[str], None] = lambda _step: None
 
 
 def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[Link, Kind, float, str]:
@@ -143,8 +144,10 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
 
     def measured(kinds: Sequence[Kind]) -> Mapping[Kind, Found]:
         target = torch.empty((min(len(sample), ROWS), first.shape[1]), dtype=torch.uint8, device=place)
+        ends.report("Measuring the link to the GPU")
         pinned = Pinned([sample], place) if "in place" in kinds else None
         try:
+            gpus.wake(ends.place)
             sample.view(torch.int64).sum()  # brings rows into RAM that are still only on the disk
             return measure(lambda kind, chunk: ends.make(kind, chunk, None), kinds, sample, target)
         finally:
@@ -155,7 +158,7 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
     pinned = None
     if kind == "in place":
         try:
-            pinned = Pinned(rows, place)
+            pinned = Pinned(rows, place, ends.report)
         except PinError as error:
             if wanted == "in place":
                 raise cannot(str(error)) from error

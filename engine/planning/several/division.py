@@ -111,7 +111,7 @@ class Divided:
         if len(self.cards) > self.needs.layers:
             cause = f"It has {self.needs.layers} layers with experts, and each card needs one."
             raise UsageError(f"A model cannot be divided among {len(self.cards)} cards", cause, "Name fewer cards.")
-        layers, total = self.needs.layers, sum(card.budget for card in self.cards)
+        layers, total = self.needs.layers, sum(card.budget for card in self.cards) or 1
         ends = [round(layers * sum(card.budget for card in self.cards[:n]) / total) for n in range(len(self.cards) + 1)]
         for n in range(1, len(ends)):
             ends[n] = min(max(ends[n], ends[n - 1] + 1), layers - (len(self.cards) - n))

@@ -16,15 +16,16 @@ from ....models.pack.manifest import Manifest
 from ....models.pack.packed_model import PackedLayer, PackedModel
 from ....models.quantities import digits
 from ....models.quantities import memory as size
+from ...context import CONTEXT
 from ...decoder.kv_stores import KvForm, KvPart
-from ...machine import hardware
+from ...machine import hardware, torch_build
 from ...offload import cards
 from ...offload.mix import ExpertsPlace, Mix
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import Turns
 from ...quality_presets import Preset
 from .. import device_choice, machine, memory_plan, worth
-from ..device_choice import THROTTLED, DeviceChoice
+from ..device_choice import THROTTLED, DeviceChoice, kernels_on, unheard
 from ..footprint import divisible, kv_element
 from ..memory_plan import DeviceShares, Needs
 from ..opened_pack import Asked, OpenedPack, UsableGpu
@@ -80,12 +81,14 @@ class Placement:
         """Tokens of the longest chat that takes no memory from a pool."""
         return min(part.choice.shares.reserved for part in self.parts)
 
-    def offloads(self, layers: Sequence[PackedLayer], parts: Parts) -> list[Offload | None]:
-        """The pool of each part; None where there is none. layers: of the pack."""
+    def offloads(
+        self, layers: Sequence[PackedLayer], parts: Parts, report: Callable[[str], None]
+    ) -> list[Offload | None]:
+        """The pool of each part; None where there is none. layers: of the pack. report: see `device_choice.offload`."""
         made: list[Offload | None] = []
         try:
             for part in self.parts:
-                made.append(device_choice.offload(part.choice, layers, parts, part.layers.start))
+                made.append(device_choice.offload(part.choice, layers, parts, part.layers.start, report))
         except Exception:  # any error: it is raised again, once what was opened is released
             for one in made:
                 if one is not None:
@@ -103,6 +106,7 @@ def choose(
     preset: Preset,
     asked: Asked,
     packed: PackedModel,
+    report: Callable[[str], None] = unheard,
 ) -> Placement:
     """As `device_choice.choose`, where `wanted` may name several cards with commas between them; vram: of each.
 
@@ -111,7 +115,7 @@ def choose(
     """
     names = [name.strip() for name in wanted.split(",")]
     if len(names) == 1:
-        choice = device_choice.choose(wanted, manifest, layers, config, vram, preset, asked, packed)
+        choice = device_choice.choose(wanted, manifest, layers, config, vram, preset, asked, packed, report)
         every = range(manifest.architecture.layers)
         return Placement((Part(choice, every, range(config.num_hidden_layers)),), choice.why)
     _check(names)
@@ -124,7 +128,12 @@ def choose(
     real = names[0].lower().startswith("cuda")
     element = 2 if real else kv_element(manifest.widths.dense)
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
-    return _Several(names, pack, config, vram).placement()
+    found = _Several(names, pack, config, vram).placement()
+    slow = [place for place in found.places if place != "cpu" and kernels_on(place, report).name == "reference"]
+    if not slow:
+        return found
+    first, *others = found.parts
+    return replace(found, parts=(replace(first, choice=replace(first.choice, remedy=torch_build.remedy())), *others))
 
 
 def _check(names: Sequence[str]) -> None:
@@ -186,13 +195,17 @@ class _Several:
                 best = speed, needs, found
         if best is None:
             assert failed is not None
-            raise failed
+            if (context := self._pack.needs.context) <= CONTEXT:
+                raise failed
+            fewer = max(CONTEXT, context // 2)
+            self._pack = self._pack.with_forms([replace(needs, context=fewer) for needs in self._pack.forms])
+            return self.placement()
         speed, _, found = best
         parts = [self._part(number, *one) for number, one in enumerate(found)]
         counts = ", ".join(f"{len(part.layers)} on {name}" for part, name in zip(parts, self._names, strict=True))
         by = "" if self._given() else f", the fastest division by our estimate{self._against(speed)}"
         each = "; ".join(part.choice.why for part in parts)
-        return Placement(tuple(parts), f"its layers are divided, {counts}{by}; {each}")
+        return Placement(tuple(parts), f"its layers are divided, {counts}{by}; {each}{self._pack.lacking}")
 
     def _against(self, speed: float) -> str:
         """Tokens per second, and those of the best card alone."""

@@ -1,7 +1,8 @@
 """Compiles, without a GPU, exactly what the operations launch, and finds what each kernel needs.
 
-A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all, or attend-DTYPE, state-DTYPE or
-latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent vector where no tensor cores are used.
+A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all or, for x of 8 bits, 2/4/4-bfloat16-coarse;
+or attend-DTYPE, state-DTYPE or latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent
+vector where no tensor cores are used.
 Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
@@ -54,6 +55,10 @@ class Need:
     """What one compiled kernel takes: registers per thread, bytes of local memory (spills), bytes of shared memory.
 
     And what it loads from memory: instructions of 16 bytes, and of 4.
+
+    Attributes:
+        loop: the instructions of its innermost loop, the longest one of several, as the GPU executes them; none where
+            it has no loop. barriers: in all of it.
     """
 
     kernel: str
@@ -63,6 +68,8 @@ class Need:
     shared: int
     wide_loads: int
     narrow_loads: int
+    loop: list[str]
+    barriers: int
 
 
 class Recorder:
@@ -121,7 +128,7 @@ def call_operations(case: str) -> None:
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))
-    kernels.moe_step(x, stored, rows, calls, limits)
+    kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
     if "all" not in options:
         return
     index = torch.zeros(10, dtype=torch.int64)
@@ -228,19 +235,43 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
             source = ASTSource(kernel, signature, constants, attributes)
             binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
-            loads = [
+            loop, barriers = executed(binary.asm["cubin"])
+            wide, narrow = (
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
-            ]
-            yield Need(kernel.fn.__name__, capability, registers, local, binary.metadata.shared, *loads)
+            )
+            shared = binary.metadata.shared
+            yield Need(kernel.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
+
+
+def executed(cubin: bytes) -> tuple[list[str], int]:
+    """The instructions of the innermost loop, the longest one of several, and how many barriers there are."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[range] = []
+    for line in printed_by(knobs.nvidia.nvdisasm.path, "-c", cubin=cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(found[1])
+            back = re.search(r"BRA\b.*(\.L_x_\d+)", found[1])
+            if back and labels.get(back[1], len(instructions)) < len(instructions) - 1:
+                loops.append(range(labels[back[1]], len(instructions)))
+    inner = [loop for loop in loops if not any(one != loop and set(one) <= set(loop) for one in loops)]
+    longest = max(inner, key=len, default=range(0))
+    return instructions[longest.start : longest.stop], sum("BAR.SYNC" in one for one in instructions)
+
+
+def printed_by(*command: str, cubin: bytes) -> str:
+    """What a tool of the CUDA toolkit prints of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and bytes of local memory per thread, which the compiler spills to."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = printed_by(knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     found = {name: max(map(int, re.findall(rf"{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
     return found["REG"], max(found["STACK"], found["LOCAL"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from floe_chat.kernels import backend
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel
@@ -25,6 +26,10 @@ def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widt
 
 def calls_on(device: torch.device, calls: Calls) -> Calls:
     return moved(calls, device)
+
+
+def test_the_first_kernel_that_a_backend_tries_runs(device: torch.device) -> None:
+    assert backend.failure(str(device)) == ""
 
 
 @pytest.mark.parametrize("bits", [3, pytest.param(16, marks=pytest.mark.thorough)])
