@@ -103,8 +103,7 @@ def foreseen(index: int) -> tuple[str, str]:
     if maker.is_amd():
         return "triton", f"Triton kernels for {of}, untested: no card of AMD has run them"
     wide = torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
-    narrow = "" if wide else ", in float16, since it multiplies bfloat16 slowly"
-    return "triton", f"Triton kernels for {of}{narrow}"
+    return "triton", f"Triton kernels for {of}{'' if wide else ', in float16, since it multiplies bfloat16 slowly'}"
 
 
 def failure(device: str) -> str:
