@@ -100,12 +100,10 @@ def foreseen(index: int) -> tuple[str, str]:
         importlib.import_module(".triton", __package__)  # here, since it is slow and absent if no GPU can use it
     except ImportError as error:
         return "reference", f"plain torch, because Triton cannot be imported: {error}"
-<<<<<<< HEAD
-    narrow = "" if capability >= BFLOAT16_FROM else ", in float16, since it multiplies bfloat16 slowly"
-    return "triton", f"Triton kernels for {of}{narrow}"
-=======
-    return "triton", f"Triton kernels for {of}{', untested: no card of AMD has run them' if maker.is_amd() else ''}"
->>>>>>> waits45
+    if maker.is_amd():
+        return "triton", f"Triton kernels for {of}, untested: no card of AMD has run them"
+    wide = torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
+    return "triton", f"Triton kernels for {of}{'' if wide else ', in float16, since it multiplies bfloat16 slowly'}"
 
 
 def failure(device: str) -> str:
