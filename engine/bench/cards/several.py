@@ -83,7 +83,7 @@ def _divided(cards: Sequence[Card], width: Width, trace: Trace, warm: int) -> di
 
     return {
         f"{len(cards)} cards, divided by the planner": way(whole),
-        f"{len(cards)} cards, what plans keep of them left free": way(less),
+        f"{len(cards)} cards, less what plans keep free": way(less),
         f"{len(cards)} cards, a pool for all layers": way(pools),
     }
 
