@@ -33,31 +33,47 @@ from .test_link import CONFIG
 
 CPU = torch.device("cpu")
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
-NAMES = ("set_context", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait", "address", "text")
+NAMES = (
+    "set_context",
+    "push",
+    "pop",
+    "copy",
+    "launch",
+    "record",
+    "query",
+    "synchronize",
+    "elapsed",
+    "wait",
+    "address",
+    "text",
+)
+OTHERS, OWN = 76, 77  # contexts: of the card that is current where links are used, and of theirs
 
 
 class Card:
-    """The stand-in, with one compute stream and what links need."""
+    """The stand-in, with two cards, and what links to the second one need. compute: its default stream."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
         library.fake_reset()
-        self.compute: int = library.fake_stream()
+        library.fake_card(OTHERS)
+        self.compute: int = library.fake_card(OWN)
+        library.fake_push(OTHERS)
         self.opened: list[CudaLink] = []
         self.kept: list[tuple[Tensor, object]] = []
 
     def parts(self, chunk: int, *, in_place: bool, stalls: int = 8) -> CardParts:
         fake, size = self.library, head_of(chunk) + (0 if in_place else chunk * NBYTES)
         addresses = {name: ctypes.cast(getattr(fake, f"fake_{name}"), ctypes.c_void_p).value for name in NAMES}
-        streams, lanes, held = [fake.fake_stream() for _ in range(2)], list[Any](), list[object]()
+        streams, lanes, held = [fake.fake_stream(OWN) for _ in range(2)], list[Any](), list[object]()
         for i in range(LANES):
             here, there = (torch.full((size,), SENTINEL, dtype=torch.uint8) for _ in range(2))
             graph = fake.fake_graph(there.data_ptr(), chunk, head_of(chunk), NBYTES, int(in_place))
-            handles = {"stream": streams[i % 2], "event": fake.fake_event(), "fence": fake.fake_event()}
+            handles = {"stream": streams[i % 2], "event": fake.fake_event(OWN), "fence": fake.fake_event(OWN)}
             lanes.append(records.lane(here=here, there=there.data_ptr(), scatter=graph, **handles))
             held += [here, there]
-        pairs = np.array([[fake.fake_event(), fake.fake_event()] for _ in range(stalls)], np.int64).reshape(-1, 2)
-        return CardParts(records.driver(context=77, **addresses), lanes, pairs, self.compute, streams, held)
+        pairs = np.array([[fake.fake_event(OWN), fake.fake_event(OWN)] for _ in range(stalls)], np.int64).reshape(-1, 2)
+        return CardParts(records.driver(context=OWN, **addresses), lanes, pairs, 0, streams, held)
 
     def link(self, chunk: int = 10, *, in_place: bool = False, pinned: Any = None, stalls: int = 8) -> CudaLink:
         parts = self.parts(chunk, in_place=in_place, stalls=stalls)
@@ -99,7 +115,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = Path(__file__).parent / "fake_driver.cpp"
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-pthread", "-o", built], check=True)
     made = ctypes.CDLL(str(built))
-    for name in ("stream", "event", "graph", "noted", "context"):
+    for name in ("stream", "card", "event", "graph", "noted", "context"):
         getattr(made, f"fake_{name}").restype = ctypes.c_int64
     made.fake_graph.argtypes = [ctypes.c_int64] * 5
     made.fake_pin.argtypes = [ctypes.c_int64] * 2
@@ -120,6 +136,7 @@ def card(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     made.run()
     for link in made.opened:
         link.close()
+    assert library.fake_context() == OTHERS  # as the caller had it
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
@@ -138,7 +155,7 @@ def test_the_cuda_link_moves_rows_through_its_lanes(
             link.wait(transfer)
         link.drain()
         assert all(map(sender.there, transfers))
-    assert sender.untouched(sender.free) and card.library.fake_context() == 77
+    assert sender.untouched(sender.free)
     chunks = 1 + 8 + 1 + 9
     assert len(card.calls(COPY)) == len(card.calls(LAUNCH)) == chunks
     assert [streams[(1 + i) % 2] for i in range(chunks)] == card.calls(COPY) == card.calls(LAUNCH)

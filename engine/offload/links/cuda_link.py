@@ -35,6 +35,8 @@ STREAMS = 2  # one chunk's rows are put into their slots while the next chunk's 
 STALLS = 64  # waits of the compute stream that are measured at the same time
 _FUNCTIONS = {
     "set_context": "cuCtxSetCurrent",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
     "copy": "cuMemcpyHtoDAsync_v2",
     "launch": "cuGraphLaunch",
     "record": "cuEventRecord",
