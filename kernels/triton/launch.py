@@ -30,7 +30,7 @@ SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
 CHUNKS = 16  # of a row at a time, one for each of 16 threads
 COMBINE_ROWS, COMBINE_COLUMNS = 64, 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
-WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
+WAVES = 16  # programs per SM that `down_kernel` aims at, of one warp each: as many as one of 8.6 can have
 MAX_SLICES = 64
 
 

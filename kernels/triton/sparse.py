@@ -180,6 +180,7 @@ def swiglu(
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),
             *(down, launch.DOWN_ROWS, width),
+            num_warps=1,
         )
         combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
             *(calls.tokens, partial, y if stream is None else stream, y, count, hidden, stream is not None, slices),

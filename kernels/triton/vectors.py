@@ -69,7 +69,7 @@ class Vector(NamedTuple):
     def reading(self, digits: int) -> Vector:
         """For x in so many digits."""
         words = self.n // CHUNK * (16 * digits + 2)
-        return self._replace(digits=digits, x_words=-(-words // 4) * 4, ptx=_ptx())
+        return self._replace(digits=digits, x_words=-(-words // 4) * 4)
 
 
 @cache
@@ -113,6 +113,7 @@ def _describe(
         shifts=tuple(8 * lane + step[plane] for plane, lane in fields),
         columns=tuple(CHUNK // planes * plane + lane for plane, lane in fields),
         sets=1 if layout.group % CHUNK == 0 else planes,
+        ptx=_ptx(),
     )
 
 

@@ -47,6 +47,7 @@ SAMPLE = {
 }
 # Instructions of capability 8.6 for a code of so many bits, all in the loop counted, with x of 15 and of 8 bits.
 MOST_FOR_A_CODE = {"15": {2: 1.45, 3: 1.85, 4: 1.4, 8: 1.15}, "8": {2: 1.15, 3: 1.6, 4: 1.1, 8: 0.9}}
+MOST_FOR_A_DOWN_CODE = {2: 3.7, 3: 4.3, 4: 4.25, 8: 5.45}
 # Kibibytes of shared memory that one block may have.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
@@ -158,6 +159,7 @@ def test_what_is_launched_compiles_without_spills(
             assert all(need.wide_loads and need.narrow_loads <= 12 for need in streaming), streaming
             if capability == 86 and "/" in case:
                 check_instructions(case, mine)
+                check_down(case, mine)
             landing = [need for need in mine if need.kernel == "land_kernel"]
             assert all(need.wide_loads >= need.narrow_loads for need in landing), landing
 
@@ -206,3 +208,21 @@ def check_instructions(case: str, needs: Sequence[Need]) -> None:
         assert able >= 16, (kind, able)
         if not {"coarse", "float32", "wide"} & set(case.split("-")):
             assert able == pytest.approx(figures().card_bytes[kind][bits], rel=0.06), (kind, bits, able)
+
+
+def check_down(case: str, needs: Sequence[Need]) -> None:
+    """Sums of down columns: a thread loads each scale and each zero once, and there is next to nothing to wait for."""
+    bits = int(case.partition("-")[0].split("/")[2])
+    down = next(need for need in needs if need.kernel == "down_kernel")
+    assert down.barriers <= (3 if bits < 4 else 1), down.barriers
+    if bits == 16:
+        return
+    records = 4  # of a thread, in each turn of the loop
+    codes = records * 4 * (32 // bits if bits != 3 else 16)
+    kind = r"LDG\.E\.U8" if bits <= 4 and "wide" not in case else r"LDG\.E\.U16"
+    assert sum(re.search(kind, one) is not None for one in down.loop) == 2 * records
+    assert len(down.loop) / codes <= MOST_FOR_A_DOWN_CODE[bits], len(down.loop)
+    if "wide" not in case:
+        able = 4 * 32 * codes * (bits / 8 + 2 * (1 if bits <= 4 else 2) / 64) / len(down.loop)
+        assert able >= 16 or bits < 4, able
+        assert able == pytest.approx(figures().card_bytes["down"][bits], rel=0.06), able
