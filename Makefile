@@ -31,7 +31,8 @@ fuzz: $(STAMP_DEV)  ## hostile inputs of every kind, for an hour
 
 # A machine lent for an hour may have no network: its own torch and Triton will do.
 card:  ## all that has to be seen on a real GPU
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -P tests/card/driver.py
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -P tests/card/driver.py $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(RESULTS),--results $(RESULTS)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(REPORT),--report $(REPORT))
 
 demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/python -m floe_chat.assets.demo.make assets/demo/checkpoint

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-NEEDED = (
-    *("torch", "triton", "numpy", "safetensors", "psutil", "platformdirs", "msgspec"),
-    *("transformers", "tokenizers", "jinja2", "pytest"),
-)
+from .driver import NEEDED
+
 PARTS = ("kernels", "engine", "models", "tests")
 
 
-def facts(place: str, root: Path) -> dict[str, str]:
-    """What the stages run on. `missing` says what they cannot run without, "" where all is there.
-
-    Raises nothing: a machine without torch is told so by `missing`.
-    """
+def missing() -> str:
+    """What no stage can run without, and how to get it; "" where all is there."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        names = " ".join(lacking)
-        return {"missing": f"This Python lacks {', '.join(lacking)}. Install them: python3 -m pip install {names}"}
+    if not lacking:
+        return ""
+    names = " ".join(lacking)
+    get = f"python3 -m pip download --no-deps --dest build/wheels {names}"
+    return f"This Python lacks {', '.join(lacking)}. Install them, or bring their wheels in build/wheels: {get}"
+
+
+def facts(place: str, root: Path) -> dict[str, str]:
+    """What the stages run on. `missing` says that there is no card, "" where there is."""
     import torch
     import triton
 
@@ -39,16 +41,17 @@ def facts(place: str, root: Path) -> dict[str, str]:
     device = torch.cuda.get_device_properties(0)
     return found | {
         "gpu": f"{device.name}, {device.total_memory / 2**30:.0f} GiB",
+        "multiprocessors": str(device.multi_processor_count),
+        "clock": _asked("clocks.max.sm"),
         "capability": f"{device.major}.{device.minor}",
         "cuda": str(torch.version.cuda),
-        "driver": _driver(),
+        "driver": _asked("driver_version"),
         "cpu": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
     }
 
 
 def file_of(out: Path, stage: str) -> Path:
     """The file with a stage's result."""
-    out.mkdir(parents=True, exist_ok=True)
     return out / f"{stage}.json"
 
 
@@ -60,25 +63,47 @@ def read(out: Path, stage: str) -> dict[str, Any] | None:
         return None
 
 
-def write_all(out: Path, facts: Mapping[str, str]) -> None:
-    """All results in one file, card.json."""
+def write(out: Path, stage: str, values: Mapping[str, Any]) -> None:
+    """Put these values into a stage's result, which is there as a whole at any moment."""
+    _replace(file_of(out, stage), json.dumps((read(out, stage) or {}) | dict(values), indent=1) + "\n")
+
+
+def write_all(out: Path, results: Path, facts: Mapping[str, str]) -> None:
+    """All results in two files of the folder `results`: card.json, and card.md for people."""
     whole = {"facts": dict(facts), "stages": _results(out, facts)}
-    (out / "card.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    _replace(results / "card.json", json.dumps(whole, indent=1) + "\n")
+    _replace(results / "card.md", markdown(whole) + "\n")
 
 
-def markdown(out: Path, facts: Mapping[str, str]) -> str:
-    """The results on this machine with this source, as BENCHMARKS.md has tables."""
-    lines = ["", ", ".join(f"{name} {value}" for name, value in facts.items() if name != "missing"), ""]
-    for found in _results(out, facts):
+def markdown(whole: Mapping[str, Any]) -> str:
+    """The results of a machine with one source: what each stage showed, then their tables as in BENCHMARKS.md."""
+    stages = whole["stages"]
+    lines = [", ".join(f"{name} {value}" for name, value in whole["facts"].items() if name != "missing"), ""]
+    lines += [*(f"- {line(found)}" for found in stages), ""]
+    for found in stages:
         lines += [f"### {found['stage']}: {found['state']}", ""]
-        lines += [found["reason"], ""] if found["reason"] else []
         lines += [*_table(found["rows"]), *found["notes"], ""]
     return "\n".join(lines)
 
 
+def line(found: Mapping[str, Any]) -> str:
+    """What a stage showed and what follows, in one line."""
+    parts = [found.get("showed", ""), found["reason"], found.get("next", "")]
+    said = ". ".join(part.strip().partition("\n")[0].removesuffix(".") for part in parts if part)
+    return f"{found['stage']}: {found['state']} in {found.get('seconds', 0):.0f} s. {said}".strip()
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
 def _results(out: Path, facts: Mapping[str, str]) -> list[dict[str, Any]]:
-    found = [read(out, path.stem) for path in sorted(out.glob("*.json"), key=lambda path: path.stat().st_mtime)]
-    return [each for each in found if each and "stage" in each and each.get("facts") == facts]
+    found = [read(out, path.stem) for path in out.glob("*.json")]
+    mine = [each for each in found if each and "began" in each and each.get("facts") == facts]
+    return sorted(mine, key=lambda each: each["began"])
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,14 +138,11 @@ def _source(root: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _driver() -> str:
+def _asked(what: str) -> str:
+    """What the driver says of the first card."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
-        ran = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return ran.stdout.splitlines()[0].strip()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.footprint import kv_element
 from floe_chat.engine.planning.memory_plan import KEPT_FREE, Needs
 from floe_chat.engine.quality_presets import available
@@ -25,6 +27,8 @@ from .stages import Context
 
 POOLS = (0.0, 0.1, 0.3, 0.6, 1.0)
 """Shares of the device memory between the least that works and all rows."""
+POOLED = 0.1, 0.3
+"""Those at which every layer has a pool."""
 TOKENS = 24
 CLOSE = 0.25
 """Nats between the two best tokens: 16-bit sums move a logit of the demo by a tenth of that."""
@@ -69,7 +73,11 @@ def _compare(context: Context, pack: Path, name: str, preset: str | None, shares
         if context.left() < 10:
             context.unfinished = "no time was left for all pools"
             return
-        loaded, told = load(pack, preset, "cuda" if context.real else VIRTUAL, silent, vram=memory(pack, share))
+        # Left to itself, whole layers go to the card or to RAM as long as that is faster.
+        layers = PackedModel.open(pack).manifest.architecture.layers
+        parts = Parts(mix=Mix(pool=layers)) if share in POOLED else Parts()
+        place, vram = "cuda" if context.real else VIRTUAL, memory(pack, share)
+        loaded, told = load(pack, preset, place, silent, vram=vram, parts=parts)
         try:
             same, close, total = 0, 0, 0
             for one in truth:

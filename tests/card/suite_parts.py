@@ -26,15 +26,21 @@ _FAILURES = 20  # that are told in full
 
 
 class Part:
-    """Runs every n-th test that has not passed yet, until the time is over, and notes how each ended."""
+    """Runs every n-th test that has not passed yet, until the time is over, and notes how each ended.
+
+    Every fourth test comes first: where the time does not suffice, all kernels have been seen at some sizes.
+    """
 
     def __init__(self, results: Path, until: float, number: int, of: int) -> None:
         self._results, self._until, self._number, self._of = results, until, number, of
 
+    @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Choose this process's share."""
+        """Choose this process's share of what was selected."""
         passed = {line["test"] for line in read(self._results.parent) if line["outcome"] == "passed"}
-        mine = [item for item in items if item.nodeid not in passed][self._number :: self._of]
+        left = [item for item in items if item.nodeid not in passed]
+        ordered = [item for first in range(4) for item in left[first::4]]
+        mine = ordered[self._number :: self._of]
         self._note("", "collected", str(len(mine)))
         items[:] = mine
 
@@ -69,8 +75,8 @@ def kernels(context: Context) -> None:
 def engine(context: Context) -> None:
     """All tests that are marked as needing a GPU; elsewhere those of the link, whose card is made up."""
     folder = ROOT / "tests" / "engine"
-    chosen = [str(folder), "-m", "gpu"] if context.real else [str(folder / "test_cuda_link.py")]
-    _run(context, "gpu-tests", chosen, {})
+    marked = [str(path) for path in sorted(folder.rglob("test_*.py")) if "mark.gpu" in path.read_text(encoding="utf-8")]
+    _run(context, "gpu-tests", [*marked, "-m", "gpu"] if context.real else [str(folder / "test_cuda_link.py")], {})
 
 
 def _run(context: Context, name: str, chosen: Sequence[str], environment: dict[str, str]) -> None:
@@ -85,8 +91,12 @@ def _run(context: Context, name: str, chosen: Sequence[str], environment: dict[s
         code = "import sys; from tests.card import suite_parts; sys.exit(suite_parts.part())"
         given = json.dumps([str(folder / f"{int(began)}-{number}.jsonl"), until, number, count, list(chosen)])
         running.append(_process(code, given, environment))
-    for process in running:
-        process.wait()
+    noted = 0
+    while any(process.poll() is None for process in running):
+        time.sleep(0.2)
+        if len(read(folder)) > noted:
+            noted = len(read(folder))
+            _tell(context, folder, before, [])
     _tell(context, folder, before, [process.returncode for process in running])
 
 
@@ -119,6 +129,11 @@ def _tell(context: Context, folder: Path, before: set[str], codes: Sequence[int]
     counts = Counter(line["outcome"] for line in last.values())
     failed = [line for line in last.values() if line["outcome"] == "failed"]
     crashed = [code for code in codes if code not in (0, 1)]
+    context.rows.clear()
+    context.notes = [f"pytest ended with {code}" for code in crashed]
+    for line in failed[:_FAILURES]:
+        context.notes += [f"failed: {line['test']}", "```", *line["text"].splitlines()[-8:], "```"]
+    context.showed = f"{counts['passed']} tests passed, {counts['failed']} failed, {counts['skipped']} were skipped"
     context.row(
         tests=len(last),
         passed=counts["passed"],
@@ -126,10 +141,7 @@ def _tell(context: Context, folder: Path, before: set[str], codes: Sequence[int]
         skipped=counts["skipped"],
         left=counts["left"],
         passed_before=len(before),
-        ok=not failed and not crashed and counts["passed"] > 0,
+        ok=not failed and not crashed and (counts["passed"] > 0 or not codes),
     )
-    context.notes += [f"pytest ended with {code}" for code in crashed]
-    for line in failed[:_FAILURES]:
-        context.notes += [f"failed: {line['test']}", "```", *line["text"].splitlines()[-8:], "```"]
     if counts["left"]:
         context.unfinished = f"{counts['left']} tests are left for another run"

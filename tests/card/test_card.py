@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from . import driver
+from . import driver, report
 
 DRIVER = Path(driver.__file__)
 pytestmark = pytest.mark.timeout(600)
@@ -58,7 +62,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     listed = drive(tmp_path, "--list").stdout
     names = [line.split()[0] for line in listed.splitlines()]
     names = [name for name in names if name not in ("decode-10", "decode-12", "decode-16")]  # as decode-8 and -24
-    ran = drive(tmp_path, "--seconds", "170", *names, LLAMA_BENCH="")
+    ran = drive(tmp_path, "--seconds", "170", "--minutes", "30", *names, LLAMA_BENCH="")
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     results = {name: result(tmp_path, name) for name in names}
     assert {name for name, found in results.items() if found["state"] == "skipped"} <= {"peer", "kernels"}
@@ -66,27 +70,69 @@ def test_every_stage_runs(tmp_path: Path) -> None:
         assert found["rows"] or found["reason"], name
         assert f"### {name}: {found['state']}" in ran.stdout
     whole = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
-    assert [found["stage"] for found in whole["stages"]] == names and whole["facts"]["place"] == "virtual"
-    pools = [row["pool"] for row in results["tokens"]["rows"]]
-    assert min(pools) < 0.7 and all(row["answers"] == 4 for row in results["tokens"]["rows"])
+    assert {found["stage"] for found in whole["stages"]} == set(names) and whole["facts"]["place"] == "virtual"
+    assert all(found["showed"] or found["state"] == "skipped" for found in whole["stages"])
+    pools = [row["pool"] for row in results["tokens"]["rows"] if row["pool"]]
+    assert len(pools) > 1 and min(pools) < 0.7 and all(row["answers"] == 4 for row in results["tokens"]["rows"])
     assert all(row["tokens s"] > 0 for row in results["decode-8"]["rows"])
 
 
 def test_a_stage_that_passed_is_not_run_again(called: Called, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stage(name: str, _given: object, facts: dict[str, Any], _report: object) -> dict[str, Any]:
-        found = {"stage": name, "state": "passed", "reason": "", "rows": [], "notes": [], "facts": facts}
-        found |= {"seconds": 1.0, "at": "2026-01-01 00:00"}
-        (tmp_path / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
-        return found
+    state = "passed"
 
-    monkeypatch.setattr(driver, "_stage", stage)
-    assert called("link")[0] == 0
-    first = result(tmp_path, "link")
-    monkeypatch.setattr(driver, "_stage", Mock(return_value={**first, "state": "failed"}))
+    def process(command: list[str], **_how: object) -> Mock:
+        found = {"state": state, "reason": "", "showed": "It shines"}
+        report.write(tmp_path, command[command.index("--one") + 1], found)
+        return Mock(pid=0, poll=Mock(return_value=0))
+
+    monkeypatch.setattr(driver.subprocess, "Popen", process)
+    monkeypatch.setattr(driver.os, "killpg", Mock())
+    monkeypatch.setattr(report, "facts", Mock(return_value={"missing": "", "gpu": "one"}))
+    code, out, err = called("link")
+    assert code == 0 and "link: passed in 0 s. It shines" in err and "### link: passed" in out
+    first, state = result(tmp_path, "link"), "failed"
     code, out, err = called("link")
     assert code == 0 and "passed before" in err and "### link: passed" in out and result(tmp_path, "link") == first
     code, _, err = called("link", "--again")
-    assert code == 1 and "passed before" not in err and "link: failed in" in err
+    assert code == 1 and "link: failed in 0 s. It shines. No figure of it" in err
+    code, _, err = called("link", "--again", "--minutes", "0.1")
+    assert code == 3 and "no time was left" in err and result(tmp_path, "link")["state"] == "failed"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_found_is_kept_when_the_run_is_stopped(tmp_path: Path, how: signal.Signals) -> None:
+    command = [sys.executable, "-P", str(DRIVER), "--place", "virtual", "--out", str(tmp_path), "kernels"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+
+        def passed() -> int:
+            path = tmp_path / "card.json"
+            stages = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.exists() else []
+            return sum(row["passed"] for stage in stages for row in stage["rows"])
+
+        while run.poll() is None and passed() < 2:
+            time.sleep(0.05)
+        run.send_signal(how)
+    assert run.returncode == (143 if how == signal.SIGTERM else -how) and passed() >= 2
+    kept = result(tmp_path, "kernels")
+    assert kept["state"] == "unfinished" and kept["reason"] in ("it was stopped", "it was still running")
+    assert "### kernels: unfinished" in (tmp_path / "card.md").read_text(encoding="utf-8")
+    if how == signal.SIGTERM:
+        assert kept["next"] == "The same command continues it"
+
+
+def test_wheels_are_taken_for_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "NEEDED", ("json", "floe_missing"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    for name in ("json-1-py3-none-any", "floe_missing-1-cp27-cp27-any", "floe_missing-1-py3-none-any"):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{name.partition('-')[0]}.py", f"name = {name!r}")
+    driver._take_wheels(tmp_path, tmp_path / "site")  # pyright: ignore[reportPrivateUsage]
+    assert importlib.import_module("floe_missing").name == "floe_missing-1-py3-none-any"
+    assert not (tmp_path / "site" / "json.py").exists()
+    assert os.environ["PYTHONPATH"] == f"{tmp_path / 'site'}{os.pathsep}before"
 
 
 @pytest.mark.thorough
