@@ -206,7 +206,8 @@ class Answer:
         return found
 
     def _not_finite(self) -> PackError:
-        return _not_finite(self.decoder.first_nonfinite([*self._prompt, *self._drawn]))
+        part = self.decoder.first_nonfinite([*self._prompt, *self._drawn])
+        return _not_finite(part, narrow=self._control.narrow)
 
 
 def step_together(answers: Sequence[Answer], control: Control) -> Tensor | None:
@@ -252,11 +253,12 @@ def generate(
     return answer.end
 
 
-def _not_finite(part: str) -> PackError:
+def _not_finite(part: str, *, narrow: bool) -> PackError:
+    range_ = ", or exceed the range of float16, in which this card computes: --device cpu has a larger one" * narrow
     return PackError(
         "The packed model computes values that are not numbers",
         f"No token can be drawn from its logits. The first values that are NaN or infinite come from {part}: the"
-        " pack's weights there are damaged, or far too large.",
+        f" pack's weights there are damaged, or far too large{range_}.",
         "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..kernels import operations as kernels
+from ..kernels.backend import BFLOAT16_FROM
 from ..kernels.weights import LinearWeights
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
@@ -46,7 +47,6 @@ from .planning.several.placement import Placement
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
-BFLOAT16_FROM = 8, 0  # compute capability
 _log = logging.getLogger("floe_chat.engine")
 
 
@@ -133,6 +133,7 @@ def load(
     why_threads = _set_threads(pack, 1 if spread is None else spread.group.members.beside)
     a = pack.architecture
     control, telemetry = Control(pack.preset, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
+    control.narrow = computed_type(pack.placement.places, pack.packed.manifest) == torch.float16
     telemetry.budget = pack.placement.budget
     report("Reading the dense part", 0.5)
     offloads = pack.placement.offloads(pack.layers, parts, lambda step: report(step, 0.5))

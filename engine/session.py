@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -139,6 +140,8 @@ class Session:
             # Rust library, such as the one that reads weights, is not an Exception.
             except BaseException as error:  # noqa: BLE001
                 self._fail(error, command)
+            if self._loaded is None:  # nor does a model that could not be loaded keep what it had so far
+                _give_back()
 
     def _next(self) -> Command:
         """The next command. If none comes for a while, what there is of a chat is written."""
@@ -171,7 +174,7 @@ class Session:
             hint = "This is a bug in floe-chat; the log has the details. Try again, or load the model again."
             known = FloeError(title, f"{type(error).__name__}: {error}", hint)
         elif known is not error:
-            _log.warning("%s: %s", type(command).__name__, error)
+            _log.warning("%s: %s", type(command).__name__, str(error))  # whose frames hold what it was about
         if isinstance(known, PackError) and request is not None and self._loaded is not None:
             known = PackError(known.title, known.cause, verify_hint(self._loaded.packed.folder))
         self._say(Failed(known.title, known.cause, known.hint, request, known.exit_code))
@@ -182,11 +185,9 @@ class Session:
             self._answers.close(patience)
         loaded, self._loaded, self._answers = self._loaded, None, None
         if loaded is not None:
-            from .machine import gpus
-
             loaded.close()
             del loaded  # or its memory could not be given back
-            gpus.give_back()
+            _give_back()
 
     def _load(self, command: Load) -> None:
         self._say(Loading("Starting torch", 0.0))
@@ -381,3 +382,11 @@ class Session:
             context_window=loaded.window,
         )
         return replace(found, together=self._answers.together)
+
+
+def _give_back() -> None:
+    """Return what a model left on graphics cards, for other programs and the next model."""
+    if "torch" in sys.modules:
+        from .machine import gpus
+
+        gpus.give_back()

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import listed, reference
+from . import listed, maker, reference
 from .cpu import native, native_rounding
 from .mixers import convolution, delta, grouped, latent
 from .mixers.convolution import Convolution
@@ -21,7 +21,8 @@ from .rule import Rule
 from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
-TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
+# Compute capabilities: what Triton itself supports, and from where tensor cores multiply bfloat16.
+TRITON_FROM, BFLOAT16_FROM = (7, 5), (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Backend:
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
+        experts_step: `select` and `moe_step` in fewer launches. None if there is no such thing.
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
@@ -62,6 +64,7 @@ class Backend:
     round_matrix: Callable[..., Rounded]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
+    experts_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
@@ -89,16 +92,18 @@ def choose(device: torch.device | str) -> Backend:
 
 def foreseen(index: int) -> tuple[str, str]:
     """Name and reason of the backend that a GPU gets if its first kernel runs; the GPU itself is not touched."""
-    capability = torch.cuda.get_device_capability(index)
-    of = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < TRITON_FROM:
+    of = maker.architecture(index)
+    if not maker.is_amd() and torch.cuda.get_device_capability(index) < TRITON_FROM:
         needed = ".".join(map(str, TRITON_FROM))
         return "reference", f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
     try:
         importlib.import_module(".triton", __package__)  # here, since it is slow and absent if no GPU can use it
     except ImportError as error:
         return "reference", f"plain torch, because Triton cannot be imported: {error}"
-    return "triton", f"Triton kernels for {of}"
+    if maker.is_amd():
+        return "triton", f"Triton kernels for {of}, untested: no card of AMD has run them"
+    wide = torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
+    return "triton", f"Triton kernels for {of}{'' if wide else ', in float16, since it multiplies bfloat16 slowly'}"
 
 
 def failure(device: str) -> str:
@@ -143,6 +148,7 @@ def _cuda(index: int) -> Backend:
         up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
         moe_step=triton.moe_step,
+        experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
         linear=triton.linear,
         gather_rows=triton.gather_rows,

@@ -1,12 +1,13 @@
-"""Importing transformers: from several threads, and without what it would load and never use here."""
+"""Importing transformers and hqq: from several threads, and without what they would load and never use here."""
 
 from __future__ import annotations
 
 import importlib
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 
 def import_library() -> None:
@@ -32,15 +33,31 @@ def untimed() -> Generator[None]:
 
 
 def import_model_code() -> None:
-    """Import transformers' model code, with its modules told that hqq and scipy are absent where they do not matter.
-
-    Its KV cache imports hqq for a quantized cache that floe-chat does not use, and hqq decorates functions with
-    torch.compile at import, which loads torch._inductor: 1.5 to 2.5 s of CPU before the first answer (of 7 to 8).
-    `models/pack/quantize.py` imports hqq itself, when something is packed. Its losses import scipy, where it is
-    installed, for training detectors: another second.
+    """Import transformers' model code, without the second of CPU for scipy, where it is installed, which its losses
+    import for training detectors; and with hqq, which its KV cache imports, as `import_hqq` does.
     """
-    _import_without("is_hqq_available", "transformers.cache_utils")
+    import_hqq()
     _import_without("is_scipy_available", "transformers.loss.loss_utils")
+
+
+def import_hqq() -> None:
+    """Import hqq, with torch.compile standing aside: it decorates methods that nothing here calls, and to do so loads
+    torch._inductor, which takes 2 to 4 s of CPU.
+    """
+    if "hqq.core.quantize" in sys.modules:
+        return
+    import torch
+
+    compiling = torch.compile
+    torch.compile = _as_they_are
+    try:
+        importlib.import_module("hqq.core.quantize")
+    finally:
+        torch.compile = compiling
+
+
+def _as_they_are(**_options: object) -> Callable[[Any], Any]:
+    return lambda function: function
 
 
 def _import_without(available: str, module: str) -> None:

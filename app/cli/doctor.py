@@ -127,7 +127,8 @@ def _machine(found: Hardware) -> Iterator[str]:
 def _gpu(gpu: Gpu, reason: str) -> Iterator[str]:
     free = "?" if gpu.vram_free is None else quantities.memory(gpu.vram_free)
     free = f"{free} of {quantities.memory(gpu.vram_total)} free"
-    memory = f"{free}, compute capability {gpu.capability or '?'}"
+    kind = gpu.capability if gpu.capability.startswith("gfx") else f"compute capability {gpu.capability or '?'}"
+    memory = f"{free}, {kind}"
     yield _line("gpu", f"{gpu.name}, {memory}", gpu.source)
     if gpu.link or gpu.link_most:
         yield _line("", f"PCIe {gpu.link or '?'}, at most {gpu.link_most or '?'}", gpu.source)

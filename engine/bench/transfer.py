@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ...kernels.weights import ExpertRows
-from ..machine import random_weights
+from ..machine import gpus, random_weights
 from ..machine.conditions import backend, computing, facts
 from ..machine.load import Others
 from ..machine.random_weights import MIXTRAL, Shapes
@@ -77,6 +77,7 @@ def run(
             if gpu:
                 title = f"To the GPU, {bits}-bit rows, by neurons in a chunk and streams"
                 with pinned(rows.data, gpu) as obstacle:
+                    gpus.wake(gpu)
                     figures = copying(rows, chunks, gpu) + ([] if obstacle else in_place(rows, chunks, gpu))
                     sections.append(_section(title, figures, runs, report))
                 if obstacle:

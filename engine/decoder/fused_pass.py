@@ -23,6 +23,7 @@ from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, capped
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..machine.hardware import ram
+from ..outcomes import ran_out
 from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
@@ -254,7 +255,9 @@ class FusedDecoder:
         try:
             store = self._room_for(most, kv)
             drawn = self.way.drawn(token, self._text(store, store.unbroken(most), kv), sampler, last)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             return None  # `forward` meets it too, and the caller makes room
         finally:
             self._step = None

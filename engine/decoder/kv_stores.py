@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...models.errors import FloeError
 from ..experts.moe_layer import STREAMED_CHUNK
 from ..machine.gpus import pinned
 from .kv_cache import Held, KVStore, reaches
@@ -443,7 +444,7 @@ class GrowingStore:
         """Whether there was as much memory as was promised; if not, what is there is as it was."""
         try:
             self._grow(capacity)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, FloeError):
             return False
         return True
 
@@ -475,7 +476,7 @@ class GrowingStore:
         """Whether there was as much memory as was promised."""
         try:
             self._allot(near, capacity)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, FloeError):
             return False
         return True
 

@@ -69,7 +69,7 @@ class Control:
             reported. If experts stream to the device, each chunk brings all of them, so chunks are longer there.
         notices: for the user, until collected.
         make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
-        ran_out: what the driver said then, which names the card.
+        ran_out: what the driver said then, which names the card. narrow: whether activations are float16.
     """
 
     def __init__(self, preset: Preset, chunk: int = PREFILL_CHUNK) -> None:
@@ -78,7 +78,7 @@ class Control:
         self.counting = False
         self.notices: list[Notice] = []
         self.make_room: Callable[[], bool] | None = None
-        self.ran_out = ""
+        self.ran_out, self.narrow = "", False
 
     def cut(self, tokens: int) -> bool:
         """Let parts of prompts be at most half as long as these tokens, which device memory was too small for; False if

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels import maker
+
 _log = logging.getLogger("floe_chat.engine")
 WAKING_S = 1.0  # an idle card runs its memory at 405 MHz and its link at generation 1 for the first 0.1 to 1 s of work
 _NO_LIBRARY = "nvidia-ml-py is not installed"
@@ -21,7 +23,7 @@ _NO_LIBRARY = "nvidia-ml-py is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA device. Bytes of memory; `capability` such as "8.6".
+    """One device. Bytes of memory; `capability` such as "8.6", or "gfx1100" of AMD's.
 
     Attributes:
         vram_free: by the driver's library; None: unknown, since only a context on the device could tell.
@@ -43,15 +45,16 @@ class Gpu:
 
 def of_torch() -> tuple[tuple[Gpu, ...], str]:
     """The devices that torch computes on, or why there are none. No context is made, which takes 0.3 to 0.5 GB."""
-    if torch.version.cuda is None:
-        return (), "this torch is built without CUDA"
+    if reason := maker.without():
+        return (), reason
     if not torch.cuda.is_available():
         return (), "torch sees no CUDA device"
     found: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         told: Any = torch.cuda.get_device_properties(index)
         uuid = f"GPU-{told.uuid}" if hasattr(told, "uuid") else ""
-        found.append(Gpu(told.name, f"{told.major}.{told.minor}", told.total_memory, None, index, uuid=uuid))
+        capability = maker.architecture(index).removeprefix("compute capability ")
+        found.append(Gpu(told.name, capability, told.total_memory, None, index, uuid=uuid))
     return tuple(found), ""
 
 

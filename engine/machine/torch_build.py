@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...kernels import maker
 from ...kernels.backend import TRITON_FROM
 from . import gpus
 from .gpus import Gpu
@@ -47,8 +48,9 @@ def remedy(library: ModuleType | Any | None = None) -> str:
     """
     if platform.system() == "Darwin" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        able = any(torch.cuda.get_device_capability(at) >= TRITON_FROM for at in range(torch.cuda.device_count()))
+    if not maker.without() and torch.cuda.is_available():
+        there = range(torch.cuda.device_count())
+        able = maker.is_amd() or any(torch.cuda.get_device_capability(at) >= TRITON_FROM for at in there)
         return _of_triton() if able else ""
     known, _ = gpus.of_driver(library)
     able = [gpu for gpu in known if not gpu.capability or _numbers(gpu.capability) >= TRITON_FROM]

@@ -39,10 +39,13 @@ Mark = Any  # a point in a device's work: an event, virtual seconds, or None if 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Up projections on their way to the device, and the point in the work there from which they may be used."""
+    """Up projections on their way to the device.
 
-    up: SignalWeights
-    ready: Mark
+    Attributes:
+        there: them, once their copies are under way, and the point in the work there from which they may be used.
+    """
+
+    there: Callable[[], tuple[SignalWeights, Mark]]
 
 
 class Device:
@@ -72,7 +75,8 @@ class Device:
         self._kept = kept
         self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
         self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
-        self._side: Any = None  # the stream of `bring`
+        self._side: Any = None  # the stream of `bring`, whose thread copies to pinned memory first
+        self._bringing = ThreadPoolExecutor(1, thread_name_prefix="floe-bring")
 
     def now(self) -> float:
         """Seconds, from no particular start."""
@@ -170,21 +174,24 @@ class Device:
         return self._sum(x, rows, one, active, limits, x_bits)
 
     def bring(self, up: SignalWeights) -> Brought:
-        """Start copying up projections in RAM to the device, beside what it computes."""
+        """Start copying up projections in RAM to the device, beside what it and the host compute."""
         if self.place == "cpu":
-            return Brought(up, None)
+            return Brought(lambda: (up, None))
         if self._side is None:
             self._side = torch.cuda.Stream(self.place)
-        with torch.cuda.stream(self._side):
-            there = up.mapped(lambda part: part.to(self.place, non_blocking=True))
-            return Brought(there, self.mark())
+
+        def sent() -> tuple[SignalWeights, Mark]:
+            with torch.inference_mode(), torch.cuda.stream(self._side):
+                return up.mapped(self._to_device), self.mark()
+
+        return Brought(self._bringing.submit(sent).result)
 
     def use(self, brought: Brought) -> SignalWeights:
         """The up projections: what computes next waits for them."""
-        up = brought.up
-        if brought.ready is not None:
+        up, ready = brought.there()
+        if ready is not None:
             stream = torch.cuda.current_stream(self.place)
-            stream.wait_event(brought.ready)
+            stream.wait_event(ready)
             for part in up.parts().values():
                 part.record_stream(stream)
         return up
@@ -265,6 +272,7 @@ class Device:
         """End the link and the CPU's thread."""
         self.link.close()
         self._cpu.shutdown()
+        self._bringing.shutdown()
         if self._kept is not None:
             self.rates.save(self._kept)
 

@@ -26,9 +26,9 @@ class DeviceMemory:
             place: torch's name of the device. neurons: of one expert, F.
         """
         self._place, self._most, self.row_bytes = place, most, row_bytes
-        self._lent = 0
-        self.take(capacity * row_bytes)
+        self._lent, self._least = 0, min(capacity, neurons) * row_bytes
         self.ring = self._new(RING * neurons * row_bytes).view(-1, row_bytes)
+        self.take(capacity * row_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -49,9 +49,21 @@ class DeviceMemory:
         return self._bytes[self.nbytes - self._lent :]
 
     def take(self, nbytes: int) -> None:
-        """Allocate the memory; its content is undefined."""
-        self._bytes = self._new(nbytes)
+        """Allocate the memory, or less of it if there is less, but for what is lent and one expert's rows; its content
+        is undefined.
+        """
+        while (found := self._found(nbytes)) is None:
+            nbytes = nbytes * 15 // 16 // ALIGNED * ALIGNED
+        self._bytes = found
         self._divide()
+
+    def _found(self, nbytes: int) -> Tensor | None:
+        try:
+            return self._new(nbytes)
+        except torch.OutOfMemoryError:
+            if nbytes * 15 // 16 // ALIGNED * ALIGNED < self._lent + self._least:
+                raise
+            return None
 
     def give(self) -> None:
         """Return all memory, including rows, to the device, except the ring's."""

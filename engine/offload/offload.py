@@ -119,9 +119,10 @@ class Offload:
         self.predictors: tuple[Predictor, ...] = ()
         self.looking: Looking | None = None
         self.tried: Callable[[Sequence[str]], Looking] | None = None
+        self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
+        capacity = len(self.memory.rows)
         # Tables have a layer at least: where none uses the pool, it stays empty.
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
-        self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
         sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.ring = ExpertRing(device, self.pool, self.memory)

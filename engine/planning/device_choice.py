@@ -135,20 +135,20 @@ def choose(
         return dataclasses.replace(_in_ram(why, pack, packed), remedy=remedy)
     found = hardware.probe(Path())
     if wanted != "auto":
+        slow = kernels_on(place, report).name == "reference"  # what it loads there is not free any more
         choice = _on_gpu(UsableGpu.of(place, found), why, pack, vram)
-        slow = kernels_on(place, report).name == "reference"
         return dataclasses.replace(choice, remedy=torch_build.remedy()) if slow else choice
     # The kernels run on cards of a certain age; plain torch on others is not worth it.
     able = [gpu.index for gpu in found.gpus if gpu.index is not None]
     able = [index for index in able if kernels.foreseen(index)[0] != "reference"] or able[:1]
-    gpus = [UsableGpu.of(f"cuda:{index}", found, used=len(able) == 1) for index in able]
+    gpus = [UsableGpu.of(f"cuda:{index}", found, used=False) for index in able]
     if lacking := hardware.uncompiled():
         whole = [gpu for gpu in gpus if pack.shares(gpu.machine, gpu.budget(vram)).place == "gpu"]
         if not whole:
             words = f"a part of it on a GPU needs compiled code, and {lacking}. {hardware.compiled_by()}"
             return _in_ram(words, pack, packed)
         gpus = whole
-    pack = pack.granted(max(gpu.budget(vram) for gpu in gpus))
+    wished, pack = pack, pack.granted(max(gpu.budget(vram) for gpu in gpus))
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
         least = size(pack.least())
@@ -164,8 +164,7 @@ def choose(
         return dataclasses.replace(_in_ram(f"{why}: {backend.reason}", pack, packed), remedy=torch_build.remedy())
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
-        best = UsableGpu.of(best.place, found)
-    return _on_gpu(best, why, pack, vram)
+    return _on_gpu(UsableGpu.of(best.place, found), why, wished, vram)
 
 
 def kernels_on(place: str, report: Callable[[str], None]) -> kernels.Backend:

@@ -30,6 +30,11 @@ PACKED = 1 / TOUCHED["staged"]  # share of a linear read at which the CPU packs 
 NO_CARD = "none"
 FREE = 0.8  # share of the memory counted on; if less is free now, the plan says so
 AGAIN = "floe-chat doctor --measure"
+# An estimate: 50 to 100 us for each of the three starts of work that such a layer takes.
+WINDOWS = (
+    "Windows' driver starts work on a card more slowly than Linux's: where a layer's rows are in a pool, an estimated "
+    "0.15 to 0.3 ms more for each layer and token, not counted here."
+)
 _OF_GPU = (rates.GPU, rates.FLOPS, rates.PINNED, rates.PAGEABLE)
 
 # Assumptions, where neither a measurement nor an option gives a value.
@@ -147,6 +152,8 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         speeds = _with_gpu(speeds, known, told, usable[0].name)
         if (free := usable[0].vram_free) is not None and free < FREE * vram:
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
+        if found.system.startswith("Windows"):
+            told["windows"] = WINDOWS
     else:
         told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
     if index is None and len(usable) > 1:
@@ -266,7 +273,7 @@ def _fed(speeds: Speeds) -> Speeds:
 def _without_gpu(said: Described, base: Machine) -> Machine:
     if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
         raise UsageError("--card none has no memory and no link", "", "Leave out --vram, --pcie and --link-gbs.")
-    told = {what: said for what, said in base.told.items() if what not in ("link", "remedy")}
+    told = {what: said for what, said in base.told.items() if what not in ("link", "windows", "remedy")}
     told["gpu"] = "It has no GPU."
     speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
     return dataclasses.replace(base, vram=0, speeds=speeds, told=told)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...models.errors import UsageError
 from ...models.quantities import memory as size
+from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
 from ..ranges import Wanted
 from . import memory_plan
@@ -88,7 +89,8 @@ class Costs:
     def _column(self, place: ExpertsPlace, work: TokenWork) -> NDArray[np.float64]:
         """(2, STEPS + 1)."""
         steps = range(STEPS + 1) if place == "pool" else range(1)
-        times = [_shared(self.takes, work, self.speeds, place, step / STEPS) for step in steps]
+        rates = self.speeds.rates(self.takes, work)
+        times = [_shared(self.takes, work, self.speeds, place, step / STEPS, rates) for step in steps]
         return np.broadcast_to(np.array(times).T, (2, STEPS + 1))
 
 
@@ -216,7 +218,10 @@ def _of_kinds(
     return total[:, 0], total[:, 1]
 
 
-def _shared(takes: Footprint, work: TokenWork, speeds: Speeds, place: ExpertsPlace, pool: float) -> tuple[float, float]:
+def _shared(
+    takes: Footprint, work: TokenWork, speeds: Speeds, place: ExpertsPlace, pool: float, rates: Rates
+) -> tuple[float, float]:
     """One layer's seconds for a token of an answer and its part of the prompt, and their bytes from the disk."""
-    token, prompt = layer_time(takes, work, speeds, place, pool), prompt_layer(takes, work, speeds, place, pool)
+    token = layer_time(takes, work, speeds, place, pool, rates=rates)
+    prompt = prompt_layer(takes, work, speeds, place, pool, rates=rates)
     return token.seconds + prompt.seconds / ANSWER, token.away + prompt.away / ANSWER

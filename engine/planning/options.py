@@ -15,6 +15,7 @@ from ...models.catalog_entry import SHARD_BYTES
 from ...models.errors import UsageError
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
+from ..context import CONTEXT
 from ..offload.mix import ExpertsPlace, Mix
 from . import memory_plan, mix_choice, worth
 from .footprint import Footprint, divisible, kv_bytes
@@ -82,6 +83,7 @@ class Option:
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
         token: one token's seconds by part. decode, prefill: tokens per second. kv_bits: of keys and values. full:
             tokens per second at the end of the longest chat that memory is reserved for, and of the model's longest.
+        context: tokens whose keys and values have memory reserved: as many as were asked for, or as fit.
         cards: what each of several cards has; vram is their sum, and mix counts the layers of all.
     """
 
@@ -102,6 +104,7 @@ class Option:
     prefill: SpeedRange
     kv_bits: int
     full: tuple[float, float]
+    context: int
     cards: tuple[OnCard, ...] = ()
 
     @property
@@ -175,7 +178,7 @@ def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, in
     best, static = ([_On.of(one, which, takes) for one in found] for which in ("best", "static"))
     beside = _made(machine, takes, context, disk, best, best[0].shares)
     token = Running(takes, [one.place for one in static]).token(costs.work)
-    beside = dataclasses.replace(beside, static=1 / token.seconds)
+    beside = dataclasses.replace(beside, static=1 / token.seconds, context=found[0].needs.context)
     return max(beside, alone, key=lambda one: (one.works, not one.missing, one.decode.mid))
 
 
@@ -242,7 +245,9 @@ def _placed(machine: Machine, costs: Costs, needs: Needs) -> list[_Found]:
     try:
         parts = Divided(takes, costs.work, needs, cards, room).parts()
     except UsageError:
-        return []
+        if needs.context <= CONTEXT:
+            return []
+        return _placed(machine, costs, dataclasses.replace(needs, context=max(CONTEXT, needs.context // 2)))
     return [
         _Found(card, part.layers, part.needs, part.best, part.static)
         for card, part in zip(machine.each, parts, strict=True)
@@ -309,6 +314,7 @@ def _made(
         prefill=SpeedRange(running.prefill(unlucky, slow), running.prefill(work), running.prefill(work, fast)),
         kv_bits=device.kv_bits,
         full=(full(context), full(takes.sizes.window)),
+        context=context,
         cards=tuple(one.card() for one in on) if len(on) > 1 else (),
     )
 

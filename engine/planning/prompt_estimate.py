@@ -57,8 +57,9 @@ def prompt_layer(
     *,
     cpu: bool = True,
     tokens: int = PROMPT,
+    rates: Rates | None = None,
 ) -> PromptTime:
-    """One layer of a kind, whose lanes overlap; pool, cpu: see `Held`."""
+    """One layer of a kind, whose lanes overlap; pool, cpu: see `Held`. rates: `speeds.rates`, where they are known."""
     sizes, calls = takes.sizes, tokens * takes.sizes.top_k * work.calls
     ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
     flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
@@ -69,8 +70,9 @@ def prompt_layer(
     compute = max(flops / speeds.gpu_flops, reading) + launches * speeds.launch
     there = {"gpu": 1.0, "pool": pool, "cpu": 0.0}[place]
     away = (1 - there) * rows + (ups if place == "cpu" else 0)
-    ends = (0.0, 0.0) if place == "gpu" else _experts_end(takes, calls, speeds.rates(takes, work), there, away, cpu)
-    return PromptTime(max(compute, *ends) + speeds.host_gpu, away)
+    if place != "gpu":
+        compute = max(compute, *_experts_end(takes, calls, rates or speeds.rates(takes, work), there, away, cpu))
+    return PromptTime(compute + speeds.host_gpu, away)
 
 
 def _experts_end(

@@ -11,7 +11,7 @@ from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, divisible
 from .machine import Machine
-from .memory_plan import Needs, budget, granted
+from .memory_plan import Needs, budget
 from .options import DEFAULT, Option, option
 from .worth import ENOUGH, NEWER, READING, WORTH
 
@@ -144,18 +144,16 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if chosen.cards:
         return ""
     usable = budget(machine.vram)
-    (asked,) = granted([Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context, chosen.kv_bits)], usable)
+    asked = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), chosen.context, chosen.kv_bits)
     free = f"{memory(machine.vram - usable)} of its {memory(machine.vram)} is left to torch and the desktop"
-    room = f"{asked.context:,} tokens of context"
-    if asked.context < context:
-        room += f" (of the {context:,} that were asked for: those of a longer chat are in RAM, which is slower)"
+    room, short = f"{chosen.context:,} tokens of context", _short(chosen, context)
     if chosen.place == "gpu":
-        beside = f" with {room}" if asked.context < context else ""
+        beside = f" with {room}{short}" if short else ""
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}{beside}, and {free}."
     if chosen.mix is not None:
         return (
             f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. It has attention, "
-            f"{room}{_experts(chosen.mix, chosen)} About {share(chosen.token.hit)} of what a "
+            f"{room}{short}{_experts(chosen.mix, chosen)} About {share(chosen.token.hit)} of what a "
             "token needs is there."
         )
     if not machine.vram:
@@ -164,6 +162,13 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     if least > usable:
         return f"The CPU computes: the GPU would need {memory(least)}, and {memory(usable)} can be used."
     return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
+
+
+def _short(chosen: Option, context: int) -> str:
+    """That there is less room than was asked for."""
+    if chosen.context >= context:
+        return ""
+    return f" (of the {context:,} that were asked for: those of a longer chat are in RAM, which is slower)"
 
 
 def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: int) -> str:
@@ -180,6 +185,8 @@ def _why_cards(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
         return "The CPU computes: the cards together have no room for the model, or would be slower."
     counts = " and ".join(_layers(card.layers) for card in chosen.cards)
     said = f"The cards have {counts}, one after the other, as is fastest by our estimate with their memory and rates"
+    if short := _short(chosen, context):
+        said += f", and {chosen.context:,} tokens of context{short}"
     if alone.missing:
         return f"{said}. One of them alone would not do."
     times = chosen.decode.mid / alone.decode.mid

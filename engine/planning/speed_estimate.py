@@ -374,8 +374,9 @@ def layer_time(
     *,
     cpu: bool = True,
     curve: Curve | None = None,
+    rates: Rates | None = None,
 ) -> LayerTime:
-    """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
+    """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`. rates: `speeds.rates`, where they are known."""
     dense = takes.attention / speeds.of_gpu("signal", takes.spec.dense)
     dense += speeds.launch + dense_launches(takes.sizes) * speeds.node
     if place == "cpu":
@@ -390,8 +391,7 @@ def layer_time(
     hit = at(curve or figures().hits, pool)
     absent, host = wanted * (1 - hit), speeds.host_pool
     own = wanted * hit * row * work.read / reads + launches
-    rates = speeds.rates(takes, work)
-    end, copied = _absent_end(absent, row, rates, cpu, work)
+    end, copied = _absent_end(absent, row, rates or speeds.rates(takes, work), cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
     # The device and the link work behind half of the rest of the host's own time; the other half follows when their
     # rows are there. What is fetched ahead where that pays is not counted.

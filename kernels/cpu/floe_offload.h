@@ -221,10 +221,10 @@ typedef struct {
 } floe_link_gate;
 
 // Addresses of the driver's functions, or of a test's stand-ins, by what they do: cuCtxSetCurrent (and the context that
-// it is given), cuMemcpyHtoDAsync, cuGraphLaunch, cuEventRecord, _Query, _Synchronize, _ElapsedTime, cuStreamWaitEvent,
-// cuPointerGetAttribute, cuGetErrorString.
+// it is given), _PushCurrent, _PopCurrent, cuMemcpyHtoDAsync, cuGraphLaunch, cuEventRecord, _Query, _Synchronize,
+// _ElapsedTime, cuStreamWaitEvent, cuPointerGetAttribute, cuGetErrorString.
 typedef struct {
-    int64_t set_context, context, copy, launch, record, query, synchronize, elapsed, wait, address, text;
+    int64_t set_context, context, push, pop, copy, launch, record, query, synchronize, elapsed, wait, address, text;
 } floe_driver;
 
 // Buffers of one chunk, `here` in pinned memory and `there` on the device: a head of 64-bit words, the number of rows,

@@ -135,6 +135,7 @@ def _absorbed(asked: Tensor, latent: Latent) -> Tensor:
     down_kernel[(triton.cdiv(vector.words, width), 1, count)](
         *(asked, *rows, made.q, made.scale.view(torch.uint8), made.zero.view(torch.uint8), out),
         *(launch.magic(asked.device), vector, ABSORBED[1], width),
+        num_warps=1,
     )
     return out
 

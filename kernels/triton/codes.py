@@ -64,7 +64,7 @@ def field(words, magic, INDEX: tl.constexpr, V: tl.constexpr):
         return (words[0] >> (16 * INDEX)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     word = words[INDEX // 4 % 2] if V.bits == 3 else words[0]
     if V.shifts[INDEX] >= 16:
-        word = word >> 16
+        word = unseen(word >> 16, V)  # else each field of it would be shifted by itself
     mask: tl.constexpr = ((1 << V.bits) - 1) << (V.shifts[INDEX] % 16)
     return ((word & mask) | magic).to(tl.float32, bitcast=True) - TWO_23
 
@@ -98,12 +98,12 @@ def group_of(word, INDEX: tl.constexpr, V: tl.constexpr):
 
 @device_code()
 def load_scale(scale, zero, row, group, live, V: tl.constexpr):
-    """Scale and zero of a group of every row."""
+    """Scale and zero of a group of every row, the zero in steps of `zero_step`."""
     if V.scale_bytes == 1:
         at = row * V.scale_row + group
         s = _scale_of_byte(tl.load(scale + at + V.scales, mask=live, other=0))
         z = tl.load(zero + at + V.zeros, mask=live, other=0)
-        return s, z.to(tl.float32) * ((1 << V.bits) / 256)
+        return s, z.to(tl.float32)
     if V.fast:
         at = row * (V.scale_row // 2) + group
         s = tl.load(scale.to(tl.pointer_type(tl.float16)) + V.scales // 2 + at, mask=live, other=0.0)
@@ -111,6 +111,12 @@ def load_scale(scale, zero, row, group, live, V: tl.constexpr):
         return s.to(tl.float32), z.to(tl.float32)
     at = row * V.scale_row + group * 2
     return load_half(scale, at + V.scales, live), load_half(zero, at + V.zeros, live)
+
+
+@device_code()
+def zero_step(V: tl.constexpr):
+    """What a stored zero counts in, see `codes.widened`."""
+    return (1 << V.bits) / 256 if V.scale_bytes == 1 else 1.0
 
 
 @device_code()
@@ -139,7 +145,7 @@ def load_values(data, scale, zero, row, column, live, V: tl.constexpr):
     else:
         code = load_plane(base, column, V.n, live, V.bits)
     s, z = load_scale(scale, zero, row, column // V.group, live, V)
-    return (code.to(tl.float32) - z) * s
+    return (code.to(tl.float32) - z * zero_step(V)) * s
 
 
 @device_code()
@@ -154,6 +160,14 @@ def load_plane(base, at, n, live, BITS: tl.constexpr):
 
 @device_code()
 def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """See `spread_chunks`; a program for each token and BLOCK chunks."""
+    spread_chunks(x, out, tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK, N, DIGITS, WORDS, BLOCK)
+
+
+@device_code()
+def spread_chunks(
+    x, out, token, first, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """x (B, N) -> for each token, in WORDS of 32 bits, N * DIGITS bytes, then two float32 for each chunk: what a unit
     of its digits is worth, and the sum of what its digits stand for.
 
@@ -161,11 +175,11 @@ def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.const
     `reference.rounded` has it. A chunk with what is not finite has a unit that is not a number.
     """
     chunks: tl.constexpr = N // 64
-    chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk = first + tl.arange(0, BLOCK)
     within = chunk < chunks
     column = tl.arange(0, 64)
     at = chunk[:, None] * 64 + column[None, :]
-    value = tl.load(x + tl.program_id(0).to(tl.int64) * N + at, mask=within[:, None], other=0.0).to(tl.float32)
+    value = tl.load(x + token * N + at, mask=within[:, None], other=0.0).to(tl.float32)
     top = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as bits: NaN and infinity are the largest
     largest = top.to(tl.float32, bitcast=True)
     nothing = top < 0x0D800000  # below 2^-100
@@ -175,7 +189,7 @@ def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.const
     rest = (value * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     rest = tl.where((inverse == 0.0)[:, None], 0, rest)
     total = tl.sum(rest, 1)
-    words = out + tl.program_id(0).to(tl.int64) * WORDS
+    words = out + token * WORDS
     to = words.to(tl.pointer_type(tl.int8)) + (chunk[:, None] * (64 * DIGITS) + column[None, :])
     for digit in tl.static_range(DIGITS - 1, 0, -1):
         low = ((rest + 64) & 127) - 64
@@ -248,7 +262,7 @@ def _dot_chunks(data, scale, zero, row, x, token, V: tl.constexpr, BLOCK: tl.con
         if not even:  # what is past the end is the last one again, times nothing
             chunk = tl.minimum(chunk, chunks - 1)
         # Neighbouring groups must not be loaded as one: each thread has its own chunk's.
-        group = _unseen((chunk // (V.group // 64))[None, :] + tl.zeros((row.shape[0], BLOCK), tl.int32), V)
+        group = unseen((chunk // (V.group // 64))[None, :] + tl.zeros((row.shape[0], BLOCK), tl.int32), V)
         s = tl.load(scales + group)
         s = _scale_of_byte(s) if V.scale_bytes == 1 else s.to(tl.float32)
         z = tl.load(zeros + group).to(tl.float32)
@@ -306,7 +320,7 @@ def _dot_chunks(data, scale, zero, row, x, token, V: tl.constexpr, BLOCK: tl.con
         unit = tl.load(units + chunk)
         if not even:
             unit = tl.where(start + tl.arange(0, BLOCK) < chunks, unit, 0.0)
-        total = tl.load(units + chunks + chunk) * (((1 << V.bits) / 256) if V.scale_bytes == 1 else 1.0)
+        total = tl.load(units + chunks + chunk) * zero_step(V)
         acc += s * unit[None, :] * (upper + dots.to(tl.float32) - z * total[None, :])
     return tl.sum(acc, 1)
 
@@ -358,7 +372,7 @@ def _dot_bytes(codes, x, dots, V: tl.constexpr):
 
 
 @device_code()
-def _unseen(number, V: tl.constexpr):
+def unseen(number, V: tl.constexpr):
     """The number, of which the compiler knows nothing from here on."""
     if V.ptx:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], tl.int32, True, 1)

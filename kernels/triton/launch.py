@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from .. import maker
 from ..codes import CHUNK
 from ..rule import Rule
 from ..types import digits_of
@@ -18,16 +19,18 @@ from .codes import spread_kernel, spread_pairs_kernel
 from .vectors import Vector
 
 # Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
-GEMV_ROWS, PRODUCT_ROWS, DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 16, 16, 8, 4, 8
+DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 8, 4, 8
+AMDS_ROWS = 8  # without an instruction for four codes, 16 rows take more than the 256 registers of gfx1100
+GEMV_ROWS = PRODUCT_ROWS = AMDS_ROWS if maker.is_amd() else 16
 WORDS = 64  # of a row at a time: 16 threads of 16 bytes each
 COMPACT = 512  # neurons per program of the compaction
 COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
 SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
 CHUNKS = 16  # of a row at a time, one for each of 16 threads
-COMBINE_COLUMNS = 64
+COMBINE_ROWS, COMBINE_COLUMNS = 64, 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
-WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
+WAVES = 16  # programs per SM that `down_kernel` aims at, of one warp each: as many as one of 8.6 can have
 MAX_SLICES = 64
 
 
@@ -46,10 +49,10 @@ def processors(device: torch.device) -> int:
 @cache
 def cores(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton multiplies numbers of 16 bits by tensor cores: from compute capability 8.0 on. Its interpreter
-    knows no such product of bfloat16.
+    knows no such product of bfloat16, and on AMD's cards it lacks registers for ours.
     """
     if device.type == "cuda":
-        return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+        return not maker.is_amd() and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not knobs.runtime.interpret)
 
 
@@ -75,17 +78,23 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def spread(x: Tensor, vector: Vector, x_bits: int) -> tuple[Tensor, Vector, int]:
+def spread(x: Tensor, vector: Vector, x_bits: int, ready: Tensor | None = None) -> tuple[Tensor, Vector, int]:
     """x (B, n) as a kernel wants it for one kind of vector, that vector with how it is, and how many of the vector's
     words, or chunks, a program takes at a time.
+
+    Args:
+        ready: the same of the same x for other vectors in chunks, whatever their bits.
     """
     x = x.contiguous()
     if vector.chunked:
         vector = vector.reading(digits_of(x, x_bits))
+        width = block_of(vector.n // CHUNK, CHUNKS)
+        if ready is not None:
+            return ready, vector, width
         out = torch.empty(x.shape[0], vector.x_words, dtype=torch.int32, device=x.device)
         grid = (x.shape[0], triton.cdiv(vector.n // CHUNK, SPREAD_CHUNKS))
         spread_kernel[grid](x, out, vector.n, vector.digits, vector.x_words, SPREAD_CHUNKS, num_warps=1)
-        return out, vector, block_of(vector.n // CHUNK, CHUNKS)
+        return out, vector, width
     if not vector.fast or vector.bits < 16:  # code by code
         return x.float(), vector._replace(fast=False, words=vector.n), block_of(vector.n)
     out = torch.empty(x.shape[0], len(vector.shifts), vector.words, dtype=torch.float32, device=x.device)

@@ -9,10 +9,11 @@ fixed order, so results repeat bit for bit.
 
 Why not one kernel: a program would hold y (4096 floats), wait for a first half, reduce it over its threads, and only
 then ask for the down half; two latencies in a row for each few neurons and most of the registers for y. Apart, each
-half streams: a program of the first owns neurons; one of the second owns 64 words of every record (512 columns at 4
-bit), a slice of the neurons, and their part of y in registers. `down_kernel` has each record's place from
-`product_kernel` and fetches it one step ahead, so that one memory latency per step remains, with 16 bytes per thread
-under way.
+half streams: a program of the first owns neurons; one of the second, a single warp, owns 64 words of every record (512
+columns at 4 bit), a slice of the neurons, and their part of y in registers. `down_kernel` has each record's place from
+`product_kernel` and fetches it one step ahead, so that one memory latency per step remains, with 64 bytes per thread
+under way. Nothing is exchanged before the end. Compiled for 8.6, everything in the loop counted, a code of 2, 3, 4 or
+8 bits takes 3.6, 4.2, 4.2 or 5.3 instructions: 10 bytes or more for each multiprocessor and clock, 16 at 4 bits.
 """
 
 from __future__ import annotations
@@ -30,25 +31,29 @@ from .codes import (
     load_values,
     load_words,
     undo_field,
+    unseen,
+    zero_step,
 )
 from .jit import device_code
+
+UNDER_WAY = tl.constexpr(4)  # records that a thread of `down_kernel` waits for at a time
 
 
 @device_code("neurons")
 def product_kernel(
     x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · o(other_n · x + bias_n) v_n of every active neuron, and the number of its record into place.
 
-    h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
-    not. BIAS: where a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert; `at` says where
-    among `values` each one's is; and reached (1,) grows by all neurons that are not below their limit.
+    h is zero for what is below its limit; reached[call * EACH] grows by the number of neurons that are not. BIAS: where
+    a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert, and `at` says where among
+    `values` each one's is.
     """
     call = tl.program_id(0)
-    begin = tl.load(begins + call)
-    end = tl.load(ends + call)
+    begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
+    end = tl.load(ends + call).to(tl.int32)
     token = tl.load(tokens + call)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
@@ -72,10 +77,7 @@ def product_kernel(
         weight = tl.load(weights + call).to(tl.float32)  # here, since registers are short before
         tl.store(h + i, tl.where(kept, product * weight, 0.0), mask=live)
         tl.store(place + i, row, mask=live)
-    if LISTED:
-        tl.atomic_add(reached, tl.sum(count, 0).to(tl.int64))
-    elif LIMIT:
-        tl.store(reached + call * tl.num_programs(1) + tl.program_id(1), tl.sum(count, 0))
+    tl.atomic_add(reached + call * EACH, tl.sum(count, 0).to(tl.int64))
 
 
 @device_code()
@@ -88,12 +90,15 @@ def down_kernel(
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     call = tl.program_id(2)
-    begin = tl.load(begins + call)
-    end = tl.load(ends + call)
+    begin = tl.load(begins + call).to(tl.int32)
+    end = tl.load(ends + call).to(tl.int32)
     size = tl.cdiv(tl.cdiv(end - begin, parts), ROWS) * ROWS
     begin += part * size
     end = tl.minimum(end, begin + size)
     out = partial + (call.to(tl.int64) * parts + part) * V.n
+    if V.scale_row == V.row:  # in the same record, so that one address serves both
+        scale = data
+        zero = data
     if V.fast:
         _down_words(h, place, begin, end, data, scale, zero, out, block, magic, V, ROWS, BLOCK)
     else:
@@ -105,46 +110,94 @@ def _down_words(
     h, place, begin, end, data, scale, zero, out, block, magic,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum over records of h times the columns that a block of their words holds."""
+    """The sum over records of h times the columns that a block of their words holds.
+
+    A thread has four neighbouring words, of one record after the other, and adds up every field of theirs by itself.
+    """
     two_23 = tl.load(magic)
     fields: tl.constexpr = len(V.shifts)
     sets: tl.constexpr = V.sets
-    word = block * BLOCK + tl.arange(0, BLOCK)
-    within = word < V.words
-    first = first_column(word, V)
-    lane = tl.arange(0, ROWS)
-    hn, row = _record(h, place, begin + lane, end)
-    # One accumulator per field of a word, so that every thread adds up its own words and nothing is exchanged.
+    planes: tl.constexpr = fields // V.lanes
+    quads: tl.constexpr = BLOCK // 4
+    side: tl.constexpr = ROWS // UNDER_WAY  # records side by side in a warp
+    quad = (block * quads + tl.arange(0, quads))[None, :, None]
+    word = quad * 4 + tl.arange(0, 4)[None, None, :]
+    within = quad * 4 < V.words
+    # The first word's scale is that of all four, unless groups are as small as that. Neighbouring groups must not be
+    # loaded as one: each thread has those of its own words.
+    scaled = quad * 4 if V.group % 16 == 0 else word
+    groups = ()
+    for group in tl.static_range(sets):
+        of_set = group_of(scaled, group * (fields // sets), V) if V.bits < 16 else scaled
+        groups = groups + (unseen(of_set + tl.zeros((side, 1, 1), tl.int32), V),)  # noqa: RUF005
+    at = begin + tl.arange(0, side)
+    records = ()
+    for i in tl.static_range(UNDER_WAY):
+        records = records + (_record(h, place, at + i * side, end),)  # noqa: RUF005 (Triton knows no unpacking)
     sums = ()
     for _ in tl.static_range(fields):
-        sums = sums + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
+        sums = sums + (tl.zeros((side, quads, 4), tl.float32),)  # noqa: RUF005
     zeros = ()
     for _ in tl.static_range(sets):
-        zeros = zeros + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005
-    for start in range(begin, end, ROWS):
-        next_h, next_row = _record(h, place, start + ROWS + lane, end)
-        both = (hn != 0.0)[:, None] & within[None, :]
-        words = load_words(data, row[:, None], word[None, :], both, V)
-        new_sums = ()
-        new_zeros = ()
-        for group in tl.static_range(sets):
-            hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
-            if V.bits != 16:
-                of_word = group_of(word, group * (fields // sets), V)[None, :]
-                s, z = load_scale(scale, zero, row[:, None], of_word, both, V)
-                hs = hs * s
-                new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
-            else:
-                new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
-            for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
-                new_sums = new_sums + (sums[i] + hs * field(words, two_23, i, V),)  # noqa: RUF005
-        sums = new_sums
-        zeros = new_zeros
-        hn = next_h
-        row = next_row
-    for i in tl.static_range(fields):
-        total = sums[i] * undo_field(i, V) - zeros[i * sets // fields]
-        tl.store(out + first + V.columns[i], tl.sum(total, 0), mask=within)
+        zeros = zeros + (tl.zeros((side, quads, scaled.shape[2]), tl.float32),)  # noqa: RUF005
+    for _ in range(begin, end, ROWS):
+        asked = ()
+        for i in tl.static_range(UNDER_WAY):
+            asked = asked + (_asked(data, scale, zero, records[i], word, groups, within, V),)  # noqa: RUF005
+        hs = (records[0][0], records[1][0], records[2][0], records[3][0])
+        at += ROWS
+        records = ()
+        for i in tl.static_range(UNDER_WAY):
+            records = records + (_record(h, place, at + i * side, end),)  # noqa: RUF005
+        for i in tl.static_range(UNDER_WAY):
+            sums, zeros = _added(sums, zeros, hs[i][:, None, None], asked[i], two_23, V)
+    first = tl.reshape(first_column(quad * 4, V), (quads, 1)) + tl.arange(0, 4 * V.lanes)[None, :]
+    for plane in tl.static_range(planes):
+        of_plane = ()
+        for lane in tl.static_range(V.lanes):
+            exact = sums[plane * V.lanes + lane] * undo_field(plane * V.lanes + lane, V)
+            of_plane = of_plane + (exact - zeros[plane * sets // planes] * zero_step(V),)  # noqa: RUF005
+        total = tl.sum(tl.reshape(_joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
+        tl.store(out + first + plane * (64 // planes), total, mask=tl.reshape(within, (quads, 1)))
+
+
+@device_code()
+def _asked(data, scale, zero, record, word, groups, within, V: tl.constexpr):
+    """Words of records, and each set's scales and zeros; of those with an h alone."""
+    live = (record[0] != 0.0)[:, None, None] & within
+    rows = record[1][:, None, None]
+    words = load_words(data, rows, word, live, V)
+    found = ()
+    if V.bits != 16:
+        for group in tl.static_range(V.sets):
+            found = found + (load_scale(scale, zero, rows, groups[group], live, V),)  # noqa: RUF005
+    return words, found
+
+
+@device_code()
+def _added(sums, zeros, hs, asked, magic, V: tl.constexpr):
+    """Sums of fields and of zeros with those of more records, by their h."""
+    fields: tl.constexpr = len(V.shifts)
+    new_sums = ()
+    new_zeros = ()
+    for group in tl.static_range(V.sets):
+        factor = hs
+        if V.bits != 16:
+            factor = hs * asked[1][group][0]
+            new_zeros = new_zeros + (zeros[group] + factor * asked[1][group][1],)  # noqa: RUF005
+        else:
+            new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
+        for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+            new_sums = new_sums + (sums[i] + factor * field(asked[0], magic, i, V),)  # noqa: RUF005
+    return new_sums, new_zeros
+
+
+@device_code()
+def _joined(parts, LANES: tl.constexpr):
+    """Two tensors along a new last dimension, or four along two."""
+    if LANES == 2:
+        return tl.join(parts[0], parts[1])
+    return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
 
 
 @device_code()
@@ -168,25 +221,28 @@ def _down_columns(
 @device_code()
 def _record(h, place, at, end):
     """h and the number of the record of the neurons `at`, zeros past the `end`."""
-    return tl.load(h + at, mask=at < end, other=0.0), tl.load(place + at, mask=at < end, other=0)
+    row = tl.load(place + at, mask=at < end, other=0)
+    return tl.load(h + at, mask=at < end, other=0.0), row.to(tl.uint32).to(tl.int64)  # one multiplication fewer
 
 
 @device_code("calls", "hidden")
 def combine_kernel(
-    tokens, partial, y, calls, hidden, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    tokens, partial, stream, y, calls, hidden,
+    ADD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to what is
-    there.
+    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to the
+    stream (B, H).
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < hidden
-    part = tl.arange(0, PARTS)
     total = tl.zeros((BLOCK,), tl.float32)
-    for call in range(calls):
-        if tl.load(tokens + call) == token:
-            at = (call * PARTS + part).to(tl.int64)[:, None] * hidden + column[None, :]
-            total += tl.sum(tl.load(partial + at, mask=within[None, :], other=0.0), 0)
+    for start in range(0, calls * PARTS, ROWS):  # rows without their calls: nobody waits to know whose a row is
+        row = start + tl.arange(0, ROWS)
+        there = row < calls * PARTS
+        mine = there & (tl.load(tokens + row // PARTS, mask=there, other=-1) == token)
+        at = row.to(tl.int64)[:, None] * hidden + column[None, :]
+        total += tl.sum(tl.load(partial + at, mask=mine[:, None] & within[None, :], other=0.0), 0)
     if ADD:
-        total += tl.load(y + token.to(tl.int64) * hidden + column, mask=within, other=0.0).to(tl.float32)
+        total += tl.load(stream + token.to(tl.int64) * hidden + column, mask=within, other=0.0).to(tl.float32)
     tl.store(y + token.to(tl.int64) * hidden + column, total.to(y.dtype.element_ty), mask=within)

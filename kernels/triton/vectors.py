@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from .. import maker
 from ..codes import CHUNK
 from ..layouts import RowLayout, SignalLayout, VectorLayout
 from ..weights import LinearWeights
@@ -68,12 +69,12 @@ class Vector(NamedTuple):
     def reading(self, digits: int) -> Vector:
         """For x in so many digits."""
         words = self.n // CHUNK * (16 * digits + 2)
-        return self._replace(digits=digits, x_words=-(-words // 4) * 4, ptx=_ptx())
+        return self._replace(digits=digits, x_words=-(-words // 4) * 4)
 
 
 @cache
 def _ptx() -> bool:
-    return torch.version.hip is None and not knobs.runtime.interpret
+    return maker.has_ptx() and not knobs.runtime.interpret
 
 
 def _describe(
@@ -112,6 +113,7 @@ def _describe(
         shifts=tuple(8 * lane + step[plane] for plane, lane in fields),
         columns=tuple(CHUNK // planes * plane + lane for plane, lane in fields),
         sets=1 if layout.group % CHUNK == 0 else planes,
+        ptx=_ptx(),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...kernels.codes import pack_codes
 from ...kernels.layouts import VectorLayout
 from ...kernels.operations import Flow, round_matrix
+from ..transformers_import import import_hqq
 
 MOST_BITS = 8  # with so many there is nothing to gain by another quantizer
 _DEVICE_ROWS = 4096  # at once, on a GPU
@@ -69,7 +70,8 @@ def by_hqq(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = N
     Raises:
         ValueError: as `quantize`.
     """
-    from hqq.core.quantize import Quantizer  # a second of imports that reading a pack does not need
+    import_hqq()
+    from hqq.core.quantize import Quantizer
 
     finite(matrix)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -18,7 +18,7 @@ from floe_chat.engine.bench import synthetic, transfer
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.bench.subject import from_pack
-from floe_chat.engine.machine import read_floor
+from floe_chat.engine.machine import gpus, read_floor
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.quality import text_windows
 from floe_chat.engine.quality_presets import CUSTOM
@@ -110,7 +110,7 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
     assert "CUDA" in told and "--device cpu" in told
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpus, "of_torch", lambda: ((gpus.Gpu("Some Card", "8.6", 12 << 30, None),), ""))
     monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu.run", measured)
     ran = run_cli("bench", "kernels", "--quick")
     assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out

@@ -1,13 +1,15 @@
 // A stand-in for the GPU's driver, in RAM: streams are queues of work that a test lets run, and what it does is noted.
 //
 // A stream runs its work in order on `run`, up to an event that has not passed. Launching a graph does what land_kernel
-// (kernels/triton/moving.py) does with a lane.
+// (kernels/triton/moving.py) does with a lane. Each card has a context with a default stream, number 0 of whichever is
+// the calling thread's; without one nothing works, and an event is recorded on streams of its own context alone.
 #include <stdint.h>
 #include <string.h>
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -22,11 +24,12 @@ struct Work {
 };
 
 struct Stream {
+    int64_t context;
     std::deque<Work> work;
 };
 
 struct Event {
-    int64_t recorded = 0, passed = 0; // how many times
+    int64_t context, recorded = 0, passed = 0; // how many times
     double at = 0;
 };
 
@@ -42,12 +45,19 @@ std::deque<Event> events;
 std::deque<Graph> graphs;
 std::vector<int64_t>
     noted; // pairs: what (1 copy, 2 launch, 3 record, 4 wait, 5 synchronize), and on which stream or event
-int64_t failing = 0, until_failure = -1, pinned_from = 0, pinned_to = 0, context = 0;
+int64_t failing = 0, until_failure = -1, pinned_from = 0, pinned_to = 0;
+std::map<int64_t, int64_t> defaults;        // each context's default stream
+thread_local std::vector<int64_t> contexts; // the calling thread's, the current one last
 double now = 0;
 bool running = false;
 
+int64_t current() { return contexts.empty() ? 0 : contexts.back(); }
+
+int64_t number_of(int64_t stream) { return stream == 0 ? defaults[current()] : stream; }
+
 // The driver's answer to a call; the lock is held.
 int answered(int64_t what, int64_t where) {
+    if (current() == 0) return 201;
     noted.push_back(what);
     noted.push_back(where);
     if (failing == what && until_failure-- <= 0) return 719;
@@ -85,15 +95,18 @@ void land(const Graph &graph) {
 
 } // namespace
 
-EXPORT int64_t fake_stream(void) {
+EXPORT int64_t fake_stream(int64_t context) {
     const std::lock_guard<std::mutex> lock(mutex);
-    streams.emplace_back();
+    streams.push_back({context, {}});
     return (int64_t)streams.size();
 }
 
-EXPORT int64_t fake_event(void) {
+// A context; its default stream.
+EXPORT int64_t fake_card(int64_t context) { return defaults[context] = fake_stream(context); }
+
+EXPORT int64_t fake_event(int64_t context) {
     const std::lock_guard<std::mutex> lock(mutex);
-    events.emplace_back();
+    events.push_back({context});
     return (int64_t)events.size();
 }
 
@@ -131,7 +144,7 @@ EXPORT int64_t fake_noted(int64_t most, int64_t *out) {
 
 EXPORT int64_t fake_context(void) {
     const std::lock_guard<std::mutex> lock(mutex);
-    return context;
+    return current();
 }
 
 EXPORT void fake_reset(void) {
@@ -140,15 +153,28 @@ EXPORT void fake_reset(void) {
     events.clear();
     graphs.clear();
     noted.clear();
-    failing = pinned_from = pinned_to = context = 0;
+    defaults.clear();
+    contexts.clear();
+    failing = pinned_from = pinned_to = 0;
     until_failure = -1;
     running = false;
 }
 
 EXPORT int fake_set_context(int64_t given) {
     const std::lock_guard<std::mutex> lock(mutex);
-    context = given;
+    contexts = {given};
     return answered(6, given);
+}
+
+EXPORT int fake_push(int64_t context) {
+    contexts.push_back(context);
+    return 0;
+}
+
+EXPORT int fake_pop(int64_t *context) {
+    *context = current();
+    contexts.pop_back();
+    return 0;
 }
 
 EXPORT int fake_copy(int64_t there, const void *here, size_t bytes, int64_t stream) {
@@ -171,7 +197,9 @@ EXPORT int fake_launch(int64_t graph, int64_t stream) {
 
 EXPORT int fake_record(int64_t event, int64_t stream) {
     const std::lock_guard<std::mutex> lock(mutex);
+    stream = number_of(stream);
     if (const int code = answered(3, stream)) return code;
+    if (events[(size_t)event - 1].context != streams[(size_t)stream - 1].context) return 400;
     Event &it = events[(size_t)event - 1];
     const int64_t turn = ++it.recorded;
     streams[(size_t)stream - 1].work.push_back({always, [&it, turn] {
@@ -184,6 +212,7 @@ EXPORT int fake_record(int64_t event, int64_t stream) {
 
 EXPORT int fake_wait(int64_t stream, int64_t event, unsigned) {
     const std::lock_guard<std::mutex> lock(mutex);
+    stream = number_of(stream);
     if (const int code = answered(4, stream)) return code;
     const Event &it = events[(size_t)event - 1];
     const int64_t turn = it.recorded;
@@ -215,12 +244,12 @@ EXPORT int fake_elapsed(float *milliseconds, int64_t before, int64_t after) {
 EXPORT int fake_address(int64_t *found, int attribute, const void *pointer) {
     const std::lock_guard<std::mutex> lock(mutex);
     const int64_t at = (int64_t)pointer;
-    if (attribute != 3 || at < pinned_from || at >= pinned_to) return 1;
+    if (current() == 0 || attribute != 3 || at < pinned_from || at >= pinned_to) return 1;
     *found = at;
     return 0;
 }
 
 EXPORT int fake_text(int code, const char **text) {
-    *text = code == 719 ? "the card is gone" : nullptr;
+    *text = code == 719 ? "the card is gone" : code == 400 ? "invalid handle" : code == 201 ? "no context" : nullptr;
     return 0;
 }

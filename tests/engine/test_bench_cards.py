@@ -29,6 +29,7 @@ from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning import machine, speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.engine.planning.memory_plan import KEPT_LEAST
 from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, host_times
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.catalog import asset, described
@@ -414,7 +415,7 @@ def test_a_trace_is_divided_as_the_model_is(layers: int) -> None:
 
 
 def test_the_table_compares_with_the_best_of_one_card(trace: Trace) -> None:
-    small = dataclasses.replace(CARD, name="small", vram_bytes=1 << 26)
+    small = dataclasses.replace(CARD, name="small", vram_bytes=KEPT_LEAST + (1 << 26))
     counted, free = sections([small, small], WIDTH, trace, WARM, lambda _step, _done, _all: None)
     assert "counted as plans count it" in counted.title and "no host time" in free.title
     for section in (counted, free):

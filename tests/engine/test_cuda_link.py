@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -32,31 +33,35 @@ from .test_link import CONFIG
 
 CPU = torch.device("cpu")
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
-NAMES = ("set_context", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait", "address", "text")
+NAMES = ("set_context", "push", "pop", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait")
+NAMES += ("address", "text")
+OTHERS, OWN = 76, 77  # contexts: of the card that is current where links are used, and of theirs
 
 
 class Card:
-    """The stand-in, with one compute stream and what links need."""
+    """The stand-in, with two cards, and what links to the second one need. compute: its default stream."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
         library.fake_reset()
-        self.compute: int = library.fake_stream()
+        library.fake_card(OTHERS)
+        self.compute: int = library.fake_card(OWN)
+        library.fake_set_context(OTHERS)
         self.opened: list[CudaLink] = []
         self.kept: list[tuple[Tensor, object]] = []
 
     def parts(self, chunk: int, *, in_place: bool, stalls: int = 8) -> CardParts:
         fake, size = self.library, head_of(chunk) + (0 if in_place else chunk * NBYTES)
         addresses = {name: ctypes.cast(getattr(fake, f"fake_{name}"), ctypes.c_void_p).value for name in NAMES}
-        streams, lanes, held = [fake.fake_stream() for _ in range(2)], list[Any](), list[object]()
+        streams, lanes, held = [fake.fake_stream(OWN) for _ in range(2)], list[Any](), list[object]()
         for i in range(LANES):
             here, there = (torch.full((size,), SENTINEL, dtype=torch.uint8) for _ in range(2))
             graph = fake.fake_graph(there.data_ptr(), chunk, head_of(chunk), NBYTES, int(in_place))
-            handles = {"stream": streams[i % 2], "event": fake.fake_event(), "fence": fake.fake_event()}
+            handles = {"stream": streams[i % 2], "event": fake.fake_event(OWN), "fence": fake.fake_event(OWN)}
             lanes.append(records.lane(here=here, there=there.data_ptr(), scatter=graph, **handles))
             held += [here, there]
-        pairs = np.array([[fake.fake_event(), fake.fake_event()] for _ in range(stalls)], np.int64).reshape(-1, 2)
-        return CardParts(records.driver(context=77, **addresses), lanes, pairs, self.compute, streams, held)
+        pairs = np.array([[fake.fake_event(OWN), fake.fake_event(OWN)] for _ in range(stalls)], np.int64).reshape(-1, 2)
+        return CardParts(records.driver(context=OWN, **addresses), lanes, pairs, 0, streams, held)
 
     def link(self, chunk: int = 10, *, in_place: bool = False, pinned: Any = None, stalls: int = 8) -> CudaLink:
         parts = self.parts(chunk, in_place=in_place, stalls=stalls)
@@ -98,7 +103,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = Path(__file__).parent / "fake_driver.cpp"
     subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", source, "-pthread", "-o", built], check=True)
     made = ctypes.CDLL(str(built))
-    for name in ("stream", "event", "graph", "noted", "context"):
+    for name in ("stream", "card", "event", "graph", "noted", "context"):
         getattr(made, f"fake_{name}").restype = ctypes.c_int64
     made.fake_graph.argtypes = [ctypes.c_int64] * 5
     made.fake_pin.argtypes = [ctypes.c_int64] * 2
@@ -119,6 +124,7 @@ def card(library: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     made.run()
     for link in made.opened:
         link.close()
+    assert library.fake_context() == OTHERS  # as the caller had it
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
@@ -137,7 +143,7 @@ def test_the_cuda_link_moves_rows_through_its_lanes(
             link.wait(transfer)
         link.drain()
         assert all(map(sender.there, transfers))
-    assert sender.untouched(sender.free) and card.library.fake_context() == 77
+    assert sender.untouched(sender.free)
     chunks = 1 + 8 + 1 + 9
     assert len(card.calls(COPY)) == len(card.calls(LAUNCH)) == chunks
     assert [streams[(1 + i) % 2] for i in range(chunks)] == card.calls(COPY) == card.calls(LAUNCH)
@@ -184,6 +190,22 @@ def test_the_compute_stream_waits_and_the_host_does_not(card: Card, source: Tens
         link.submit(later)
         # The wait of the stream is reported once it is known: here 0.25 s for each event, as the stand-in counts.
         assert link.wait(later) >= 0.25 and link.wait(prefetch) == 0.0
+
+
+def test_who_waits_sends_while_the_links_thread_waits_for_the_device(
+    card: Card, source: Tensor, target: Tensor
+) -> None:
+    link, sender = card.link(), Sender(source, target)
+    link.submit(sender.make(10))
+    until(lambda: bool(card.calls(SYNCHRONIZE)))  # the thread's: nothing lands, and it does nothing more
+    urgent, later = sender.make(25, urgent=True), sender.make(10)
+    link.submit(urgent)
+    link.submit(later)
+    link.wait(urgent)
+    assert len(card.calls(COPY)) == 1 + 3 and sender.untouched(urgent.slots.tolist())
+    with card.running():
+        link.drain()
+    assert sender.there(urgent) and sender.there(later)
 
 
 def test_a_lane_is_used_again_only_once_its_rows_have_landed(card: Card, source: Tensor, target: Tensor) -> None:
@@ -297,7 +319,8 @@ def test_lanes_that_do_not_fit_get_no_handle(change: dict[str, Any], card: Card)
     given = {"kind": codes.LINK_CUDA, "driver": parts.driver, "lanes": array_of(parts.lanes), "stalls": parts.stalls}
     given |= {"row_bytes": NBYTES, "chunk": 10, "stall_count": 8, "head": head_of(10), "compute": card.compute}
     config = records.link_config(**{**CONFIG, **given, **change})
-    assert binding.library().link_open(config) == codes.BAD_SHAPE and not card.noted()
+    before = card.noted()
+    assert binding.library().link_open(config) == codes.BAD_SHAPE and card.noted() == before
 
 
 def test_a_compiled_call_meets_a_new_target_too(card: Card, source: Tensor, target: Tensor) -> None:
@@ -341,6 +364,24 @@ def test_the_drivers_functions_are_found_by_name() -> None:
     found = cuda_link.driver_of(Library())
     address = ctypes.cast(FUNCTION, ctypes.c_void_p).value
     assert found.context == 5 and all(getattr(found, name) == address for name in NAMES)
+
+
+def test_amds_driver_has_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = pytest.importorskip("triton.backends.amd")
+    header = Path(backends.__file__).with_name("include") / "hip" / "hip_runtime_api.h"
+    declared = set(re.findall(r"^hipError_t (hip\w+)\(", header.read_text(encoding="utf-8"), re.MULTILINE))
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            assert name in declared
+            return FUNCTION
+
+        def hipCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+            context._obj.value = 7
+            return 0
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert cuda_link.driver_of(Library()).context == 7
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int)

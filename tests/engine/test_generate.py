@@ -284,10 +284,13 @@ def test_logits_that_are_not_numbers_blame_the_pack(
     try:
         with torch.no_grad():
             weight[spoiled] = torch.nan
+        loaded.control.narrow = later
         with pytest.raises(PackError, match="not numbers") as error:
             answer(loaded, prompt, sampling=sampling, max_new_tokens=4)
     finally:
+        loaded.control.narrow = False
         with torch.no_grad():
             weight.copy_(kept)
     assert "floe-chat verify" in error.value.hint and "come from the embedding" in error.value.cause
+    assert ("range of float16" in error.value.cause) == later
     assert answer(loaded, prompt, sampling=sampling, max_new_tokens=1).tokens == drawn

@@ -1,4 +1,4 @@
-"""Captures beside a model of torch's: what its allocator does with the memory of graphs, and which card a stream is of."""
+"""Captures in a model of torch: what its allocator does with the memory of graphs, and which card a stream is on."""
 
 from __future__ import annotations
 

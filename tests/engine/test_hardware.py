@@ -75,10 +75,11 @@ def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     with_gpus(monkeypatch, replace(CARD, index=0), old)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (7, 0)].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(7, 5), (7, 0)].__getitem__)
     monkeypatch.setattr(kernels, "choose", {"cpu": kernels.choose("cpu")}.__getitem__)  # no card is touched
     paths = hardware.compute_paths()
     assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
+    assert "7.5, in float16" in paths[1].reason
     assert all("needs compiled code, and it was not compiled" in path.reason for path in paths[1:])
 
 
@@ -310,3 +311,19 @@ class TestDriver:
         monkeypatch.setattr(hardware, "_gpus", lambda: ((), "this torch is built without CUDA"))
         found = hardware.probe(tmp_path)
         assert [gpu.name for gpu in found.gpus] == ["Old"] and found.gpus[0].index is None and found.gpu_reason
+
+
+@pytest.mark.gpu
+def test_a_gpus_memory_is_given_back() -> None:
+    """By torch's own count: others may use the card at the same time."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    gpus.give_back()
+    before, size = torch.cuda.memory_reserved(), 256 << 20
+    held = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() >= before + size
+    del held
+    gpus.give_back()
+    assert torch.cuda.memory_reserved() <= before
+    gpus.wake("cuda:0")
+    assert 0 < gpus.free("cuda:0") <= torch.cuda.mem_get_info()[1]

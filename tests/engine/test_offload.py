@@ -466,6 +466,29 @@ def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
         assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
 
 
+@pytest.mark.parametrize("taken", [0.2, 0.9])
+def test_a_pool_takes_what_there_is_where_there_is_less(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, taken: float
+) -> None:
+    """Another program may have taken some of the memory since it was planned."""
+    prompt, want = clear_prompt(loaded, lambda prompt: generated(loaded, prompt, max_new_tokens=8).tokens)
+    with offloaded(loaded, SKIPPING, 1.0) as shared:
+        new, whole = shared.memory._new, shared.memory.nbytes  # pyright: ignore[reportPrivateUsage]
+
+        def limited(nbytes: int) -> Tensor:
+            if nbytes > (1 - taken) * whole:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return new(nbytes)
+
+        monkeypatch.setattr(shared.memory, "_new", limited)
+        monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
+        run_out(monkeypatch, shared, 1)
+        assert generated(loaded, prompt, max_new_tokens=8).tokens == want
+        there = shared.memory.nbytes
+        assert 0.9 * min(0.75, 1 - taken) * whole < there <= (1 - taken) * whole
+        assert shared.pool.capacity == len(shared.memory.rows) == there // shared.memory.row_bytes
+
+
 def test_memory_that_is_given_back_has_no_view_left(loaded: LoadedModel) -> None:
     with offloaded(loaded, SKIPPING, 1.0) as shared:
         generated(loaded, PROMPT, max_new_tokens=3)

@@ -71,7 +71,10 @@ class TestWhere:
         found = plan.make(a_machine(vram=4, ram=64), MIXTRAL, context=2_000_000)
         assert found.chosen and found.chosen.mix is not None and found.chosen.vram["context"] < 4 * GB
         (said,) = (sentence for sentence in found.why if "tokens of context" in sentence)
-        assert "of the 32,768 that were asked for" in said
+        assert "of the 32,768 that were asked for" in said and f"{found.chosen.context:,} tokens" in said
+        two = machine.described(Described(card="3050@2.5gb", others=("3050@2.5gb",)), a_machine(ram=64))
+        divided = plan.make(two, MIXTRAL, context=32_768).chosen
+        assert divided and divided.cards and 4096 <= divided.context < 32_768
 
     def test_little_ram_takes_smaller_widths_rather_than_the_disk(self) -> None:
         found = plan.make(a_machine(ram=22), MIXTRAL)
@@ -325,6 +328,15 @@ class TestMachine:
         assert found.ram == 8 * GB - machine.reserve(8 * GB) and any(
             "container" in told for told in found.told.values()
         )
+
+    def test_windows_takes_longer_to_start_work_on_a_card(self) -> None:
+        card = Gpu("RTX 3090", "8.6", 24 * GB, 24 * GB, 0)
+        windows = dataclasses.replace(some_hardware(gpus=(card,)), system="Windows 11 AMD64")
+        found = machine.here(windows, None)
+        assert "not counted here" in found.told["windows"]
+        assert "windows" not in machine.described(Described(card="none"), found).told
+        for other in (some_hardware(gpus=(card,)), dataclasses.replace(windows, gpus=())):
+            assert "windows" not in machine.here(other, None).told
 
     def test_what_is_said_replaces_what_is_here(self) -> None:
         base = machine.here(some_hardware(), None)

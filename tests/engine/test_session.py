@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import session
+from floe_chat.engine import loader, session
 from floe_chat.engine.events import (
     Cancel,
     Command,
@@ -120,7 +120,26 @@ def test_a_models_memory_is_given_back_once_nothing_holds_it(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(sum(model() is not None for model in held)))
     engine.send(Unload())
     engine.until(Unloaded)
-    assert len(held) == 1 and left == [0]
+    assert len(held) == 1 and {*left} == {0}
+
+
+def test_a_load_that_fails_keeps_no_memory(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its error, whose frames hold what was loaded so far."""
+    held: list[weakref.ref[Any]] = []
+    left: list[int] = []
+
+    def joining(model: Any, *_: object) -> None:
+        held.append(weakref.ref(model))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader, "_decoder", joining)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(sum(model() is not None for model in held)))
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), None, "cpu"), Unload())
+        assert "graphics card" in explained(engine.until(Failed)).title
+        engine.until(Unloaded)
+    assert len(held) == 1 and left and left[-1] == 0
 
 
 def test_a_damaged_pack_fails_to_load_and_a_good_one_loads_after_it(tiny_pack: Path, tmp_path: Path) -> None:

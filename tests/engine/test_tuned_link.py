@@ -287,6 +287,25 @@ def test_pages_are_pinned_once(cuda: FakeCuda) -> None:
     held.release()
 
 
+@pytest.mark.gpu
+def test_a_gpu_reads_pages_of_a_file_that_are_pinned(tmp_path: Path) -> None:
+    """A private mapping, as packs are opened."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    whole = torch.randint(0, 256, (1 << 14, 256), dtype=torch.uint8)
+    (tmp_path / "rows").write_bytes(whole.numpy().tobytes())
+    rows = torch.from_file(str(tmp_path / "rows"), shared=False, size=whole.numel(), dtype=torch.uint8).view(-1, 256)
+    held = Pinned([rows], torch.device("cuda:0"))
+    try:
+        assert rows.is_pinned()
+        pool, slots = torch.zeros(whole.shape, dtype=torch.uint8, device="cuda"), torch.randperm(len(whole))
+        kernels.pool_scatter(pool, slots.cuda(), rows)
+        assert torch.equal(pool.cpu()[slots], whole)
+    finally:
+        held.release()
+    assert not rows.is_pinned()
+
+
 def test_what_speaks_against_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinning.why_not("cpu", 1) == ""
     assert "1048576.0 GB of rows would have to be pinned" in pinning.why_not("cpu", 1 << 50)

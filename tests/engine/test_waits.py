@@ -6,9 +6,11 @@ really waited for; what is counted is the engine's asking. While the host comput
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -33,6 +35,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
 from ..helpers import relative_rms
+from . import offloading
 from .driver import a_preset, open_model
 from .margins import layers_of
 from .offloading import EVERYTHING, SHAPES, offloaded
@@ -274,6 +277,62 @@ def test_tensors_of_two_devices_are_on_the_host_once_both_are_that_far(monkeypat
     assert not copy.event.query()
     assert [tensor.tolist() for tensor in copy.arrived()] == [[1.5], [7], [2]]
     assert copy.event.query() and {*passed} == {"cpu", "cuda:1"}
+
+
+def test_up_projections_are_brought_without_the_engines_thread(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes, noted, current = threading.Event(), list[object](), threading.local()
+
+    class Stream:
+        def wait_event(self, _event: object) -> None:
+            noted.append("waits")
+
+    class Event:
+        def record(self, stream: object) -> None:
+            assert stream is side
+            noted.append("recorded")
+
+    @contextlib.contextmanager
+    def stream(given: object) -> Generator[None]:
+        current.stream = given
+        yield
+        del current.stream
+
+    def to_device(_self: Device, part: Tensor) -> Tensor:
+        assert goes.wait(10) and threading.current_thread() is not threading.main_thread()
+        noted.append(part.shape)
+        return part.clone()
+
+    def keep(_tensor: Tensor, stream: object) -> None:
+        assert stream is compute
+
+    def stream_of(_device: object) -> object:
+        return getattr(current, "stream", compute)
+
+    def made(_device: object) -> Stream:
+        return side
+
+    side, compute = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Device, "_to_device", to_device)
+    monkeypatch.setattr(Tensor, "record_stream", keep)
+    layer = layers_of(loaded)[0]
+    device, up = offloading.device("throttled", layer), layer.packed.signal.one(1)
+    device.place = "cuda:0"
+    try:
+        brought = device.bring(up)
+        assert not noted
+        goes.set()
+        found = device.use(brought)
+    finally:
+        device.close()
+    assert noted == [*(part.shape for part in up.parts().values()), "recorded", "waits"]
+    for name, part in found.parts().items():
+        assert torch.equal(part, up.parts()[name]) and part is not up.parts()[name]
 
 
 @pytest.mark.gpu

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import floe_chat.kernels
 import pytest
 import torch
-from floe_chat.kernels import backend
+from floe_chat.kernels import backend, maker
 from floe_chat.kernels.cpu import native
 from torch import Tensor
 
@@ -53,6 +54,24 @@ def test_gpus_that_triton_supports_get_its_kernels(monkeypatch: pytest.MonkeyPat
     chosen = backend.choose.__wrapped__("cuda")
     assert chosen.name == "triton" and chosen.moe_step is kernels.moe_step
     assert "8.6" in chosen.reason
+
+
+def test_cards_of_amd_get_the_same_kernels_which_nobody_has_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("floe_chat.kernels.triton")
+    pretend_gpus(monkeypatch, (11, 0))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = SimpleNamespace(gcnArchName="gfx1100:sramecc-:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {0: found}.__getitem__)
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "triton" and "gfx1100, untested" in chosen.reason
+
+
+@pytest.mark.parametrize(("name", "found"), [("cuda", ""), ("hip", ""), ("xpu", "Intel"), ("none", "without CUDA")])
+def test_the_makers_of_cards_that_are_used(name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, each, "7.0" if each == name else None)
+    assert (found in maker.without()) and bool(found) == bool(maker.without())
+    assert maker.has_ptx() == (name in ("cuda", "none")) and maker.is_amd() == (name == "hip")
 
 
 def test_each_gpu_gets_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

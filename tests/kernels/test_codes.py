@@ -22,6 +22,7 @@ from floe_chat.kernels.codes import (
 )
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 from floe_chat.models.pack.packed_model import PackedLayer
+from floe_chat.models.transformers_import import import_hqq
 
 from .oracle import FORMS, Form, make_layer
 
@@ -106,6 +107,7 @@ def test_group_is_the_largest_divisor_up_to_64(n: int, group: int) -> None:
 @pytest.mark.parametrize("bits", CODE_WIDTHS)
 @pytest.mark.parametrize(("hidden", "group"), [(40, 1), (40, 20), (96, 32), (320, 64)])
 def test_values_equal_hqq_bit_for_bit(hidden: int, group: int, bits: int) -> None:
+    import_hqq()
     from hqq.core.quantize import Quantizer
 
     matrix = torch.randn(8, hidden, generator=torch.Generator().manual_seed(bits))

@@ -1,8 +1,9 @@
 """What several threads do at once, with and without the race detector: callers of the thread pool (a link that packs
-rows, and the CPU's share beside it), and users of a link."""
+rows, and the CPU's share beside it), threads that wait, and users of a link."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +22,8 @@ each_build = pytest.mark.parametrize(
 )
 
 
-def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path) -> list[int]:
-    """The numbers that a C++ program beside this file prints."""
+def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path, under: Sequence[str] = ()) -> list[int]:
+    """The numbers that a C++ program beside this file prints. under: a command in front of it."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
@@ -36,7 +37,7 @@ def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path) -
     near = ["setarch", "-R"]
     if shutil.which("setarch") is None or subprocess.run([*near, "true"], check=False).returncode:
         near = []
-    found = subprocess.run([*near, str(folder / program)], capture_output=True, text=True, check=False)
+    found = subprocess.run([*under, *near, str(folder / program)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     return list(map(int, found.stdout.split()))
 
@@ -46,6 +47,17 @@ def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None
     first, second, broken = ran("two_callers", [POOL], flags, tmp_path)
     assert broken == 0
     assert min(first, second) > 1
+
+
+@pytest.mark.parametrize("cores", ["all", "one"])
+def test_a_thread_that_waits_spins_only_on_a_core_that_is_free(cores: str, tmp_path: Path) -> None:
+    if cores == "one" and shutil.which("taskset") is None:
+        pytest.skip("needs taskset")
+    first = str(min(os.sched_getaffinity(0))) if cores == "one" else ""
+    count, alone, busy, seen = ran("spinning", [POOL], [], tmp_path, ["taskset", "-c", first] if first else [])
+    assert (cores == "one") <= (count == 1)
+    assert (alone > 2) == (count > 1)
+    assert busy == 2 and seen  # before and behind it
 
 
 @pytest.mark.thorough  # its every call is tested from Python, in tests/engine

@@ -11,6 +11,7 @@ from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models.pack.quantize import MOST_BITS, Codes, by_hqq, quantize, store
 from floe_chat.models.packing.rounding import DAMPING, felt, round_down, round_for
+from floe_chat.models.transformers_import import import_hqq
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -139,6 +140,7 @@ def gaussian(rows: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("tails", ["light", "heavy"])
 @pytest.mark.parametrize("bits", GAUSSIAN)
 def test_no_more_is_lost_than_by_hqq(bits: int, tails: str) -> None:
+    import_hqq()
     from hqq.core.quantize import Quantizer
 
     matrix = gaussian(200, 256)
@@ -159,6 +161,7 @@ def test_what_is_stored_of_hqqs_codes_is_what_hqq_makes_of_them(
     bits: int, rows: int, length: int, group: int, device: str
 ) -> None:
     """To within float16, which holds its scales and zeros."""
+    import_hqq()
     from hqq.core.quantize import Quantizer
 
     matrix = (3 * gaussian(rows, length)).to(device)

@@ -78,12 +78,10 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
 
     Example: floe-chat bench transfer --quick
     """
-    import torch
-
     from ....engine.bench import transfer as bench_transfer
+    from ....engine.machine import gpus
 
-    there = torch.cuda.is_available()
-    reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+    there, reason = gpus.of_torch()
     with measuring() as report:
         table = bench_transfer.run(
             threads=threads, runs=runs or 5, quick=quick, gpu="cuda" if there else None, no_gpu=reason, report=report

@@ -57,10 +57,9 @@ def chosen_device(wanted: str | None) -> str:
     Raises:
         UsageError: a CUDA device was asked for and there is none.
     """
-    import torch
+    from ....engine.machine import gpus
 
-    there = torch.cuda.is_available()
+    there, reason = gpus.of_torch()
     if wanted == "cuda" and not there:
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         raise UsageError("There is no CUDA device to measure", f"On this machine {reason}.", "Use --device cpu.")
     return wanted or ("cuda" if there else "cpu")

@@ -16,7 +16,7 @@ from ...offload.cards import Card
 from ...offload.mix import Mix
 from ...offload.offload import Parts
 from ...planning import memory_plan
-from ...planning.memory_plan import KEPT_FREE, Needs
+from ...planning.memory_plan import Needs
 from ...planning.several.division import CardRoom, Divided
 from ...planning.several.division import Part as Share
 from ...planning.speed_estimate import TokenWork
@@ -83,7 +83,7 @@ def _divided(cards: Sequence[Card], width: Width, trace: Trace, warm: int) -> di
 
     return {
         f"{len(cards)} cards, divided by the planner": way(whole),
-        f"{len(cards)} cards, {KEPT_FREE:.0%} of them left free": way(less),
+        f"{len(cards)} cards, less what plans keep free": way(less),
         f"{len(cards)} cards, a pool for all layers": way(pools),
     }
 

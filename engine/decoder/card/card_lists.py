@@ -27,7 +27,7 @@ from ..graphs import Captured, capture, pinned
 
 
 class Record:
-    """Tensors packed into one, on the device and in pinned memory. Captured work writes it.
+    """Tensors packed into one, on the device and in pinned memory. Captured work writes or reads it.
 
     Attributes:
         there, here: views of the tensors by name, on the device and on the host. places: where each one's bytes are.
@@ -56,6 +56,10 @@ class Record:
         parts = [tensors[name].reshape(-1).view(torch.uint8) for name in self._names]
         torch.cat(parts, out=self._there)
         self._here.copy_(self._there, non_blocking=True)
+
+    def read(self) -> None:
+        """Captured: the device has what the host wrote to `here` after this."""
+        self._there.copy_(self._here, non_blocking=True)
 
 
 class Residents:
@@ -150,19 +154,22 @@ class Form:
             made(room, dtype=torch.int32),
             made(room, dtype=hidden.dtype),
         )
+        # All programs of a sum read the offsets, so the device gets a copy; they read the other lists once.
+        sent = {"offsets": torch.empty(codes.PARTS, calls + 1, dtype=torch.int64), "y": hidden.float()}
+        self._sent = Record(sent, hidden.device)
         self.lists = StepLists(
-            offsets=made(codes.PARTS, calls + 1, dtype=torch.int64),
+            offsets=self._sent.here["offsets"],
             at=made(codes.PARTS, room, dtype=torch.int32),
             places=made(codes.PARTS, room, dtype=torch.int32),
             keys=torch.zeros(room, dtype=torch.int32),
             slots=torch.zeros(room, dtype=torch.int32),
-            y=made(*hidden.shape, dtype=torch.float32),
+            y=self._sent.here["y"],
             kept=torch.zeros(calls, dtype=torch.int64),
         )
-        self._ready, self._arrived = (self.lists.portion(part) for part in (codes.PART_READY, codes.PART_ARRIVED))
-        self._beside = torch.zeros_like(hidden, dtype=torch.float32)
         there = self.record.there
         self.calls = Calls(torch.zeros_like(experts), there["experts"], there["weights"])
+        offsets, parts = self._sent.there["offsets"], (codes.PART_READY, codes.PART_ARRIVED)
+        self._ready, self._arrived = (replace(self.lists.portion(part), offsets=offsets[part]) for part in parts)
         self.serves = 0
         self.sums: list[Captured] = []
 
@@ -178,11 +185,12 @@ class Form:
         self.serves = rows.data.data_ptr()
 
     def _add_ready(self, rows: ExpertRows) -> tuple[Tensor, ...]:
+        self._sent.there["offsets"].copy_(self.lists.offsets, non_blocking=True)
         return self._add(rows, self._ready, first=True)
 
     def _add_late(self, rows: ExpertRows) -> tuple[Tensor, ...]:
-        self._beside.copy_(self.lists.y, non_blocking=True)
-        self._total.y.add_(self._beside)
+        self._sent.read()
+        self._total.y.add_(self._sent.there["y"])
         return self._add(rows, self._arrived, first=False)
 
     def _add(self, rows: ExpertRows, portion: Portion, *, first: bool) -> tuple[Tensor, ...]:

@@ -7,9 +7,11 @@ their slots (`kernels.triton.land`), so that compiled code need not know how Tri
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -18,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels import maker
 from ....kernels import operations as kernels
 from ....kernels.codes import align
 from ....kernels.cpu.binding import array_of, codes, records
@@ -32,6 +35,8 @@ STREAMS = 2  # one chunk's rows are put into their slots while the next chunk's 
 STALLS = 64  # waits of the compute stream that are measured at the same time
 _FUNCTIONS = {
     "set_context": "cuCtxSetCurrent",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
     "copy": "cuMemcpyHtoDAsync_v2",
     "launch": "cuGraphLaunch",
     "record": "cuEventRecord",
@@ -168,10 +173,30 @@ def driver_of(library: Any) -> Any:
         AttributeError: the library lacks a function. RuntimeError: no context.
     """
     context = ctypes.c_void_p()
-    if library.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+    if getattr(library, _called("cuCtxGetCurrent"))(ctypes.byref(context)) or not context.value:
         raise RuntimeError("the GPU's driver has no context in this thread")
-    addresses = {name: ctypes.cast(getattr(library, real), ctypes.c_void_p).value for name, real in _FUNCTIONS.items()}
+    addresses = {
+        name: ctypes.cast(getattr(library, _called(real)), ctypes.c_void_p).value for name, real in _FUNCTIONS.items()
+    }
     return records.driver(context=context.value, **addresses)
+
+
+def _called(function: str) -> str:
+    """What a function of CUDA's driver is called by the one that is here; AMD's takes and returns the same."""
+    if not maker.is_amd():
+        return function
+    return "hipDrvGetErrorString" if function == "cuGetErrorString" else f"hip{function[2:].removesuffix('_v2')}"
+
+
+def _driver() -> str:
+    """The file of the driver's library."""
+    if not maker.is_amd():
+        return "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    if sys.platform == "win32":
+        return "amdhip64.dll"
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")  # torch may have brought its own
+    found = re.search(r"/\S*/libamdhip64\.so\S*", maps)
+    return found[0] if found else "libamdhip64.so"
 
 
 def parts_on(device: torch.device, nbytes: int, chunk: int, *, zero_copy: bool) -> CardParts:
@@ -186,7 +211,7 @@ def parts_on(device: torch.device, nbytes: int, chunk: int, *, zero_copy: bool) 
     chosen = kernels.choose(device)
     if chosen.name == "reference":
         raise ImportError(chosen.reason)
-    library: Any = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library: Any = ctypes.CDLL(_driver())
     with torch.cuda.device(device):
         compute = torch.cuda.current_stream(device)
         # Their small kernels run before the compute stream's large ones.

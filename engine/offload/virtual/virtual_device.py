@@ -229,12 +229,14 @@ class VirtualDevice(Device):
     def bring(self, up: SignalWeights) -> Brought:
         """One copy over the link."""
         nbytes = up.q.shape[0] * up.bytes_per_expert()
-        return Brought(up, self.clock.run("link", self.card.copy_s(nbytes)))
+        ready = self.clock.run("link", self.card.copy_s(nbytes))
+        return Brought(lambda: (up, ready))
 
     def use(self, brought: Brought) -> SignalWeights:
         """The GPU waits."""
-        self.clock.wait("gpu", brought.ready)
-        return brought.up
+        up, ready = brought.there()
+        self.clock.wait("gpu", ready)
+        return up
 
     def mark(self) -> Mark:
         """When the GPU will have done what it has been given."""

@@ -3,7 +3,8 @@
 // and the kernel reads rows in pinned memory by itself.
 //
 // `wait` returns when all copies of a transfer are under way, with the compute stream behind them. No call here needs
-// CUDA's headers: the driver's functions come as addresses.
+// CUDA's headers: the driver's functions come as addresses. The compute stream's handle may be 0, which is the default
+// stream of whichever context is current: where other threads call, that may be another card's.
 #include "link/row_moves.h"
 #include "link/threaded_link.h"
 
@@ -24,6 +25,11 @@ class Driver {
     explicit Driver(const floe_driver &d) : d_(d) {}
 
     void enter() const { check(function_at<int(int64_t)>(d_.set_context)(d_.context)); }
+    void push() const { check(function_at<int(int64_t)>(d_.push)(d_.context)); }
+    void pop() const {
+        int64_t context;
+        function_at<int(int64_t *)>(d_.pop)(&context);
+    }
     void copy(int64_t there, const void *here, int64_t bytes, int64_t stream) const {
         check(function_at<int(int64_t, const void *, size_t, int64_t)>(d_.copy)(there, here, (size_t)bytes, stream));
     }
@@ -64,6 +70,17 @@ class Driver {
     const floe_driver d_;
 };
 
+// The link's context is the calling thread's meanwhile.
+class Inside {
+  public:
+    explicit Inside(const Driver &driver) : driver_(driver) { driver_.push(); }
+    ~Inside() { driver_.pop(); }
+    Inside(const Inside &) = delete;
+
+  private:
+    const Driver &driver_;
+};
+
 class CudaLink : public ThreadedLink {
   public:
     explicit CudaLink(const floe_link_config &config)
@@ -78,8 +95,12 @@ class CudaLink : public ThreadedLink {
     int64_t submit(std::unique_ptr<Transfer> transfer) override {
         if (transfer->total() && transfer->source == nullptr) return FLOE_BAD_SHAPE;
         if (in_place_ && transfer->total()) {
-            const uint8_t *const there = (const uint8_t *)(intptr_t)driver_.address(transfer->source);
-            if (there == nullptr) return FLOE_DEVICE_FAILED;
+            const uint8_t *there = nullptr;
+            const int code = guarded([&] {
+                there = (const uint8_t *)(intptr_t)driver_.address(transfer->source);
+                return (int)(there == nullptr ? FLOE_DEVICE_FAILED : FLOE_OK);
+            });
+            if (code != FLOE_OK) return code;
             transfer->source = there;
         }
         return ThreadedLink::submit(std::move(transfer));
@@ -163,6 +184,7 @@ class CudaLink : public ThreadedLink {
 
     template <class Use> int guarded(Use use) {
         try {
+            const Inside inside(driver_);
             return use();
         } catch (const std::runtime_error &error) {
             fail(error.what());

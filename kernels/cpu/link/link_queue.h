@@ -54,6 +54,7 @@ class LinkQueue {
 
     LinkQueue(int64_t row_bytes, int64_t chunk) : row_bytes(row_bytes), chunk(chunk) {}
 
+    bool has_urgent() const { return !urgent_.empty(); }
     bool has_next() const { return !urgent_.empty() || !prefetch_.empty(); }
     bool landed_all() const { return under_way_ == 0; }
     double asked_at() const { return (urgent_.empty() ? prefetch_ : urgent_).front()->asked_at; }

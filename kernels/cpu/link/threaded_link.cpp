@@ -1,10 +1,14 @@
 #include "link/threaded_link.h"
 #include "src/expert_ops.h"
+#include "src/spin.h"
 
 #include <stdexcept>
 
 namespace floe {
 namespace {
+
+// Before a thread that waits sleeps: about what it takes to wake it again.
+constexpr std::chrono::microseconds kSpin{50};
 
 std::chrono::steady_clock::time_point moment(double seconds) {
     using Clock = std::chrono::steady_clock;
@@ -18,26 +22,23 @@ void ThreadedLink::start() {
 }
 
 int64_t ThreadedLink::submit(std::unique_ptr<Transfer> transfer) {
-    int64_t number;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (ended_ || closing_) return FLOE_LINK_FAILED;
-        number = queue_.put(std::move(transfer), seconds_now());
-    }
-    changed_.notify_all();
+    const Lock lock(mutex_);
+    if (ended_ || closing_) return FLOE_LINK_FAILED;
+    const int64_t number = queue_.put(std::move(transfer), seconds_now());
+    changed();
     return number;
 }
 
 int ThreadedLink::wait(int64_t number, const floe_stop *stop, double *seconds) {
     const double begun = seconds_now();
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     *seconds = 0;
     Transfer *const transfer = queue_.find(number);
     if (transfer == nullptr) return FLOE_BAD_INDEX;
     if (transfer->done) return FLOE_OK;
     queue_.urge(*transfer);
     if (gate_ != nullptr) shared(gate_->waiting)++;
-    const int code = until(lock, stop, [&] {
+    const int code = until(lock, stop, gate_ == nullptr, [&] {
         const Transfer *const still = queue_.find(number); // another thread may ask what has finished
         return still == nullptr || reached(*still);
     });
@@ -67,38 +68,59 @@ void ThreadedLink::give_up(int64_t layer, std::vector<int32_t> &slots) {
 }
 
 int ThreadedLink::drain() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return until(lock, nullptr, [&] { return queue_.landed_all(); });
+    Lock lock(mutex_);
+    return until(lock, nullptr, false, [&] { return queue_.landed_all(); });
 }
 
 void ThreadedLink::close() {
     {
-        const std::lock_guard<std::mutex> lock(mutex_);
+        const Lock lock(mutex_);
         closing_ = true;
+        changed();
     }
-    changed_.notify_all();
     const std::lock_guard<std::mutex> lock(joining_);
     if (thread_.joinable()) thread_.join();
 }
 
-template <class Reached>
-int ThreadedLink::until(std::unique_lock<std::mutex> &lock, const floe_stop *stop, Reached reached) {
-    const auto over = [&] { return reached() || ended_; };
-    if (stop == nullptr) changed_.wait(lock, over);
-    while (!over()) {
-        if (is_raised(*stop)) return FLOE_STOPPED;
-        changed_.wait_for(lock, std::chrono::milliseconds(1), over);
+// Who waits for a transfer sends by itself what comes first: the link's thread may have to wake up, or wait for a chunk
+// to land. Then it spins for a moment before it sleeps.
+template <class Reached> int ThreadedLink::until(Lock &lock, const floe_stop *stop, bool sends, Reached reached) {
+    for (bool spins = true; !reached() && !ended_ && failure_.empty();) {
+        if (stop != nullptr && is_raised(*stop)) return FLOE_STOPPED;
+        if (sends && queue_.has_urgent() && may_begin()) {
+            try {
+                put_out(lock);
+            } catch (const std::exception &error) {
+                lock.unlock();
+                fail(error.what());
+                return FLOE_LINK_FAILED;
+            }
+            continue;
+        }
+        const uint64_t seen = changes_;
+        const auto is_new = [&] { return changes_ != seen; };
+        if (spins) {
+            lock.unlock();
+            spin_until(kSpin, is_new);
+            lock.lock();
+            spins = false;
+        }
+        if (stop == nullptr) changed_.wait(lock, is_new);
+        else changed_.wait_for(lock, std::chrono::milliseconds(1), is_new);
     }
     return reached() ? FLOE_OK : FLOE_LINK_FAILED;
 }
 
-void ThreadedLink::fail(const char *why) {
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (failure_.empty()) failure_ = why;
-        closing_ = true;
-    }
+void ThreadedLink::changed() {
+    changes_++;
     changed_.notify_all();
+}
+
+void ThreadedLink::fail(const char *why) {
+    const Lock lock(mutex_);
+    if (failure_.empty()) failure_ = why;
+    closing_ = true;
+    changed();
 }
 
 void ThreadedLink::run() {
@@ -109,56 +131,61 @@ void ThreadedLink::run() {
     } catch (const std::exception &error) {
         failure = error.what();
     }
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (failure_.empty()) failure_ = std::move(failure);
-        ended_ = true;
-    }
-    changed_.notify_all();
+    const Lock lock(mutex_);
+    if (failure_.empty()) failure_ = std::move(failure);
+    ended_ = true;
+    changed();
 }
 
 // Lands what has arrived, then sends one chunk, else waits for one that is on its way; false at the end.
 bool ThreadedLink::step() {
-    while (!queue_.flying.empty() && has_landed(queue_.flying.front())) take_in();
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !queue_.flying.empty() || queue_.has_next() || closing_; });
-    if (may_begin()) {
-        const Chunk chunk = queue_.begin(seconds_now());
+    Lock lock(mutex_);
+    changed_.wait(lock, [&] { return !queue_.flying.empty() || may_begin() || (closing_ && !sending_); });
+    while (!queue_.flying.empty()) {
+        const Chunk first = queue_.flying.front();
         lock.unlock();
-        put_out(chunk);
+        const bool there = has_landed(first);
+        lock.lock();
+        if (!there) break;
+        take_in(lock);
+    }
+    if (may_begin()) {
+        put_out(lock);
         return true;
     }
-    if (queue_.flying.empty()) return false;
+    if (queue_.flying.empty()) return !closing_ || sending_;
     const double due = queue_.flying.front().due;
-    if (due > 0) {
-        changed_.wait_until(lock, moment(due), [&] { return may_begin(); });
-        return true;
-    }
-    lock.unlock();
-    take_in();
+    if (due > 0) changed_.wait_until(lock, moment(due), [&] { return may_begin(); });
+    else take_in(lock);
     return true;
 }
 
-void ThreadedLink::put_out(Chunk chunk) {
-    if (gate_ != nullptr) pass_gate(chunk);
-    send(chunk);
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        queue_.sent(chunk);
+void ThreadedLink::put_out(Lock &lock) {
+    Chunk chunk = queue_.begin(seconds_now());
+    sending_ = true;
+    lock.unlock();
+    std::exception_ptr failure;
+    try {
+        if (gate_ != nullptr) pass_gate(chunk);
+        send(chunk);
+    } catch (...) {
+        failure = std::current_exception();
     }
-    if (chunk.is_last()) changed_.notify_all();
+    lock.lock();
+    sending_ = false;
+    if (failure == nullptr) queue_.sent(chunk);
+    changed();
+    if (failure != nullptr) std::rethrow_exception(failure);
 }
 
-void ThreadedLink::take_in() {
-    const Chunk chunk = queue_.flying.front();
-    const bool last = chunk.is_last(); // the transfer may be gone once it has landed
+void ThreadedLink::take_in(Lock &lock) {
+    const Chunk chunk = queue_.flying.front(); // only this thread takes it out
+    const bool last = chunk.is_last();         // the transfer may be gone once it has landed
+    lock.unlock();
     land(chunk);
-    const double now = seconds_now();
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        queue_.landed(now);
-    }
-    if (last) changed_.notify_all();
+    lock.lock();
+    queue_.landed(seconds_now());
+    if (last) changed();
 }
 
 void ThreadedLink::pass_gate(const Chunk &chunk) {

@@ -38,9 +38,10 @@ class ThreadedLink : public Link {
     void close() override; // in the destructor of every kind, while its lanes are there
 
   protected:
-    // The thread begins. This and the next three run in it without the lock; what they throw ends the link.
+    // The thread begins. This and the next three run without the lock; what they throw ends the link.
     virtual void enter() {}
-    // Packs a chunk into its lane and starts to send it; knows `due` if that can be known.
+    // Packs a chunk into its lane and starts to send it; knows `due` if that can be known. In the link's thread or in
+    // one that waits for the chunk's transfer, one at a time.
     virtual void send(Chunk &chunk) = 0;
     // Whether `land` would not have to wait.
     virtual bool has_landed(const Chunk &chunk) = 0;
@@ -55,18 +56,23 @@ class ThreadedLink : public Link {
     void fail(const char *why);
 
   private:
+    using Lock = std::unique_lock<std::mutex>; // of `mutex_`
+
     void run();
     bool step();
-    void put_out(Chunk chunk);
-    void take_in();
+    // Sends the next chunk, during which the lock is not held.
+    void put_out(Lock &lock);
+    void take_in(Lock &lock);
     void pass_gate(const Chunk &chunk);
-    bool may_begin() const { return !closing_ && queue_.has_next() && (int)queue_.flying.size() < kLanes; }
+    void changed(); // the lock is held
+    bool may_begin() const { return !closing_ && !sending_ && queue_.has_next() && (int)queue_.flying.size() < kLanes; }
     // Whether it was `reached` before the link ended, or before somebody raised `stop`; the lock is held.
-    template <class Reached> int until(std::unique_lock<std::mutex> &lock, const floe_stop *stop, Reached reached);
+    template <class Reached> int until(Lock &lock, const floe_stop *stop, bool sends, Reached reached);
 
     floe_link_gate *const gate_;
     std::condition_variable changed_;
-    bool closing_ = false, ended_ = false;
+    std::atomic<uint64_t> changes_{0};
+    bool closing_ = false, ended_ = false, sending_ = false; // sending_: a thread is in `send`
     std::mutex joining_;
     std::thread thread_;
 };

@@ -1,24 +1,28 @@
 #include "thread_pool.h"
+#include "spin.h"
 
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
-#include <thread>
-
-#if defined(__x86_64__) || defined(_M_X64)
-#include <emmintrin.h>
-#define FLOE_PAUSE() _mm_pause()
-#else
-#define FLOE_PAUSE() std::this_thread::yield()
-#endif
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace floe {
+
+std::atomic<int> computing{0};
+
+int core_count() {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+    return (int)std::thread::hardware_concurrency();
+}
 
 // Each worker has a run of neighbouring items for itself, and then helps the others with theirs: memory is read fastest
 // in order, and what lies behind an item has often been fetched with it.
@@ -81,11 +85,21 @@ class WithoutDenormals {
 #endif
 };
 
+// A thread that computes while it lives.
+class Computing {
+  public:
+    Computing() { computing.fetch_add(1, std::memory_order_relaxed); }
+    ~Computing() { computing.fetch_sub(1, std::memory_order_relaxed); }
+    Computing(const Computing &) = delete;
+    Computing &operator=(const Computing &) = delete;
+};
+
 static_assert(kMaxThreads <= 64, "a lane is a bit of Job::lanes");
 
 // Until there are no more items, or until `leave`.
 template <class Leave> void take_items(Job &job, int worker, Leave leave) {
     [[maybe_unused]] const WithoutDenormals here;
+    const Computing counted;
     do {
         const int64_t item = job.take(worker);
         if (item < 0) return;
@@ -95,18 +109,6 @@ template <class Leave> void take_items(Job &job, int worker, Leave leave) {
 
 void take_all(Job &job) {
     take_items(job, 0, [] { return false; });
-}
-
-// Spins until `ready` or until the bound has passed.
-template <class Ready> bool spin_until(Ready ready) {
-    const auto end = std::chrono::steady_clock::now() + kSpin;
-    do {
-        for (int i = 0; i < 32; i++) {
-            if (ready()) return true;
-            FLOE_PAUSE();
-        }
-    } while (std::chrono::steady_clock::now() < end);
-    return ready();
 }
 
 class Pool {
@@ -124,7 +126,7 @@ class Pool {
             remove(job); // nobody joins any more
             if (job.helpers == 0) return;
         }
-        if (spin_until([&] { return job.helpers.load(std::memory_order_acquire) == 0; })) {
+        if (spin_until(kSpin, [&] { return job.helpers.load(std::memory_order_acquire) == 0; })) {
             std::lock_guard<std::mutex> lock(mutex_); // the last helper has let go of the job
             return;
         }
@@ -198,7 +200,7 @@ class Pool {
                 continue;
             }
             lock.unlock();
-            spin_until(is_new);
+            spin_until(kSpin, is_new);
             lock.lock();
             sleeping_++;
             wake_.wait(lock, is_new);

@@ -67,12 +67,12 @@ class Served:
 
     def metric(self, name: str) -> float:
         """A figure of /metrics."""
-        lines = httpx2.get(f"{self.root}/metrics").text.splitlines()
+        lines = httpx2.get(f"{self.root}/metrics", timeout=60).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split(" ")[0].partition("{")[0] == name)
 
     def until_connections(self, number: int) -> None:
         """Wait until so many are open."""
-        for _ in range(600):
+        for _ in range(2400):
             if len(self.server.server_state.connections) == number:
                 return
             time.sleep(0.05)
@@ -80,7 +80,7 @@ class Served:
 
     def until(self, name: str, value: float) -> None:
         """Wait for it."""
-        for _ in range(600):
+        for _ in range(2400):
             if self.metric(name) == value:
                 return
             time.sleep(0.05)

@@ -76,8 +76,8 @@ def answering(pack: Path, port: str, key: Path) -> Generator[tuple[str, subproce
     """A server in the middle of an answer: where it is, and the lines that are still to come."""
     with start("--model", str(pack), "--port", port, "--key-file", str(key)) as process:
         url, headers = address(process), {"Authorization": "Bearer a-secret"}
-        assert httpx2.get(f"{url}/models").status_code == 401
-        model = httpx2.get(f"{url}/models", headers=headers).json()["data"][0]["id"]
+        assert httpx2.get(f"{url}/models", timeout=60).status_code == 401
+        model = httpx2.get(f"{url}/models", headers=headers, timeout=60).json()["data"][0]["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **ENDLESS}
         with httpx2.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -123,11 +123,11 @@ def test_connections_of_a_killed_server_do_not_hold_its_port(long_winded: Path) 
         host, _, port = url.removeprefix("http://").removesuffix("/v1").partition(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(5)]
         idle[0].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
-        assert httpx2.get(f"{url}/models").status_code == 200
+        assert httpx2.get(f"{url}/models", timeout=60).status_code == 200
         process.kill()
         process.wait(30)
     with start("--model", str(long_winded), "--port", port) as process:
-        assert address(process) == url and httpx2.get(f"{url}/models").status_code == 200
+        assert address(process) == url and httpx2.get(f"{url}/models", timeout=60).status_code == 200
     for one in idle:
         one.close()
 

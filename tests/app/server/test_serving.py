@@ -171,10 +171,10 @@ def test_another_model_is_not_here(demo: Served) -> None:
     with pytest.raises(NotFoundError):
         demo.client().chat.completions.create(model="gpt-4", messages=user("Hi"))
     assert [model.id for model in demo.client().models.list()] == ["demo"]
-    described = httpx2.get(f"{demo.url}/models/demo").json()
+    described = httpx2.get(f"{demo.url}/models/demo", timeout=60).json()
     assert described["context_length"] == 1024 and described["floe"]["presets"]
     assert "FloE 80 %" in described["floe"]["published"]
-    assert httpx2.get(f"{demo.url}/models/other").status_code == 404
+    assert httpx2.get(f"{demo.url}/models/other", timeout=60).status_code == 404
 
 
 def test_bodies_of_any_kind_get_an_answer(demo: Served) -> None:
@@ -238,37 +238,37 @@ def test_only_the_key_opens(locked: Served) -> None:
     for given in ("", "Bearer", "Bearer wrong", "Basic a-long-secret", "Bearer a-long-secret2", "Bearer \xe9"):
         headers = {b"Authorization": given.encode("latin-1")}
         for path in ("/models", "/nothing"):
-            reply = httpx2.get(locked.url + path, headers=headers)
+            reply = httpx2.get(locked.url + path, headers=headers, timeout=60)
             assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
-        assert httpx2.get(f"{locked.root}/metrics", headers=headers).status_code == 401
-        assert httpx2.get(f"{locked.root}/health", headers=headers).json() == {"status": "ok"}
+        assert httpx2.get(f"{locked.root}/metrics", headers=headers, timeout=60).status_code == 401
+        assert httpx2.get(f"{locked.root}/health", headers=headers, timeout=60).json() == {"status": "ok"}
     assert [model.id for model in locked.client().models.list()] == ["demo"]
 
 
 def test_only_pages_that_are_allowed_may_ask(locked: Served, demo: Served) -> None:
     key = {"Authorization": "Bearer a-long-secret"}
-    allowed = httpx2.get(f"{locked.url}/models", headers={**key, "Origin": PAGE})
+    allowed = httpx2.get(f"{locked.url}/models", headers={**key, "Origin": PAGE}, timeout=60)
     assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == PAGE
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     before = httpx2.options(f"{locked.url}/chat/completions", headers=asked)
     assert before.status_code == 200 and before.headers["access-control-allow-origin"] == PAGE
     for origin in ("https://evil.example", "null", "http://[", "http://evil.example]"):
-        refused = httpx2.get(f"{demo.url}/models", headers={"Origin": origin})
+        refused = httpx2.get(f"{demo.url}/models", headers={"Origin": origin}, timeout=60)
         assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
-    assert httpx2.get(f"{demo.url}/models", headers={"Origin": demo.root}).status_code == 200
+    assert httpx2.get(f"{demo.url}/models", headers={"Origin": demo.root}, timeout=60).status_code == 200
 
 
 def test_a_name_that_is_no_address_is_no_fault_of_the_server(locked: Served) -> None:
     key = {"Authorization": "Bearer a-long-secret", "Host": "[::1"}
-    assert httpx2.get(f"{locked.root}/nothing", headers=key).status_code == 404
-    assert httpx2.get(f"{locked.url}/models", headers=key).status_code == 200
+    assert httpx2.get(f"{locked.root}/nothing", headers=key, timeout=60).status_code == 404
+    assert httpx2.get(f"{locked.url}/models", headers=key, timeout=60).status_code == 200
 
 
 def test_names_of_this_machine(demo: Served) -> None:
     for host in FOREIGN:
-        assert httpx2.get(f"{demo.url}/models", headers={"Host": host}).status_code == 403
+        assert httpx2.get(f"{demo.url}/models", headers={"Host": host}, timeout=60).status_code == 403
     for host in ("localhost", "127.0.0.1:1234", "[::1]:80", "LOCALHOST:8080"):
-        assert httpx2.get(f"{demo.url}/models", headers={"Host": host}).status_code == 200
+        assert httpx2.get(f"{demo.url}/models", headers={"Host": host}, timeout=60).status_code == 200
 
 
 # What llama.cpp's tests of its server ask for, of ours: requests of every form, caching, the end of the context
@@ -360,9 +360,9 @@ def test_what_does_not_fit_is_no_stream_yet(demo: Served, path: str) -> None:
 
 def test_what_is_not_here_says_so(demo: Served) -> None:
     for path in ("embeddings", "audio/speech", "chat"):
-        reply = httpx2.post(f"{demo.url}/{path}", json={"model": "demo", "input": "Hi"})
+        reply = httpx2.post(f"{demo.url}/{path}", json={"model": "demo", "input": "Hi"}, timeout=60)
         assert reply.status_code == 404 and reply.json()["error"]["type"] == "not_found_error"
-    wrong = httpx2.get(f"{demo.url}/chat/completions")
+    wrong = httpx2.get(f"{demo.url}/chat/completions", timeout=60)
     assert wrong.status_code == 405 and wrong.json()["error"]["type"]
     assert httpx2.head(f"{demo.root}/health").status_code == 200
     assert httpx2.options(f"{demo.url}/models").status_code in (204, 405)

@@ -128,7 +128,7 @@ async def test_a_talk_with_tools_goes_on(demo: Served) -> None:
         talk += [{"role": "tool", "tool_call_id": first.id, "content": [{"type": "text", "text": "Sunny."}]}]
     reply = await client.chat.completions.create(model="demo", messages=talk, max_tokens=20)
     assert reply.choices[0].message.content
-    assert httpx2.get(f"{demo.url}/models/demo").json()["floe"]["tools"] == "general"
+    assert httpx2.get(f"{demo.url}/models/demo", timeout=60).json()["floe"]["tools"] == "general"
 
 
 class Turn(BaseModel):

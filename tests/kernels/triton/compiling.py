@@ -28,16 +28,19 @@ from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse
+from floe_chat.kernels.step import ExpertLayer
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 EXPERTS, F = 8, 14336
+RULE = Rule(drop=0.4, major=0.8, weighed=True)
 TYPES = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -88,20 +91,43 @@ class Recorder:
 def recorded(case: str) -> list[Launch]:
     """The launches of a case."""
     launches: list[Launch] = []
+
+    def cores(_device: torch.device, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 2 and "plain" not in case
+
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=64 if "latent" in case else 32))
-        cores: Callable[..., bool] = lambda _device, dtype: dtype.itemsize == 2 and "plain" not in case
         patches.enter_context(mock.patch.object(launch, "cores", cores))
         for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
-        call_operations(case)
+        call_operations(case, launches)
     return launches
 
 
-def call_operations(case: str) -> None:
+def launched(case: str) -> list[str]:
+    """Whatever a case with the option -step has a GPU do, in order: kernels, and torch's operations."""
+    return [kernel if isinstance(kernel, str) else kernel.fn.__name__ for kernel, _, _ in recorded(case)]
+
+
+class Launches(TorchDispatchMode):
+    """Notes torch's operations that launch something among launches of kernels."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, aliases = func._schema.name, [one.alias_info for one in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not view and not name.startswith("aten::empty"):
+            self._launches.append((name, [], {}))
+        return func(*args, **(kwargs or {}))
+
+
+def call_operations(case: str, launches: list[Launch]) -> None:
     """Call what the case is about; nothing is computed."""
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
@@ -129,13 +155,18 @@ def call_operations(case: str) -> None:
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))
-    kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
-    if "all" not in options:
-        return
     index = torch.zeros(10, dtype=torch.int64)
     tables = Limits(torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS))
     chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
-    kernels.select(chosen, scores, tables, Rule(drop=0.4, major=0.8, weighed=True))
+    selecting = ExpertLayer(stored, rows, replace(tables, late=None, least=torch.empty(2, dtype=torch.float64)), RULE)
+    if "step" in options:
+        with Launches(launches):
+            kernels.experts_step(x, selecting, chosen, scores, x, 22)
+        return
+    kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
+    if "all" not in options:
+        return
+    kernels.select(chosen, scores, tables, RULE)
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     kernels.sparse_swiglu(x, rows, calls, active, limits)
     lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
@@ -148,6 +179,7 @@ def call_operations(case: str) -> None:
     kernels.pool_scatter(rows.data[0], index, untouched(10, layout.nbytes))
     for in_place in (False, True):
         kernels.land(untouched(448 + 50 * layout.nbytes), 50, 448, layout.nbytes, in_place=in_place)
+    kernels.experts_step(x, selecting, chosen, scores, x, 22)
     scratch = torch.empty(64, hidden, dtype=dtype)
     for vector in record_vectors(layout, rows.data):
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)
@@ -213,8 +245,8 @@ def untouched(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
-    """Every different kernel of a case, for every capability."""
+def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
+    """Every different kernel of a case, and with which options it is launched."""
     seen: set[str] = set()
     for kernel, arguments, options in recorded(case):
         signature: dict[str, str] = {}
@@ -232,8 +264,26 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
         if key in seen:
             continue
         seen.add(key)
+        yield ASTSource(kernel, signature, constants, attributes), options
+
+
+def compiled_for_amd(case: str, architecture: str) -> Iterator[tuple[str, int, int]]:
+    """Of every different kernel of a case, its name, registers that it spills to memory, and bytes of shared memory."""
+    target = GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
+    with (
+        mock.patch.object(vectors, "_ptx", return_value=False),
+        mock.patch.multiple(launch, GEMV_ROWS=launch.AMDS_ROWS, PRODUCT_ROWS=launch.AMDS_ROWS),
+    ):
+        for source, options in sources(case):
+            binary: Any = triton.compile(source, target=target, options=options)
+            spilled = re.findall(r"\.vgpr_spill_count:\s*(\d+)", binary.asm["amdgcn"])
+            yield source.fn.__name__, sum(map(int, spilled)), binary.metadata.shared
+
+
+def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
+    """Every different kernel of a case, for every capability."""
+    for source, options in sources(case):
         for capability in capabilities:
-            source = ASTSource(kernel, signature, constants, attributes)
             binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
             loop, barriers = executed(binary.asm["cubin"])
@@ -242,7 +292,7 @@ def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
             )
             shared = binary.metadata.shared
-            yield Need(kernel.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
+            yield Need(source.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
 
 
 def executed(cubin: bytes) -> tuple[list[str], int]:
