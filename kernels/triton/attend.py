@@ -25,6 +25,8 @@ from .vectors import linear_vector
 # Numbers of a tile of products of queries and keys, per program of 128 threads: more would not fit their registers.
 # Codes take some more until they are values.
 TILE, MOST_TOKENS, MOST_CODED = 4096, 64, 16
+# By tensor cores, numbers of a tile of keys, and of queries, by four warps: eight take two of them, or four of codes.
+CORES_TILE, FOUR_WARPS = 8192, 4096
 PROGRAMS_PER_PROCESSOR, MOST_SPLITS = 4, 64
 # Of a latent vector. By tensor cores: heads, tokens and warps of a program; 74 KB of shared memory for 32 heads of
 # rank 512, and 165 registers. Else, heads that a tile has room for.
@@ -50,9 +52,17 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
         heads.cache_dtype == CODES,
         *(0 if heads.keys_alone else heads.num_kv_heads, heads.v_normed, heads.rope_at),
         heads.num_heads if heads.gated else 0,
+        launch.cores(device, qkv.dtype) and heads.cache_dtype in (qkv.dtype, CODES),
     )
     splits = splits_of(device, heads.num_kv_heads)
-    columns, group = triton.next_power_of_2(dim), triton.next_power_of_2(groups)
+    least = LEAST if shape.cores else 1
+    columns, group = (max(least, triton.next_power_of_2(size)) for size in (dim, groups))
+    warps = 8 if shape.cores and group * columns > FOUR_WARPS else 4
+    if shape.cores:
+        tiles = 1 if warps == 4 else 4 // heads.cache_dtype.itemsize
+        block = max(LEAST, min(MOST_TOKENS, CORES_TILE * tiles // columns))
+    else:
+        block = max(1, min(MOST_CODED if shape.coded else MOST_TOKENS, TILE // (group * columns)))
     partial = torch.empty(heads.num_heads, splits, dim, dtype=torch.float32, device=device)
     sums = torch.empty(heads.num_heads, splits, 2, dtype=torch.float32, device=device)
     y = torch.empty(1, heads.num_heads * dim, dtype=qkv.dtype, device=device)
@@ -60,11 +70,10 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     with launch.on(device):
         attend_kernel[(heads.num_kv_heads, splits)](
             *(qkv, rope, kept.addresses, kept.position, *norms, partial, sums, layer),
-            *(shape, _STORED[heads.cache_dtype], splits, group, columns),
-            *(
-                max(1, min(MOST_CODED if shape.coded else MOST_TOKENS, TILE // (group * columns))),
-                launch.block_of(heads.num_heads * dim, 1024),
-            ),
+            *(shape, _STORED[heads.cache_dtype], _STORED[qkv.dtype], splits, group, columns),
+            *(block, launch.block_of(heads.num_heads * dim, 1024)),
+            num_warps=warps,
+            num_stages=1 if shape.coded else 2,  # codes become numbers on their way: copied ahead they cost more
         )
         sinks = sums if heads.sinks is None else heads.sinks
         gates = qkv[:, heads.num_heads * dim :]

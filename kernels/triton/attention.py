@@ -8,7 +8,10 @@ memory that has moved needs another launch. Positions are cut into splits, one p
 since one token has too few heads to fill a GPU; `combine_kernel` adds up their parts in a fixed order (as in
 Flash-Decoding). The new token's own keys and values are not read back: the first split has them in registers.
 
-`load_entries` and `store_entry` alone know in which form entries are stored (`kernels/entries.py`).
+Tensor cores multiply where they can (`Shape.cores`): the heads of queries of one head of keys are then a block of at
+least 16 rows, most of them empty, and no sum goes across threads, which cost four times as long as the memory.
+
+`load_entries`, `scaled` and `store_entry` alone know in which form entries are stored (`kernels/entries.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Shape(NamedTuple):
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
             layer's address. coded: whether entries are codes, see `kernels/entries.py`. value_heads: heads of values
             that are projected; 0 where keys are alone. v_normed, rope_at: as in `Heads`. gates: of the output,
-            heads behind the queries.
+            heads behind the queries. cores: whether tensor cores multiply, with queries and weights of 16 bits.
     """
 
     heads: int
@@ -49,6 +52,7 @@ class Shape(NamedTuple):
     v_normed: bool
     rope_at: int
     gates: int
+    cores: bool
 
 
 @device_code()
@@ -60,15 +64,36 @@ def scales_of(entries, n, row, A: tl.constexpr):
 
 
 @device_code()
-def load_entries(entries, n, row, d, live, A: tl.constexpr):
-    """Columns d (D,) of one row of the entries of tokens n (N,): (N, D) float32."""
-    length: tl.constexpr = 2 * A.kv_heads * (A.dim + 2) if A.coded else 2 * A.kv_heads * A.dim
-    at = n.to(tl.int64)[:, None] * length + row * A.dim + d[None, :]
-    values = tl.load(entries + at, mask=live, other=0).to(tl.float32)
+def scaled(x, entries, n, row, seen, A: tl.constexpr):
+    """x (G, N) of one row of the entries of tokens n (N,), by the scales of their codes where they are codes."""
     if A.coded:
-        there = tl.max(live.to(tl.int32), 1) > 0
-        values *= tl.load(scales_of(entries, n, row, A), mask=there, other=0.0).to(tl.float32)[:, None]
-    return values
+        x *= tl.load(scales_of(entries, n, row, A), mask=seen, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@device_code()
+def load_entries(entries, n, row, d, live, A: tl.constexpr):
+    """Columns d (D,) of one row of the entries of tokens n (N,): (N, D) as stored, see `scaled`."""
+    length: tl.constexpr = 2 * A.kv_heads * (A.dim + 2) if A.coded else 2 * A.kv_heads * A.dim
+    return tl.load(entries + n.to(tl.int64)[:, None] * length + row * A.dim + d[None, :], mask=live, other=0)
+
+
+@device_code()
+def met(q, keys, A: tl.constexpr, CORES: tl.constexpr):
+    """Products of queries (G, K) and what is stored of tokens (N, K): (G, N) float32. CORES: the type of numbers that
+    tensor cores multiply.
+    """
+    if A.cores:
+        return tl.dot(q.to(CORES), tl.trans(keys.to(CORES)))
+    return tl.sum(q[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+
+
+@device_code()
+def gathered(weights, values, A: tl.constexpr, CORES: tl.constexpr):
+    """The sums (G, K) of values (N, K), each by its weights (G, N), float32."""
+    if A.cores:
+        return tl.dot(weights.to(CORES), values.to(CORES))
+    return tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
 
 
 @device_code()
@@ -142,7 +167,7 @@ def weighed(scores, seen, top):
 @device_code("layer")
 def attend_kernel(
     qkv, rope, addresses, position, q_norm, k_norm, partial, sums, layer,
-    A: tl.constexpr, STORED: tl.constexpr, SPLITS: tl.constexpr,
+    A: tl.constexpr, STORED: tl.constexpr, CORES: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """partial (heads, SPLITS, D) and sums (heads, SPLITS, 2): one split's weighted values, and the largest score and
@@ -186,10 +211,12 @@ def attend_kernel(
         seen = n < end
         there = seen[:, None] & within
         keys = load_entries(entries, n, key_head, d, there, A)
-        weights, fade, top = weighed(tl.sum(q[:, None, :] * keys[None, :, :], 2), seen, top)
         values = load_entries(entries, n, A.kv_heads + key_head, d, there, A)
+        scores = scaled(met(q, keys, A, CORES), entries, n, key_head, seen, A)
+        weights, fade, top = weighed(scores, seen, top)
         total = total * fade + tl.sum(weights, 1)
-        out = out * fade[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+        weights = scaled(weights, entries, n, A.kv_heads + key_head, seen, A)
+        out = out * fade[:, None] + gathered(weights, values, A, CORES)
     place = head * SPLITS + split
     tl.store(partial + place[:, None] * A.dim + d[None, :], out, mask=live)
     tl.store(sums + place * 2, top, mask=g < group)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from .attention import weighed
+from .attention import gathered, met, weighed
 from .jit import device_code
 
 
@@ -35,22 +35,6 @@ class LatentShape(NamedTuple):
     eps: float
     aligned: int
     cores: bool
-
-
-@device_code()
-def met(q, keys, A: tl.constexpr):
-    """Products of queries (G, K) and the entries of tokens (N, K): (G, N) float32."""
-    if A.cores:
-        return tl.dot(q.to(keys.dtype), tl.trans(keys))
-    return tl.sum(q[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
-
-
-@device_code()
-def gathered(weights, values, A: tl.constexpr):
-    """The sums (G, K) of values (N, K), each by its weights (G, N), float32."""
-    if A.cores:
-        return tl.dot(weights.to(values.dtype), values)
-    return tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
 
 
 @device_code()
@@ -111,9 +95,9 @@ def latent_kernel(
         row = entries + n.to(tl.int64)[:, None] * length
         vectors = tl.load(row + d[None, :], mask=seen[:, None] & (d < A.rank)[None, :], other=0.0)
         keys = tl.load(row + A.rank + r[None, :], mask=seen[:, None] & (r < A.turned)[None, :], other=0.0)
-        weights, fade, top = weighed(met(q, vectors, A) + met(moved, keys, A), seen, top)
+        weights, fade, top = weighed(met(q, vectors, A, STORED) + met(moved, keys, A, STORED), seen, top)
         total = total * fade + tl.sum(weights, 1)
-        out = out * fade[:, None] + gathered(weights, vectors, A)
+        out = out * fade[:, None] + gathered(weights, vectors, A, STORED)
     place = head * SPLITS + split
     tl.store(partial + place[:, None] * A.rank + d[None, :], out, mask=live)
     tl.store(sums + place * 2, top, mask=real)

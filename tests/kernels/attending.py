@@ -76,6 +76,11 @@ CASES = {
     "codes-least": Case(1, 1, 2, stored=CODES),
     "codes-five-of-one": Case(5, 1, 66, normed="head", stored=CODES),
     "codes-window": Case(8, 2, 16, window=100, clip=0.9, stored=CODES),
+    "half": Case(6, 2, 10, normed="all", clip=0.7, window=100, dtype=torch.float16, stored=torch.float16),
+    "half-alone": Case(1, 1, 2, dtype=torch.float16, stored=torch.float16, sinks=True),
+    "half-many": Case(20, 1, 66, normed="head", dtype=torch.float16, stored=torch.float16, gated=True),
+    "codes-half": Case(5, 1, 66, normed="head", dtype=torch.float16, stored=CODES),
+    "codes-half-window": Case(8, 2, 16, window=100, dtype=torch.float16, stored=CODES, alone=True, v_normed=True),
     "codes-mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=CODES),
 }
 # Of a key or value that another path rounds to the neighbour, and of results in 16 bits.

@@ -62,7 +62,7 @@ def test_it_reads_and_writes_the_entries_of_its_layer(
 
 @pytest.mark.skipif("triton" not in WHERE, reason="a CPU makes no splits")
 @covering(
-    {"on_backend": ["triton"], "case": ["window", "odd", "five-of-one", "codes"]},
+    {"on_backend": ["triton"], "case": ["window", "odd", "five-of-one", "codes", "half", "codes-half"]},
     {"splits": [2, 16]},
 )
 def test_a_tile_may_be_a_single_token_and_splits_change_rounding_only(

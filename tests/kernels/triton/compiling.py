@@ -91,10 +91,14 @@ class Recorder:
 def recorded(case: str) -> list[Launch]:
     """The launches of a case."""
     launches: list[Launch] = []
+
+    def cores(_device: torch.device, dtype: torch.dtype) -> bool:
+        return dtype.itemsize == 2 and "plain" not in case
+
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=64 if "latent" in case else 32))
-        patches.enter_context(mock.patch.object(launch, "cores", return_value="plain" not in case))
+        patches.enter_context(mock.patch.object(launch, "cores", cores))
         for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
