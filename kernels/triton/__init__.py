@@ -5,8 +5,9 @@ arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py`
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
-`latent.py`, `recurrent.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`,
-`dense.py`, `attend.py` and `recur.py` launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
+`latent.py`, `recurrent.py`, `routing.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`,
+`listed.py`, `dense.py`, `attend.py`, `recur.py` and `routed.py` launch them. Without a GPU they run under
+TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .dense import expert_swiglu, linear
 from .listed import add_listed, list_active
 from .operations import gather_rows, land, moe_step, pool_scatter, select, signal_gemv, sparse_swiglu, up_list
 from .recur import convolve_one, delta_one
+from .routed import route
 
 __all__ = [
     "add_listed",
@@ -35,6 +37,7 @@ __all__ = [
     "list_active",
     "moe_step",
     "pool_scatter",
+    "route",
     "select",
     "signal_gemv",
     "sparse_swiglu",

@@ -136,7 +136,7 @@ def test_what_is_launched_compiles_without_spills(
     if case.startswith("latent"):
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
-        expected |= {"copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
+        expected |= {"copy_kernel", "land_kernel", "logits_kernel", "choose_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need.capability == capability]
         assert {need.kernel for need in mine} == expected
