@@ -34,6 +34,7 @@ class Backend:
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
+        experts_step: `select` and `moe_step` in fewer launches. None if there is no such thing.
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
@@ -64,6 +65,7 @@ class Backend:
     round_matrix: Callable[..., Rounded]
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
+    experts_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
@@ -146,6 +148,7 @@ def _cuda(index: int) -> Backend:
         up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
         moe_step=triton.moe_step,
+        experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
         linear=triton.linear,
         gather_rows=triton.gather_rows,

@@ -23,7 +23,7 @@ from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
-from .step import Router
+from .step import ExpertLayer, Router
 from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
@@ -46,6 +46,7 @@ __all__ = [
     "convolve_one",
     "delta_one",
     "expert_swiglu",
+    "experts_step",
     "fast_type",
     "foreseen",
     "gather_rows",
@@ -174,6 +175,29 @@ def moe_step(
         if calls.experts.is_cpu:
             arguments.calls_in_range(x.shape[0], calls, signal.q.shape[0])
     return backend.moe_step(x, signal, rows, calls, thresholds, down_thresholds, x_bits)
+
+
+def experts_step(
+    x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, stream: Tensor | None = None, *, x_bits: int = 22
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select`, then `moe_step`: one layer's experts for a few tokens.
+
+    Args:
+        x: (B, H). index, weights: (B, K) the router's choice. stream: (B, H) to which the sum is added.
+
+    Returns:
+        y (B, H), of the stream's dtype if there is one, counts (P, 2) as of `moe_step`, and the thresholds (P,),
+        infinite for what is left out.
+
+    Raises:
+        ValueError: as these two.
+    """
+    backend = choose(x.device)
+    if backend.experts_step is not None:
+        return backend.experts_step(x, layer, index, weights, stream, x_bits)
+    work = select(index, weights, layer.limits, layer.rule)
+    y, counts = moe_step(x, layer.signal, layer.rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
+    return y if stream is None else stream + y, counts, work.thresholds
 
 
 def expert_swiglu(

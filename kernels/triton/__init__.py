@@ -20,7 +20,17 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 from .attend import attend_one, latent_one
 from .dense import expert_swiglu, linear
 from .listed import add_listed, list_active
-from .operations import gather_rows, land, moe_step, pool_scatter, select, signal_gemv, sparse_swiglu, up_list
+from .operations import (
+    experts_step,
+    gather_rows,
+    land,
+    moe_step,
+    pool_scatter,
+    select,
+    signal_gemv,
+    sparse_swiglu,
+    up_list,
+)
 from .recur import convolve_one, delta_one
 from .routed import route
 
@@ -30,6 +40,7 @@ __all__ = [
     "convolve_one",
     "delta_one",
     "expert_swiglu",
+    "experts_step",
     "gather_rows",
     "land",
     "latent_one",

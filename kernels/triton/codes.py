@@ -154,6 +154,14 @@ def load_plane(base, at, n, live, BITS: tl.constexpr):
 
 @device_code()
 def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """See `spread_chunks`; a program for each token and BLOCK chunks."""
+    spread_chunks(x, out, tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK, N, DIGITS, WORDS, BLOCK)
+
+
+@device_code()
+def spread_chunks(
+    x, out, token, first, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """x (B, N) -> for each token, in WORDS of 32 bits, N * DIGITS bytes, then two float32 for each chunk: what a unit
     of its digits is worth, and the sum of what its digits stand for.
 
@@ -161,11 +169,11 @@ def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.const
     `reference.rounded` has it. A chunk with what is not finite has a unit that is not a number.
     """
     chunks: tl.constexpr = N // 64
-    chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk = first + tl.arange(0, BLOCK)
     within = chunk < chunks
     column = tl.arange(0, 64)
     at = chunk[:, None] * 64 + column[None, :]
-    value = tl.load(x + tl.program_id(0).to(tl.int64) * N + at, mask=within[:, None], other=0.0).to(tl.float32)
+    value = tl.load(x + token * N + at, mask=within[:, None], other=0.0).to(tl.float32)
     top = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as bits: NaN and infinity are the largest
     largest = top.to(tl.float32, bitcast=True)
     nothing = top < 0x0D800000  # below 2^-100
@@ -175,7 +183,7 @@ def spread_kernel(x, out, N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.const
     rest = (value * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     rest = tl.where((inverse == 0.0)[:, None], 0, rest)
     total = tl.sum(rest, 1)
-    words = out + tl.program_id(0).to(tl.int64) * WORDS
+    words = out + token * WORDS
     to = words.to(tl.pointer_type(tl.int8)) + (chunk[:, None] * (64 * DIGITS) + column[None, :])
     for digit in tl.static_range(DIGITS - 1, 0, -1):
         low = ((rest + 64) & 127) - 64

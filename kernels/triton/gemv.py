@@ -62,14 +62,15 @@ def reaches(v, threshold):
 
 @device_code("neurons", "blocks")
 def compact_kernel(
-    v, thresholds, kept, begins, ends, found, values, copies, neurons, blocks,
-    PACKED: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    v, thresholds, kept, begins, ends, found, values, copies, counts, neurons, blocks,
+    COUNTED: tl.constexpr, PACKED: tl.constexpr, COPIES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The active neurons of v (P, F) into found and values, and each call's interval of them into begins and ends (P,).
 
     PACKED puts the calls one after another; else call p begins at p * F, so that nobody needs to know how many
     there are. With COPIES values go there too: like `found`, that may be memory of the host, which only what is active
-    has to cross to.
+    has to cross to. With COUNTED, which is not for PACKED, also counts (P, 2): how many there are, and 0.
     """
     call = tl.program_id(0)
     block = tl.program_id(1)
@@ -94,4 +95,8 @@ def compact_kernel(
     if block == 0:
         tl.store(begins + call, at)
     if block == tl.num_programs(1) - 1:
-        tl.store(ends + call, at + tl.sum(keep.to(tl.int32), 0))
+        end_at = at + tl.sum(keep.to(tl.int32), 0)
+        tl.store(ends + call, end_at)
+        if COUNTED:
+            tl.store(counts + 2 * call, end_at - call.to(tl.int64) * neurons)
+            tl.store(counts + 2 * call + 1, tl.zeros((), tl.int64))

@@ -25,7 +25,7 @@ COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
 SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
 CHUNKS = 16  # of a row at a time, one for each of 16 threads
-COMBINE_COLUMNS = 64
+COMBINE_ROWS, COMBINE_COLUMNS = 64, 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
 WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
 MAX_SLICES = 64
@@ -75,17 +75,23 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def spread(x: Tensor, vector: Vector, x_bits: int) -> tuple[Tensor, Vector, int]:
+def spread(x: Tensor, vector: Vector, x_bits: int, ready: Tensor | None = None) -> tuple[Tensor, Vector, int]:
     """x (B, n) as a kernel wants it for one kind of vector, that vector with how it is, and how many of the vector's
     words, or chunks, a program takes at a time.
+
+    Args:
+        ready: the same of the same x for other vectors in chunks, whatever their bits.
     """
     x = x.contiguous()
     if vector.chunked:
         vector = vector.reading(digits_of(x, x_bits))
+        width = block_of(vector.n // CHUNK, CHUNKS)
+        if ready is not None:
+            return ready, vector, width
         out = torch.empty(x.shape[0], vector.x_words, dtype=torch.int32, device=x.device)
         grid = (x.shape[0], triton.cdiv(vector.n // CHUNK, SPREAD_CHUNKS))
         spread_kernel[grid](x, out, vector.n, vector.digits, vector.x_words, SPREAD_CHUNKS, num_warps=1)
-        return out, vector, block_of(vector.n // CHUNK, CHUNKS)
+        return out, vector, width
     if not vector.fast or vector.bits < 16:  # code by code
         return x.float(), vector._replace(fast=False, words=vector.n), block_of(vector.n)
     out = torch.empty(x.shape[0], len(vector.shifts), vector.words, dtype=torch.float32, device=x.device)

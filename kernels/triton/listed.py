@@ -49,4 +49,4 @@ def add_listed(
         launch.check_reachable(x.device, name, part)
     offsets, most = portion.offsets, portion.at.numel() // max(1, calls.tokens.numel())
     listed = List(offsets[:-1], offsets[1:], portion.places, values, most, at=portion.at)
-    swiglu(x, rows, calls, listed, limits, x_bits, Into(total.y, total.reached, first))
+    swiglu(x, rows, calls, listed, limits, x_bits, Into(total.y, total.reached, None if first else total.y))

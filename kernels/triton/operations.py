@@ -11,13 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
+from ..codes import CHUNK
+from ..layouts import SignalLayout
 from ..rule import Rule
-from ..types import Active, Calls, Limits, Work
+from ..step import ExpertLayer
+from ..types import Active, Calls, Limits, Work, digits_of
 from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .moving import copy_kernel, land_kernel
-from .selection import select_kernel
-from .sparse import List, find, moved, swiglu
+from .selection import begin_kernel, select_kernel
+from .sparse import Into, List, find, moved, swiglu
+from .vectors import signal_vector
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
@@ -60,7 +64,7 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    active = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
+    active, _ = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
     offsets = torch.zeros(active.ends.numel() + 1, dtype=torch.int64)
     if active.most:
         offsets[1:] = active.ends.cpu()
@@ -76,7 +80,7 @@ def up_list(
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
-    active = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
+    active, _ = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
     return active.ends, active.found, active.values
 
 
@@ -101,7 +105,9 @@ def sparse_swiglu(
     """
     offsets, found, values = (part.to(x.device) for part in (active.offsets, active.neurons, active.values))
     listed = List(offsets[:-1], offsets[1:], found.contiguous(), values.contiguous(), active.neurons.numel())
-    return swiglu(x, rows, moved(calls, x.device), listed, down_thresholds, x_bits)
+    into = Into(torch.empty_like(x), torch.zeros(calls.experts.numel(), dtype=torch.int64, device=x.device))
+    swiglu(x, rows, moved(calls, x.device), listed, down_thresholds, x_bits, into)
+    return into.y, into.reached
 
 
 def moe_step(
@@ -124,10 +130,64 @@ def moe_step(
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    calls = moved(calls, x.device)
-    active = find(x, signal, calls, thresholds, x_bits, packed=False)
-    y, reached = swiglu(x, rows, calls, active, down_thresholds, x_bits)
-    return y, torch.stack([active.ends - active.begins, reached], dim=1)
+    return _step(x, signal, rows, moved(calls, x.device), (thresholds, down_thresholds), x_bits)
+
+
+def experts_step(
+    x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, stream: Tensor | None, x_bits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`."""
+    signal, limits, ready = layer.signal, layer.limits, None
+    if limits.late is not None or not signal_vector(*_parts(signal)).chunked:
+        work = select(index, weights, limits, layer.rule)
+    else:
+        work, ready = _begun(x.contiguous(), layer, index, weights, x_bits)
+    thresholds = work.thresholds, work.products
+    y, counts = _step(x, signal, layer.rows, work.calls, thresholds, x_bits, stream, ready)
+    return y, counts, work.thresholds
+
+
+def _begun(x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, x_bits: int) -> tuple[Work, Tensor]:
+    """The work that is selected, and x for the kernels that do it (`launch.spread`)."""
+    device, (tokens, among), rule, limits = x.device, index.shape, layer.rule, layer.limits
+    launch.check_device(device)
+    count, vector = tokens * among * rule.parts, signal_vector(*_parts(layer.signal)).reading(digits_of(x, x_bits))
+    of, experts = torch.empty((2, count), dtype=torch.int64, device=device)
+    own = torch.empty(count, dtype=weights.dtype, device=device)
+    thresholds, products = torch.empty((2, count), device=device)
+    spread = torch.empty(tokens, vector.x_words, dtype=torch.int32, device=device)
+    if count:
+        with launch.on(device):
+            begin_kernel[(tokens, 1 + triton.cdiv(vector.n // CHUNK, launch.SPREAD_CHUNKS))](
+                *(index.contiguous(), weights.contiguous()),
+                launch.least(device, rule) if limits.least is None else limits.least,
+                *(limits.signal, _or(limits.product, limits.signal), of, experts, own, thresholds, products, x, spread),
+                *(among, rule.parts, rule.weighed, limits.product is not None, triton.next_power_of_2(among)),
+                *(vector.n, vector.digits, vector.x_words, launch.SPREAD_CHUNKS),
+                num_warps=1,
+            )
+    return Work(Calls(of, experts, own), thresholds, None if limits.product is None else products), spread
+
+
+def _step(
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    calls: Calls,
+    thresholds: tuple[Tensor, Tensor | None],
+    x_bits: int,
+    stream: Tensor | None = None,
+    ready: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    counts = torch.empty(calls.experts.numel(), 2, dtype=torch.int64, device=x.device)
+    active, ready = find(x, signal, calls, thresholds[0], x_bits, packed=False, counts=counts, ready=ready)
+    into = Into(torch.empty_like(x if stream is None else stream), counts[:, 1], stream)
+    swiglu(x, rows, calls, active, thresholds[1], x_bits, into, ready)
+    return into.y, counts
+
+
+def _parts(signal: SignalWeights) -> tuple[SignalLayout, Tensor, Tensor, Tensor]:
+    return signal.layout, signal.q, signal.scale, signal.zero
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:

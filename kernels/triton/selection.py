@@ -1,6 +1,7 @@
 # Device code: its values have types only once Triton compiles it.
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-"""Applies a rule to a router's choice: one small program per token, so that one launch replaces ten.
+"""Applies a rule to a router's choice: one small program per token, so that one launch replaces ten; other programs of
+the same launch spread x for what follows (`begin_kernel`).
 
 Sums and limits are float64, as everywhere: a weight at its limit falls to the same side on the CPU and here.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..rule import MOST_EASE
+from .codes import spread_chunks
 from .jit import device_code
 
 _MOST_EASE = tl.constexpr(MOST_EASE)
@@ -22,6 +24,35 @@ def select_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """index, weights (B, CHOICES) and least (PARTS,) float64 -> calls and their limits, (B, CHOICES, PARTS) each."""
+    _select(
+        index, weights, least, signal, product, late, tokens, experts, own, thresholds, products, lates,
+        CHOICES, PARTS, WEIGHED, PRODUCT, LATE, BLOCK,
+    )  # fmt: skip
+
+
+@device_code()
+def begin_kernel(
+    index, weights, least, signal, product, tokens, experts, own, thresholds, products, x, spread,
+    CHOICES: tl.constexpr, PARTS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`select_kernel` by each token's first program, and `spread_kernel` by the others."""
+    part = tl.program_id(1)
+    if part == 0:
+        _select(
+            index, weights, least, signal, product, signal, tokens, experts, own, thresholds, products, products,
+            CHOICES, PARTS, WEIGHED, PRODUCT, False, BLOCK,
+        )  # fmt: skip
+    else:
+        spread_chunks(x, spread, tl.program_id(0).to(tl.int64), (part - 1) * CHUNKS, N, DIGITS, WORDS, CHUNKS)
+
+
+@device_code()
+def _select(
+    index, weights, least, signal, product, late, tokens, experts, own, thresholds, products, lates,
+    CHOICES: tl.constexpr, PARTS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCT: tl.constexpr, LATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     live = k < CHOICES

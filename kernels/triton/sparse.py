@@ -40,11 +40,17 @@ class List:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """Where a sum goes: y (B, H), added to unless it is the `first`; reached (1,) int64 grows."""
+    """Where a sum goes.
+
+    Attributes:
+        y: (B, H). stream: to which the sum is added, (B, H); None for none. It may be y.
+        reached: grow by the neurons of each call that reach its limit, all where there are none: int64, (P,), or one
+            number for all.
+    """
 
     y: Tensor
     reached: Tensor
-    first: bool
+    stream: Tensor | None = None
 
 
 def moved(calls: Calls, device: torch.device) -> Calls:
@@ -52,8 +58,18 @@ def moved(calls: Calls, device: torch.device) -> Calls:
     return Calls(calls.tokens.to(device), calls.experts.to(device), calls.weights.to(device))
 
 
-def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, *, packed: bool) -> List:
-    """The active neurons of every call, one call after another (packed) or F places apart."""
+def find(
+    x: Tensor,
+    signal: SignalWeights,
+    calls: Calls,
+    thresholds: Tensor,
+    x_bits: int,
+    *,
+    packed: bool,
+    counts: Tensor | None = None,
+    ready: Tensor | None = None,
+) -> tuple[List, Tensor | None]:
+    """The active neurons of every call, one call after another (packed) or F places apart, and what `fill` gives."""
     device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
     spans = torch.empty(2, count, dtype=torch.int64, device=device)
@@ -62,15 +78,34 @@ def find(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_b
     if not count * neurons:
         launch.check_weights(device, "signal.q", signal.q)
         spans.zero_()
+        if counts is not None:
+            counts.zero_()
     active = List(spans[0], spans[1], found, values, neurons if count else 0)
-    fill(active, x, signal, calls, thresholds.to(device), x_bits, packed=packed)
-    return active
+    given = x, signal, calls, thresholds.to(device), x_bits
+    return active, fill(active, *given, packed=packed, counts=counts, ready=ready)
 
 
 def fill(
-    active: List, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, *, packed: bool
-) -> None:
-    """`find`, into a list with room for all neurons."""
+    active: List,
+    x: Tensor,
+    signal: SignalWeights,
+    calls: Calls,
+    thresholds: Tensor,
+    x_bits: int,
+    *,
+    packed: bool,
+    counts: Tensor | None = None,
+    ready: Tensor | None = None,
+) -> Tensor | None:
+    """`find`, into a list with room for all neurons.
+
+    Args:
+        counts: (P, 2) int64, which get how many neurons of each call are active, and 0; if not packed. ready: see
+            `launch.spread`.
+
+    Returns:
+        What is ready then.
+    """
     device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
     launch.check_weights(device, "signal.q", signal.q)
@@ -80,13 +115,13 @@ def fill(
     if (bias := signal.bias) is not None:
         launch.check_reachable(device, "signal.bias", bias)
     if not count * neurons:
-        return
+        return ready
     blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
     v = torch.empty(count, neurons, dtype=torch.float32, device=device)
     kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
     vector = signal_vector(signal.layout, signal.q, scale, zero)
     with launch.on(device):
-        spread, vector, width = launch.spread(x, vector, x_bits)
+        spread, vector, width = launch.spread(x, vector, x_bits, ready)
         gemv_kernel[(count, blocks)](
             *(spread, calls.tokens, calls.experts, thresholds, signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
@@ -95,9 +130,11 @@ def fill(
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
-            *(active.values if active.copies is None else active.copies, neurons, blocks),
-            *(packed, active.copies is not None, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT),
+            *(active.values if active.copies is None else active.copies, active.begins if counts is None else counts),
+            *(neurons, blocks, counts is not None, packed, active.copies is not None),
+            *(launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT),
         )
+    return spread if vector.digits else None
 
 
 def swiglu(
@@ -107,16 +144,21 @@ def swiglu(
     active: List,
     limits: Tensor | None,
     x_bits: int,
-    into: Into | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y (B, H), and how many neurons of each call reach its limit (P,) int64: all, if there are no limits; or the sums
-    that it went into.
+    into: Into,
+    ready: Tensor | None = None,
+) -> None:
+    """Add up the active neurons' rows.
+
+    Args:
+        ready: see `launch.spread`.
     """
     device, count, hidden = x.device, calls.tokens.numel(), x.shape[1]
     launch.check_device(device)
     launch.check_weights(device, "rows", rows.data)
+    y, stream = into.y, into.stream
     if not count or not active.most:
-        return (torch.zeros_like(x), active.ends - active.begins) if into is None else (into.y, into.reached)
+        y.zero_() if stream is None else y.copy_(stream)
+        return
     other, down = record_vectors(rows.layout, rows.data)
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
@@ -124,27 +166,22 @@ def swiglu(
     h = torch.empty(active.found.numel(), dtype=torch.float32, device=device)
     place = torch.empty(active.found.numel(), dtype=torch.int64, device=device)
     partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=device) if into is None else into.y
     tiles = min(launch.PRODUCT_PROGRAMS, triton.cdiv(active.most, launch.PRODUCT_ROWS))
-    counted = torch.empty(count, tiles, dtype=torch.int32, device=device) if into is None else into.reached
     with launch.on(device):
-        spread, other, chunks = launch.spread(x, other, x_bits)
+        spread, other, chunks = launch.spread(x, other, x_bits, ready)
         product_kernel[(count, tiles)](
             *(spread, calls.tokens, calls.experts, calls.weights, active.begins, active.ends, active.found),
             *(active.found if active.at is None else active.at, active.values),
-            *(calls.weights if limits is None else limits.to(device), rows.data, h, place, counted),
+            *(calls.weights if limits is None else limits.to(device), rows.data, h, place, into.reached),
             *(rows.data.shape[1], other, FUNCTIONS.index(rows.layout.function)),
-            *(rows.layout.bias_at if rows.layout.biased else 0,),
-            *(limits is not None, active.at is not None, launch.PRODUCT_ROWS, chunks),
+            *(rows.layout.bias_at if rows.layout.biased else 0, limits is not None, active.at is not None),
+            *(into.reached.stride(0) if into.reached.numel() == count else 0, launch.PRODUCT_ROWS, chunks),
         )
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),
             *(down, launch.DOWN_ROWS, width),
         )
         combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
-            *(calls.tokens, partial, y, count, hidden, into is not None and not into.first),
-            *(slices, launch.COMBINE_COLUMNS),
+            *(calls.tokens, partial, y if stream is None else stream, y, count, hidden, stream is not None, slices),
+            *(launch.COMBINE_ROWS, launch.COMBINE_COLUMNS),
         )
-    if into is not None:
-        return y, counted
-    return y, active.ends - active.begins if limits is None else counted.sum(1)

@@ -38,13 +38,13 @@ from .jit import device_code
 def product_kernel(
     x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · o(other_n · x + bias_n) v_n of every active neuron, and the number of its record into place.
 
-    h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
-    not. BIAS: where a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert; `at` says where
-    among `values` each one's is; and reached (1,) grows by all neurons that are not below their limit.
+    h is zero for what is below its limit; reached[call * EACH] grows by the number of neurons that are not. BIAS: where
+    a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert, and `at` says where among
+    `values` each one's is.
     """
     call = tl.program_id(0)
     begin = tl.load(begins + call)
@@ -72,10 +72,7 @@ def product_kernel(
         weight = tl.load(weights + call).to(tl.float32)  # here, since registers are short before
         tl.store(h + i, tl.where(kept, product * weight, 0.0), mask=live)
         tl.store(place + i, row, mask=live)
-    if LISTED:
-        tl.atomic_add(reached, tl.sum(count, 0).to(tl.int64))
-    elif LIMIT:
-        tl.store(reached + call * tl.num_programs(1) + tl.program_id(1), tl.sum(count, 0))
+    tl.atomic_add(reached + call * EACH, tl.sum(count, 0).to(tl.int64))
 
 
 @device_code()
@@ -173,20 +170,22 @@ def _record(h, place, at, end):
 
 @device_code("calls", "hidden")
 def combine_kernel(
-    tokens, partial, y, calls, hidden, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    tokens, partial, stream, y, calls, hidden,
+    ADD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to what is
-    there.
+    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to the
+    stream (B, H).
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < hidden
-    part = tl.arange(0, PARTS)
     total = tl.zeros((BLOCK,), tl.float32)
-    for call in range(calls):
-        if tl.load(tokens + call) == token:
-            at = (call * PARTS + part).to(tl.int64)[:, None] * hidden + column[None, :]
-            total += tl.sum(tl.load(partial + at, mask=within[None, :], other=0.0), 0)
+    for start in range(0, calls * PARTS, ROWS):  # rows without their calls: nobody waits to know whose a row is
+        row = start + tl.arange(0, ROWS)
+        there = row < calls * PARTS
+        mine = there & (tl.load(tokens + row // PARTS, mask=there, other=-1) == token)
+        at = row.to(tl.int64)[:, None] * hidden + column[None, :]
+        total += tl.sum(tl.load(partial + at, mask=mine[:, None] & within[None, :], other=0.0), 0)
     if ADD:
-        total += tl.load(y + token.to(tl.int64) * hidden + column, mask=within, other=0.0).to(tl.float32)
+        total += tl.load(stream + token.to(tl.int64) * hidden + column, mask=within, other=0.0).to(tl.float32)
     tl.store(y + token.to(tl.int64) * hidden + column, total.to(y.dtype.element_ty), mask=within)

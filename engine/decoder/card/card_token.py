@@ -160,12 +160,15 @@ class _Form:
             if ruled is None or limits is None:
                 continue
             hidden, (chosen, weights) = stepped.hidden, stepped.routed
-            work = kernels.select(chosen, weights, limits, ruled.rule)
-            given = hidden, ruled.layer.signal, ruled.layer.rows, work.calls, work.thresholds, work.products
-            y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
-            x, added = layer.behind(stepped, y)
-            x = x if added is None else x + added
-            done.append((chosen, counts, work.thresholds))
+            experts = replace(ruled.as_one(), limits=limits)
+            added_to = x if layer.sandwich is None else None
+            given = hidden, experts, chosen, weights, added_to
+            y, counts, thresholds = kernels.experts_step(*given, x_bits=self._control.preset.x_bits)
+            if added_to is None:
+                y, added = layer.behind(stepped, y)
+                y = y if added is None else y + added
+            x = y
+            done.append((chosen, counts, thresholds))
         self.counts.add(done, record.times)
         return ends.logits(x)
 

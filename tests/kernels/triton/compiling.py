@@ -28,17 +28,19 @@ from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.step import Router
+from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import attend, dense, launch, operations, recur, routed, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 EXPERTS, F = 8, 14336
+RULE = Rule(drop=0.4, major=0.8, weighed=True)
 TYPES = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -97,11 +99,31 @@ def recorded(case: str) -> list[Launch]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
-        call_operations(case)
+        call_operations(case, launches)
     return launches
 
 
-def call_operations(case: str) -> None:
+def launched(case: str) -> list[str]:
+    """Whatever a case with the option -step has a GPU do, in order: kernels, and torch's operations."""
+    return [kernel if isinstance(kernel, str) else kernel.fn.__name__ for kernel, _, _ in recorded(case)]
+
+
+class Launches(TorchDispatchMode):
+    """Notes torch's operations that launch something among launches of kernels."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, aliases = func._schema.name, [one.alias_info for one in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not view and not name.startswith("aten::empty"):
+            self._launches.append((name, [], {}))
+        return func(*args, **(kwargs or {}))
+
+
+def call_operations(case: str, launches: list[Launch]) -> None:
     """Call what the case is about; nothing is computed."""
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
@@ -129,16 +151,21 @@ def call_operations(case: str) -> None:
     rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
     x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
     calls = Calls(pair, pair, torch.zeros(2))
-    kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
-    if "all" not in options:
-        return
     index = torch.zeros(10, dtype=torch.int64)
     tables = Limits(torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS))
     chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
+    selecting = ExpertLayer(stored, rows, replace(tables, late=None, least=torch.empty(2, dtype=torch.float64)), RULE)
+    if "step" in options:
+        with Launches(launches):
+            kernels.experts_step(x, selecting, chosen, scores, x, 22)
+        return
+    kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
+    if "all" not in options:
+        return
     router = Router(torch.empty(128, hidden, dtype=dtype), 8, norm_topk_prob=True)
     kernels.route(x, router)
     kernels.route(x, replace(router, kind="sigmoid", precise=True, correction=torch.empty(128), scale=2.5))
-    kernels.select(chosen, scores, tables, Rule(drop=0.4, major=0.8, weighed=True))
+    kernels.select(chosen, scores, tables, RULE)
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     kernels.sparse_swiglu(x, rows, calls, active, limits)
     lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
@@ -151,6 +178,7 @@ def call_operations(case: str) -> None:
     kernels.pool_scatter(rows.data[0], index, untouched(10, layout.nbytes))
     for in_place in (False, True):
         kernels.land(untouched(448 + 50 * layout.nbytes), 50, 448, layout.nbytes, in_place=in_place)
+    kernels.experts_step(x, selecting, chosen, scores, x, 22)
     scratch = torch.empty(64, hidden, dtype=dtype)
     for vector in record_vectors(layout, rows.data):
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)

@@ -43,6 +43,7 @@ SAMPLE = {
     "what_is_listed_is": "1_1_1_1 or 3_7_40_20",
     "parts_of_a_step": "1_1_1_1 or 3_7_40_20",
     "a_step_is_the_formula": "odd",
+    "a_step_that_selects": "all",
 }
 # Instructions of capability 8.6 for a code of so many bits, all in the loop counted, with x of 15 and of 8 bits.
 MOST_FOR_A_CODE = {"15": {2: 1.45, 3: 1.85, 4: 1.4, 8: 1.15}, "8": {2: 1.15, 3: 1.6, 4: 1.1, 8: 0.9}}
@@ -77,6 +78,14 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path, pytestco
     )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
+
+
+def test_a_layers_experts_take_six_launches() -> None:
+    """A launch in a graph that waits for the one before costs about 2 us, as much as reading 2 MB on an RTX 4090."""
+    from . import compiling
+
+    kernels = ["begin_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"]
+    assert compiling.launched("3/4/4-bfloat16-step") == kernels
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,8 @@ def test_what_is_launched_compiles_without_spills(
     if case.startswith("latent"):
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
-        expected |= {"copy_kernel", "land_kernel", "logits_kernel", "choose_kernel", "select_kernel", "unpack_kernel"}
+        expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
+        expected |= {"logits_kernel", "choose_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need.capability == capability]
         assert {need.kernel for need in mine} == expected
@@ -168,5 +178,5 @@ def check_instructions(case: str, needs: Sequence[Need]) -> None:
         read = codes * (bits / 8 + 2 * (1 if bits <= 4 and "wide" not in case else 2) / 64)
         able = 4 * 32 * read / found[0]  # four instructions a clock, of 32 threads each
         assert able >= 16, (kind, able)
-        if "coarse" not in case and "float32" not in case:
+        if not {"coarse", "float32", "wide"} & set(case.split("-")):
             assert able == pytest.approx(figures().card_bytes[kind][bits], rel=0.06), (kind, bits, able)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from floe_chat.kernels import backend
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.step import Router
+from floe_chat.kernels.rule import Rule
+from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel
-from floe_chat.kernels.types import Calls
+from floe_chat.kernels.types import Calls, Limits
 
 from ...helpers import relative_rms
 from ..oracle import Layer, Widths, make_calls, make_layer, make_x, moved, signal_values, swiglu, threshold_between
@@ -67,10 +68,12 @@ def test_compaction_of_whole_experts(packed: bool, device: torch.device) -> None
     found, values = torch.empty(calls * neurons, dtype=torch.int64), torch.empty(calls * neurons)
     spans, copies = torch.empty(2, calls, dtype=torch.int64), torch.empty(calls * neurons)
     mine = [part.to(device) for part in (v, limits, kept, *spans, found, values, copies)]
+    stated = torch.full((calls, 2), -1).to(device)
     compact_kernel[(calls, neurons // launch.COMPACT)](
-        *mine, neurons, blocks, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
+        *mine, stated, neurons, blocks, not packed, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
     )
     counts, begin, end = keep.sum(1).tolist(), mine[3].tolist(), mine[4].tolist()
+    assert packed or stated.tolist() == [[count, 0] for count in counts]
     assert begin == ([0, counts[0], counts[0]] if packed else [0, neurons, 2 * neurons])
     for call in range(calls):
         assert end[call] - begin[call] == counts[call]
@@ -90,6 +93,33 @@ def test_a_step_is_the_formula(size: tuple[int, int, int, int], device: torch.de
     y, _ = kernels.moe_step(*given, torch.zeros(2, device=device))
     truth = swiglu(layer, x.double(), calls, [torch.arange(5)] * 2, signal_values(layer, x.double(), calls))
     assert relative_rms(y.cpu(), truth) <= 1e-5
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(drop=0.4, major=0.9, weighed=True)], ids=["nothing", "all"])
+@pytest.mark.parametrize(
+    ("size", "widths", "dtype"),
+    [
+        ((4, 5, 192, 64), (3, 4, 2), torch.float32),
+        ((4, 5, 320, 64), (2, 3, 4), torch.bfloat16),
+        ((4, 5, 64, 32), (2, 4, 4), torch.float32),
+    ],
+    ids=["three chunks", "five chunks", "small groups"],
+)
+def test_a_step_that_selects_is_both_and_the_stream(
+    size: tuple[int, int, int, int], widths: Widths, dtype: torch.dtype, rule: Rule, device: torch.device
+) -> None:
+    layer, x = layer_on(device, size, widths), make_x(3, size[2], dtype).to(device)
+    index = (torch.tensor([[0, 3], [1, 0], [3, 2]]) // rule.parts).to(device)
+    weights = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.3, 0.7]]).to(device, dtype)
+    limits = Limits(*(torch.full((4,), limit, device=device) for limit in ((0.1, 0.02) if rule.weighed else (0.1,))))
+    experts, stream = ExpertLayer(layer.stored, layer.rows, limits, rule), x.flip(1)
+    work = operations.select(index, weights, limits, rule)
+    calls = layer.stored, layer.rows, work.calls, work.thresholds, work.products
+    wanted, stated = kernels.moe_step(x, *calls, 8)
+    assert stated[:, 0].any() and (not rule.weighed or (stated[:, 1] < stated[:, 0]).any())
+    y, counts, thresholds = kernels.experts_step(x, experts, index, weights, stream, 8)
+    assert torch.equal(counts, stated) and torch.equal(thresholds, work.thresholds) and y.dtype == dtype
+    assert relative_rms(y, stream + wanted) <= (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_blocks_stay_within_their_memory() -> None:
