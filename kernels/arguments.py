@@ -19,10 +19,26 @@ from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
+from .step import Router
 from .types import X_BITS, Active, Calls, Flow, Limits
 from .weights import ExpertRows, LinearWeights, Projection, SignalWeights
 
 MOST_GROUP = 256  # numbers that share a grid (kMostGroup)
+
+
+def route(hidden: Tensor, router: Router) -> None:
+    """See `kernels.route`."""
+    if hidden.ndim != 2 or router.weight.ndim != 2 or not 0 < router.top_k <= len(router.weight):
+        shapes = f"{described(hidden)} for {router.top_k} of {described(router.weight)}"
+        raise ValueError(f"hidden must be (B, H) and a router's weight (E, H), of which it chooses some, not {shapes}")
+    experts, hidden_size = router.weight.shape
+    require("hidden", hidden, FLOATS, (len(hidden), hidden_size), router.weight.device, whole=False)
+    require("weight", router.weight, FLOATS, (experts, hidden_size), whole=False)
+    for name, part in (("bias", router.bias), ("factors", router.factors), ("correction", router.correction)):
+        if part is not None:
+            require(name, part, FLOATS, (experts,), hidden.device)
+    if router.scores is not None:
+        require("scores", router.scores, (torch.float32,), (len(router.scores), experts), hidden.device)
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:

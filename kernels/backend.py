@@ -18,6 +18,7 @@ from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
+from .step import Router
 from .types import Active, Calls, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
@@ -38,7 +39,7 @@ class Backend:
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of
+            of `route`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of
             `listed.py` are always checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
@@ -47,6 +48,7 @@ class Backend:
     device: str
     reason: str
     checks: bool
+    route: Callable[[Tensor, Router], tuple[Tensor, Tensor]]
     select: Callable[[Tensor, Tensor, Limits, Rule], Work]
     signal_gemv: Callable[[Tensor, SignalWeights, Calls, Tensor, int], Active]
     sparse_swiglu: Callable[[Tensor, ExpertRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
@@ -143,6 +145,7 @@ def _cuda(index: int) -> Backend:
         device=device,
         reason=reason,
         checks=False,
+        route=triton.route,
         select=triton.select,
         signal_gemv=triton.signal_gemv,
         up_list=triton.up_list,
@@ -175,6 +178,7 @@ def _cpu() -> Backend:
         device="cpu",
         reason=isa.reason,
         checks=True,
+        route=_routed,
         select=native.select,
         signal_gemv=native.signal_gemv,
         sparse_swiglu=native.sparse_swiglu,
@@ -201,6 +205,7 @@ def _reference(device: str, reason: str) -> Backend:
         device=device,
         reason=reason,
         checks=False,
+        route=_routed,
         select=reference.select,
         signal_gemv=reference.signal_gemv,
         sparse_swiglu=reference.sparse_swiglu,
@@ -217,3 +222,7 @@ def _reference(device: str, reason: str) -> Backend:
         list_active=partial(listed.list_active, reference.signal_gemv),
         add_listed=partial(listed.add_listed, reference.sparse_swiglu),
     )
+
+
+def _routed(hidden: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    return router(hidden)

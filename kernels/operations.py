@@ -23,7 +23,7 @@ from .mixers.delta import Delta
 from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
-from .step import ExpertLayer
+from .step import ExpertLayer, Router
 from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
@@ -56,10 +56,21 @@ __all__ = [
     "moe_step",
     "pool_scatter",
     "round_matrix",
+    "route",
     "select",
     "signal_gemv",
     "sparse_swiglu",
 ]
+
+
+def route(hidden: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """What a router chooses by hidden (B, H): experts (B, K) int64 and their weights (B, K), as `Router` computes it.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.route(hidden, router)
+    return choose(hidden.device).route(hidden, router)
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:

@@ -69,9 +69,9 @@ class Router:
         shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
         return shares @ bias
 
-    def choice(self, hidden: Tensor, stream: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `__call__`; by what experts are given, or by the stream."""
-        return self(hidden if self.norm is None else self.norm(stream, eps))
+    def given(self, hidden: Tensor, stream: Tensor, eps: float) -> Tensor:
+        """What it chooses by: what experts are given, or the stream behind its own norm."""
+        return hidden if self.norm is None else self.norm(stream, eps)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
@@ -274,7 +274,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
         parallel = sandwich.beside(layer.beside(sandwich.before(stream, layer.eps)), layer.eps)
     elif layer.beside is not None:
         stream = stream + layer.beside(hidden)
-    routed = layer.router.choice(hidden, stream, layer.eps) if layer.router else ()
+    routed = layer.router(layer.router.given(hidden, stream, layer.eps)) if layer.router else ()
     if layer.router and (bias := layer.router.bias_of(*routed)) is not None:
         stream = stream + bias.to(stream.dtype)
     return Stepped(stream, hidden, routed, parallel)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels import operations as kernels
 from ...kernels.entries import CODES
 from ...kernels.mixers.convolution import Convolution
 from ...kernels.mixers.delta import Delta
@@ -105,7 +106,7 @@ class DecoderLayer:
             stream = stream + self.beside(hidden)
         if (router := self.router) is None:
             return Stepped(stream, hidden, ())
-        routed = router.choice(hidden, stream, self.eps)
+        routed = kernels.route(router.given(hidden, stream, self.eps), router)
         bias = router.bias_of(*routed)
         return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed, parallel)
 

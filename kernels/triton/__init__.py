@@ -5,8 +5,9 @@ arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py`
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
-`latent.py`, `recurrent.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`,
-`dense.py`, `attend.py` and `recur.py` launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
+`latent.py`, `recurrent.py`, `routing.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`,
+`listed.py`, `dense.py`, `attend.py`, `recur.py` and `routed.py` launch them. Without a GPU they run under
+TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .operations import (
     up_list,
 )
 from .recur import convolve_one, delta_one
+from .routed import route
 
 __all__ = [
     "add_listed",
@@ -46,6 +48,7 @@ __all__ = [
     "list_active",
     "moe_step",
     "pool_scatter",
+    "route",
     "select",
     "signal_gemv",
     "sparse_swiglu",

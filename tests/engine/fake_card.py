@@ -31,7 +31,7 @@ REFUSED = (
     *("lift_fresh", "is_nonzero", "equal", "pin_memory"),
 )
 OPERATIONS = (
-    *("select", "moe_step", "list_active", "add_listed"),
+    *("route", "select", "moe_step", "list_active", "add_listed"),
     *("attend_one", "latent_one", "delta_one", "convolve_one"),
 )
 

@@ -28,8 +28,8 @@ from floe_chat.kernels.mixers.delta import Delta
 from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.step import ExpertLayer
-from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse, vectors
+from floe_chat.kernels.step import ExpertLayer, Router
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, routed, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
@@ -99,7 +99,7 @@ def recorded(case: str) -> list[Launch]:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=64 if "latent" in case else 32))
         patches.enter_context(mock.patch.object(launch, "cores", cores))
-        for module in (launch, operations, sparse, dense, attend, recur):
+        for module in (launch, operations, sparse, dense, attend, recur, routed):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
@@ -166,6 +166,9 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
     if "all" not in options:
         return
+    router = Router(torch.empty(128, hidden, dtype=dtype), 8, norm_topk_prob=True)
+    kernels.route(x, router)
+    kernels.route(x, replace(router, kind="sigmoid", precise=True, correction=torch.empty(128), scale=2.5))
     kernels.select(chosen, scores, tables, RULE)
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     kernels.sparse_swiglu(x, rows, calls, active, limits)

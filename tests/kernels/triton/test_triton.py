@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from floe_chat.kernels import backend
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.step import ExpertLayer
+from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel
 from floe_chat.kernels.types import Calls, Limits
@@ -212,3 +213,59 @@ def test_gather_from_pinned_memory(device: torch.device) -> None:
     out = torch.zeros(3, rows.layout.nbytes, dtype=torch.uint8, device=device)
     kernels.gather_rows(pinned, 1, torch.tensor([5, 0, 36]), out)
     assert torch.equal(out.cpu(), rows.data[1][[5, 0, 36]])
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shares": {"norm_topk_prob": True, "dtype": torch.bfloat16},
+    "biased": {"bias": True, "scale": 2.5},
+    "sigmoid": {"kind": "sigmoid", "correction": True, "norm_topk_prob": True, "precise": True},
+    "factors": {"factors": True, "scores": True, "norm_topk_prob": True},
+    "groups": {"groups": 3, "top_groups": 2, "kind": "sigmoid", "correction": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 6, 40, 2), (3, 9, 130, 9), (1, 129, 65, 8), (9, 3, 8, 1), (0, 3, 8, 1)])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_choice_is_torchs(
+    name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    tokens, experts, hidden, among = sizes
+    drawn = torch.Generator().manual_seed(experts)
+    named: dict[str, Any] = {"norm_topk_prob": False, **ROUTERS[name]}
+    if experts % named.get("groups", 1):
+        pytest.skip("groups are alike")
+    for part in ("bias", "correction", "factors"):
+        if part in named:
+            named[part] = torch.randn(experts, generator=drawn).to(device)
+    weight = torch.randn(experts, hidden, generator=drawn).to(device, dtype) * 3 / hidden**0.5
+    scores = torch.full((tokens + 1, experts), torch.nan, device=device) if named.pop("scores", False) else None
+    router = Router(weight, among, **named, scores=scores)
+    x = torch.randn(tokens, hidden, generator=drawn).to(device, dtype)
+    index, weights = kernels.route(x, router)
+    assert index.dtype == torch.int64 and weights.dtype == router.dtype and index.shape == (tokens, among)
+    seen = None if scores is None else scores.clone()
+    wanted_index, wanted = router(x)
+    # Where sums differ in the last place, neighbours may change places.
+    whole = replace(router, top_k=experts, norm_topk_prob=False, groups=1, scores=None, dtype=torch.float32)
+    all_index, all_weights = whole(x)
+    by_expert = torch.empty_like(all_weights).scatter_(1, all_index, all_weights)
+    rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (2e-5, 1e-6)
+    assert all(len(set(row)) == among for row in index.tolist())
+    torch.testing.assert_close(by_expert.gather(1, index), by_expert.gather(1, wanted_index), rtol=rtol, atol=atol)
+    rounding = max(rtol, 0.01 if router.dtype == torch.bfloat16 else 0.0)
+    torch.testing.assert_close(weights.float(), wanted.float(), rtol=rounding, atol=atol)
+    if scores is not None and seen is not None:
+        torch.testing.assert_close(seen[:tokens], scores[:tokens], rtol=rtol, atol=atol)
+        assert seen[tokens:].isnan().all()
+
+
+def test_what_is_not_a_number_is_chosen_and_seen(device: torch.device) -> None:
+    weight = torch.randn(5, 8, device=device)
+    weight[3] = torch.nan
+    router = Router(weight, 2, norm_topk_prob=False, kind="sigmoid")
+    index, weights = kernels.route(torch.randn(1, 8, device=device), router)
+    assert index[0, 0] == 3 and weights[0, 0].isnan() and not weights[0, 1].isnan()
+    index, weights = kernels.route(torch.full((1, 8), torch.nan, device=device), replace(router, kind="softmax"))
+    assert weights.isnan().all() and len(set(index[0].tolist())) == 2 and 0 <= int(index.min()) <= int(index.max()) < 5
