@@ -117,7 +117,8 @@ def _down_words(
     two_23 = tl.load(magic)
     fields: tl.constexpr = len(V.shifts)
     sets: tl.constexpr = V.sets
-    planes: tl.constexpr = fields // V.lanes
+    lanes: tl.constexpr = V.lanes
+    planes: tl.constexpr = fields // lanes
     quads: tl.constexpr = BLOCK // 4
     side: tl.constexpr = ROWS // UNDER_WAY  # records side by side in a warp
     quad = (block * quads + tl.arange(0, quads))[None, :, None]
@@ -154,8 +155,8 @@ def _down_words(
     first = tl.reshape(first_column(quad * 4, V), (quads, 1)) + tl.arange(0, 4 * V.lanes)[None, :]
     for plane in tl.static_range(planes):
         of_plane = ()
-        for lane in tl.static_range(V.lanes):
-            exact = sums[plane * V.lanes + lane] * undo_field(plane * V.lanes + lane, V)
+        for lane in tl.static_range(lanes):
+            exact = sums[plane * lanes + lane] * undo_field(plane * lanes + lane, V)
             of_plane = of_plane + (exact - zeros[plane * sets // planes] * zero_step(V),)  # noqa: RUF005
         total = tl.sum(tl.reshape(_joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
         tl.store(out + first + plane * (64 // planes), total, mask=tl.reshape(within, (quads, 1)))
@@ -167,9 +168,10 @@ def _asked(data, scale, zero, record, word, groups, within, V: tl.constexpr):
     live = (record[0] != 0.0)[:, None, None] & within
     rows = record[1][:, None, None]
     words = load_words(data, rows, word, live, V)
+    sets: tl.constexpr = V.sets
     found = ()
     if V.bits != 16:
-        for group in tl.static_range(V.sets):
+        for group in tl.static_range(sets):
             found = found + (load_scale(scale, zero, rows, groups[group], live, V),)  # noqa: RUF005
     return words, found
 
@@ -178,16 +180,17 @@ def _asked(data, scale, zero, record, word, groups, within, V: tl.constexpr):
 def _added(sums, zeros, hs, asked, magic, V: tl.constexpr):
     """Sums of fields and of zeros with those of more records, by their h."""
     fields: tl.constexpr = len(V.shifts)
+    sets: tl.constexpr = V.sets
     new_sums = ()
     new_zeros = ()
-    for group in tl.static_range(V.sets):
+    for group in tl.static_range(sets):
         factor = hs
         if V.bits != 16:
             factor = hs * asked[1][group][0]
             new_zeros = new_zeros + (zeros[group] + factor * asked[1][group][1],)  # noqa: RUF005
         else:
             new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
-        for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+        for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
             new_sums = new_sums + (sums[i] + factor * field(asked[0], magic, i, V),)  # noqa: RUF005
     return new_sums, new_zeros
 

@@ -72,7 +72,6 @@ class Vector(NamedTuple):
         return self._replace(digits=digits, x_words=-(-words // 4) * 4)
 
 
-@cache
 def _ptx() -> bool:
     return maker.has_ptx() and not knobs.runtime.interpret
 
