@@ -1,5 +1,6 @@
 # Device code: its values have types only once Triton compiles it.
-# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 """A router's choice for a few tokens in two launches: one program for each logit, which reads its row at once, then a
 warp for each token, which holds all scores in registers.
 

@@ -33,8 +33,10 @@ from .test_link import CONFIG
 
 CPU = torch.device("cpu")
 COPY, LAUNCH, RECORD, WAIT, SYNCHRONIZE = range(1, 6)
-NAMES = ("set_context", "push", "pop", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait")
-NAMES += ("address", "text")
+NAMES = (
+    *("set_context", "push", "pop", "copy", "launch", "record", "query", "synchronize", "elapsed", "wait"),
+    *("address", "text"),
+)
 OTHERS, OWN = 76, 77  # contexts: of the card that is current where links are used, and of theirs
 
 
