@@ -9,7 +9,7 @@ word in its byte, and one instruction multiplies four of them by four digits and
 2016). Sums of a chunk are exact integers, so what a card finds active is what a CPU finds. The affine code costs
 nothing per code: sum (q - zero) * scale * x = scale * (sum q x - zero * sum x), with one scale for each chunk and
 thread. Compiled for 8.6, everything in the loop counted, a code of 2, 3 or 4 bits takes 1.1, 1.6 and 1.1 instructions
-with x of 8 bits, 0.3 more with 15 (`tests/kernels/triton/test_instructions.py`), that is 22 bytes or more for each
+with x of 8 bits, 0.3 more with 15 (`tests/kernels/triton/test_processes.py`), that is 22 bytes or more for each
 multiprocessor and clock, where the memory of an RTX 3060 gives 7.2.
 
 Sums of down columns (`swiglu.py`): `word & mask | 2**23's bits` (one LOP3) *is* the float 2**23 + q * 2**shift, one
