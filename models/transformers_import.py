@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -34,9 +35,10 @@ def untimed() -> Generator[None]:
 
 def import_model_code() -> None:
     """Import transformers' model code, without the second of CPU for scipy, where it is installed, which its losses
-    import for training detectors; and with hqq, which its KV cache imports, as `import_hqq` does.
+    import for training detectors; and with hqq, which its KV cache imports where it is installed, as `import_hqq` does.
     """
-    import_hqq()
+    if importlib.util.find_spec("hqq") is not None:
+        import_hqq()
     _import_without("is_scipy_available", "transformers.loss.loss_utils")
 
 
