@@ -174,7 +174,7 @@ class Device:
         return self._sum(x, rows, one, active, limits, x_bits)
 
     def bring(self, up: SignalWeights) -> Brought:
-        """Start copying up projections in RAM to the device, beside what it and the host compute."""
+        """Start copying up projections in RAM to the device, while it and the host compute."""
         if self.place == "cpu":
             return Brought(lambda: (up, None))
         if self._side is None:

@@ -161,7 +161,7 @@ def state_bytes(sizes: Sizes) -> int:
 
 def prompt_bytes(sizes: Sizes) -> int:
     """Bytes on a card of what is made of each token of a part of a prompt, at its peak; a bound that is at most about
-    twice too large. Scores, masks and unpacked weights are beside it.
+    twice too large. Scores, masks and unpacked weights come on top.
     """
     kinds = [sizes.projections()]
     if sizes.wide is not None:
@@ -169,9 +169,9 @@ def prompt_bytes(sizes: Sizes) -> int:
     if sizes.recurrent is not None:
         kinds.append(sizes.recurrent.projections(sizes.hidden))
     widths = [sum(rows for rows, _ in kind) for kind in kinds]
-    beside = 2 * max(sizes.shared, sizes.dense_intermediate)
+    dense = 2 * max(sizes.shared, sizes.dense_intermediate)
     # Rope's tables of all heads are there for each kind of layers.
-    return 2 * (10 * sizes.hidden + max(5 * max(widths), 2 * beside) + 2 * (sum(widths) - max(widths)))
+    return 2 * (10 * sizes.hidden + max(5 * max(widths), 2 * dense) + 2 * (sum(widths) - max(widths)))
 
 
 def divisible(model_type: str) -> bool:

@@ -94,7 +94,7 @@ class UsableGpu:
         return min(self.free, vram or self.free)
 
     def budget(self, vram: int | None) -> int:
-        """Bytes for weights, keys and values, likewise. What is not torch's has room beside a lower limit."""
+        """Bytes for weights, keys and values, at most `vram`. What is not torch's has room under a lower limit."""
         whole = memory_plan.budget(self.free)
         return whole if vram is None else min(whole, int(vram * (1 - memory_plan.KEPT_FREE)))
 

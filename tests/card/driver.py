@@ -3,8 +3,8 @@
 It needs no network and no model: weights are random, or the demo's. The stages of a run take 12 minutes; what decides
 whether the others are worth anything comes first, and each ends with a line: what it showed, and what to do next. A
 stage that has passed on this GPU with this source is not run again, so a run that ends early continues where it was.
-Python, torch and Triton are those that run this file; what else is missing is taken from wheels or named, and the C++
-library is compiled if it is not there.
+Python, torch and Triton are the ones that run this file; what else is missing is taken from wheels or named, and the
+C++ library is compiled if it is not there.
 
     make card                                     all stages that have a part of the 12 minutes
     make card MINUTES=8 RESULTS=FOLDER            as many as fit; card.json and card.md there
@@ -134,7 +134,7 @@ class _Run:
         if built := _build_library():
             print(built, file=sys.stderr)
         try:
-            for stage in sorted(wanted, key=lambda stage: not stage.beside):  # the longest of all begins first
+            for stage in sorted(wanted, key=lambda stage: not stage.meanwhile):  # the longest of all begins first
                 self._start(stage)
             self._wait(lambda: not self._going)
         finally:
@@ -170,7 +170,7 @@ class _Run:
         process = subprocess.Popen(command, start_new_session=True, stdout=sys.stderr)
         started = _Started(stage, process, time.monotonic(), limit + self._given.grace)
         self._going.append(started)
-        if not stage.beside:
+        if not stage.meanwhile:
             self._wait(lambda: started not in self._going)
 
     def _wait(self, over: Callable[[], bool]) -> None:

@@ -71,7 +71,7 @@ class Stage:
     Attributes:
         about: in words. module, function: where it is; it is imported when it runs. argument: what it is called with.
         seconds: its part of a run of 12 minutes; 0 if it runs only where it is named. otherwise: what to do next where
-            it fails. beside: other stages run meanwhile. alone: it measures, so that nothing may run meanwhile.
+            it fails. meanwhile: other stages run at the same time. alone: it measures, so nothing may run then.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Stage:
     seconds: int
     otherwise: str
     argument: Any = None
-    beside: bool = False
+    meanwhile: bool = False
     alone: bool = False
 
     def run(self, context: Context) -> None:
@@ -103,7 +103,7 @@ STAGES = (
     Stage("smoke", "what only a card shows: graphs, memory, Triton, pinning", "smoke", "run", 40, _WRONG),
     Stage(
         "kernels", "every Triton kernel against float64, every fourth case first", "suite_parts", "kernels", 170,
-        "The failed cases name kernel and size: " + _WRONG, beside=True,
+        "The failed cases name kernel and size: " + _WRONG, meanwhile=True,
     ),
     Stage(
         "graphs", "layers in a pool by graphs and one by one: captured, alike, faster", "captured", "run", 90,

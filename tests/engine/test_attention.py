@@ -81,7 +81,7 @@ def test_no_more_scores_are_there_at_once(fused: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", shape_alone)
     with Allocated() as made_now:
         attended(queries, keys, values, sight, 1.0)
-    assert limit // 4 < made_now.largest <= limit * (1 if fused else 2)  # the shares are made beside the scores
+    assert limit // 4 < made_now.largest <= limit * (1 if fused else 2)  # the shares are made next to the scores
 
 
 def shape_alone(queries: Tensor, _keys: Tensor, values: Tensor, **_: object) -> Tensor:

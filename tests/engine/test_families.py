@@ -207,7 +207,7 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
 
 
 def test_a_prompt_takes_no_more_than_was_planned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made of its tokens, beside what is not counted by the token; nor is it a small part of the plan."""
+    """What is made of its tokens, without what is not counted by the token; nor is it a small part of the plan."""
     loaded, limit = case.exact, 1 << 13
     if isinstance(loaded.decoder, LibraryDecoder):
         return

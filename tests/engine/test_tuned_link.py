@@ -273,10 +273,10 @@ def test_pages_are_pinned_once(cuda: FakeCuda) -> None:
         (base + 4 * size, base + 6 * size),
     ]
     assert pinning.pages([first, one[start : start + size + 1], first[:0]]) == [(base, base + 2 * size)]
-    told: list[str] = []
-    held = Pinned([first, second, third], CPU, told.append)
+    said: list[str] = []
+    held = Pinned([first, second, third], CPU, said.append)
     assert sum(cuda.registered.values()) == 4 * size and cuda.flags == [9, 9, 9]
-    assert len(told) == 3 and all(step.startswith("Pinning rows") for step in told)
+    assert len(said) == 3 and all(step.startswith("Pinning rows") for step in said)
     held.release()
     held.release()
     assert not cuda.registered

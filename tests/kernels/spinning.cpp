@@ -1,5 +1,5 @@
 // How often a thread looks that waits by spinning: prints the number for one that waits in vain while nobody computes,
-// for one beside as many threads that compute as there are cores, and whether one sees what happens at last.
+// for one where as many threads compute as there are cores, and whether one sees what happens at last.
 #include "spin.h"
 
 #include <stdio.h>

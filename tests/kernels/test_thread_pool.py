@@ -1,5 +1,5 @@
 """What several threads do at once, with and without the race detector: callers of the thread pool (a link that packs
-rows, and the CPU's share beside it), threads that wait, and users of a link."""
+rows, and the CPU's share meanwhile), threads that wait, and users of a link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_build = pytest.mark.parametrize(
 
 
 def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path, under: Sequence[str] = ()) -> list[int]:
-    """The numbers that a C++ program beside this file prints. under: a command in front of it."""
+    """The numbers that a C++ program in this folder prints. under: a command in front of it."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")

@@ -57,6 +57,15 @@ def on_poisoned_memory() -> None:
     """None of these: what is compiled has the size of a whole model, and is never touched."""
 
 
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles as it does for a person, into a folder of the test's."""
+    for name in [name for name in os.environ if name.startswith("TRITON_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
 def test_releases_of_triton_before_3_9_could_compile_it() -> None:
     # To them, the field of a constexpr record is a plain number, which these functions refuse.
     sources = (HERE.parents[2] / "kernels" / "triton").glob("*.py")
@@ -125,15 +134,9 @@ def test_a_layers_experts_take_six_launches() -> None:
         pytest.param("latent-float32-plain", "75 86", id="a latent vector in float32", marks=pytest.mark.thorough),
     ],
 )
-def test_what_is_launched_compiles_without_spills(
-    case: str, capabilities: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, compiler: None) -> None:
     from . import compiling
 
-    for name in [name for name in os.environ if name.startswith("TRITON_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     needs = list(compiling.compiled(case, [int(capability) for capability in capabilities.split()]))
     expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
     if "general" in case or "group16" in case:  # x as it is
@@ -182,14 +185,9 @@ def test_what_is_launched_compiles_without_spills(
         pytest.param("latent-bfloat16-plain", "gfx942", id="latent, waves of 64", marks=pytest.mark.thorough),
     ],
 )
-def test_what_is_launched_on_amds_cards_compiles_without_spills(
-    case: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_launched_on_amds_cards_compiles_without_spills(case: str, architecture: str, compiler: None) -> None:
     from . import compiling
 
-    for name in [name for name in os.environ if name.startswith("TRITON_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = list(compiling.compiled_for_amd(case, architecture))
     assert len({kernel for kernel, *_ in found}) >= 2
     assert all(spilled == 0 and shared <= 64 * 1024 for _, spilled, shared in found), found
