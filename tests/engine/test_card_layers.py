@@ -96,7 +96,7 @@ def test_plans_count_what_a_layer_launches(name: str, monkeypatch: pytest.Monkey
     graphed(model)
     launched = [operation for operation in card.captures[1].operations() if operation not in VIEWS]
     planned = dense_launches(sizes_of(FAMILIES[name], model.config))
-    assert abs(sum(KERNELS.get(operation, 1) for operation in launched) - planned) <= 2, launched
+    assert abs(sum(KERNELS.get(operation, 1) for operation in launched) - planned) <= 6, launched
 
 
 def test_a_text_passes_the_length_that_rope_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

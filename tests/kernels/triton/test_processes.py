@@ -151,7 +151,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
-        expected |= {"logits_kernel", "choose_kernel", "spread_normed_kernel"}
+        expected |= {"plain_kernel", "choose_kernel", "spread_normed_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need.capability == capability]
         if case.startswith("attend") and capability == 86:
