@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from floe_chat.engine.offload.cards import LAUNCHES
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.kernels.triton import launch
 
@@ -102,7 +103,7 @@ def test_a_layers_experts_take_six_launches() -> None:
     from . import compiling
 
     kernels = ["begin_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"]
-    assert compiling.launched("3/4/4-bfloat16-step") == kernels
+    assert compiling.launched("3/4/4-bfloat16-step") == kernels and len(kernels) == LAUNCHES["experts_step"]
 
 
 @pytest.mark.parametrize(
