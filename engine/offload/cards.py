@@ -27,7 +27,12 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 # (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
 REACHED = 0.7
 # Launches of one token, which tests count in what is captured: of operations of ours that are several, and of layers.
-LAUNCHES = {"linear": 2, "attend_one": 2, "latent_one": 5, "route": 2, "experts_step": 6}
+LAUNCHES = {
+    **{"linear": 2, "attend_one": 2, "latent_one": 5, "route": 2},
+    **{"experts_step": 6, "list_active": 3, "add_listed": 4},
+}
+FIND_LAUNCHES = LAUNCHES["list_active"] + 4  # in a pool, behind these: thresholds, then what the host has to know
+SUM_LAUNCHES = LAUNCHES["add_listed"] + 1  # in a graph of their own, with what the host has listed
 DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
 SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
@@ -78,9 +83,9 @@ class Card:
     node_s: float = 0.0
     clocks_s: float = 0.0
 
-    def graph_s(self, nbytes: float, flops: float, nodes: int) -> float:
-        """As `gpu_s`, of a CUDA graph: one launch, and less between its kernels."""
-        return self.gpu_s(nbytes, flops, 1) + nodes * self.node_s
+    def graph_s(self, nbytes: float, flops: float, nodes: int, launches: int = 1) -> float:
+        """As `gpu_s`, of a CUDA graph: one launch, none for a part of it, and less between its kernels."""
+        return self.gpu_s(nbytes, flops, launches) + nodes * self.node_s
 
     def gpu_s(self, nbytes: float, flops: float, launches: int) -> float:
         """The GPU's time for kernels that read `nbytes` and compute `flops`: the longer of the two, and launching."""

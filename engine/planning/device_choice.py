@@ -276,6 +276,7 @@ def virtual_with(
         needs = pack.needs
         given = own, needs.row, needs.hidden, needs.dense // needs.layers
         device = VirtualDevice(*given, host=host_times(Speeds(1.0)), turns=turns)
+        device.alone = turns is None and shares.mix is not None and shares.mix.gpu == needs.layers
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 

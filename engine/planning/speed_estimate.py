@@ -21,10 +21,13 @@ from ..machine.random_weights import MIXTRAL
 from ..offload.cards import (
     ASKED_LAUNCHES,
     DENSE_LAUNCHES,
+    FIND_LAUNCHES,
     GATE_LAUNCHES,
     LATENT_LAUNCHES,
+    LAUNCHES,
     SANDWICH_LAUNCHES,
     SHARED_LAUNCHES,
+    SUM_LAUNCHES,
 )
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace, Mix
@@ -374,22 +377,27 @@ def layer_time(
     cpu: bool = True,
     curve: Curve | None = None,
     rates: Rates | None = None,
+    alone: bool = False,
 ) -> LayerTime:
-    """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`. rates: `speeds.rates`, where they are known."""
+    """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`. rates: `speeds.rates`, where they are known.
+
+    alone: whether all layers are on the GPU, so that a token is one graph. Else each layer is one, with its search for
+    active neurons where its rows are in a pool; experts that are all on the GPU are launched one kernel after another.
+    """
     dense = takes.attention / speeds.of_gpu("signal", takes.spec.dense)
-    dense += speeds.launch + dense_launches(takes.sizes) * speeds.node
+    dense += (not alone) * speeds.launch + dense_launches(takes.sizes) * speeds.node
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense)
-    wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
-    up = takes.sizes.top_k * work.calls * takes.up / speeds.of_gpu("signal", takes.spec.up) + launches
-    reads = speeds.of_rows(takes, work)
+    wanted, row, reads = _wanted(takes, work), takes.row, speeds.of_rows(takes, work)
+    up = takes.sizes.top_k * work.calls * takes.up / speeds.of_gpu("signal", takes.spec.up)
     if place == "gpu":
-        own = wanted * row * work.read / reads + launches
+        own = wanted * row * work.read / reads + LAUNCHES["experts_step"] * (speeds.node if alone else speeds.launch)
         # The host never waits for the device: the slower of the two counts.
         return LayerTime(dense, up, own, max(0.0, speeds.host_gpu - dense - up - own))
     hit = at(curve or figures().hits, pool)
     absent, host = wanted * (1 - hit), speeds.host_pool
-    own = wanted * hit * row * work.read / reads + launches
+    up += FIND_LAUNCHES * speeds.node
+    own = wanted * hit * row * work.read / reads + speeds.launch + SUM_LAUNCHES * speeds.node
     end, copied = _absent_end(absent, row, rates or speeds.rates(takes, work), cpu, work)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
     # The device and the link work behind half of the rest of the host's own time; the other half follows when their
@@ -417,9 +425,11 @@ def _wanted(takes: Footprint, work: TokenWork) -> float:
 def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, attending: float) -> Token:
     """Layers as `MoELayer`, `OffloadedLayer` and `RamLayer` run them. In one with a pool: dense part, up projections
     and a wait; then the rows that are there on the GPU, beside the absent rows on the link and the CPU."""
+    there = held.kinds(takes, work)
+    alone = held.part == 1 and all(place == "gpu" for place, *_ in there)
     kinds = [
-        (count, layer_time(takes, own, speeds, place, held.pool, cpu=held.cpu, curve=curve))
-        for place, count, own in held.kinds(takes, work)
+        (count, layer_time(takes, own, speeds, place, held.pool, cpu=held.cpu, curve=curve, alone=alone))
+        for place, count, own in there
     ]
 
     def total(name: str) -> float:

@@ -58,7 +58,10 @@ def flat(value: Any, into: list[Any]) -> list[Any]:
 
 
 # Launch nothing; `to` of the type that it is.
-VIEWS = "view", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "chunk", "to"
+VIEWS = (
+    *("view", "reshape", "detach", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "chunk"),
+    "to",
+)
 
 
 class Recording(TorchDispatchMode):

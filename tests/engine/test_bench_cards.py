@@ -218,7 +218,8 @@ def test_rules_that_a_replay_cannot_follow_are_refused(tiny_pack: Path) -> None:
 
 
 def test_layers_of_each_kind_take_their_own_lanes(trace: Trace) -> None:
-    quick = dataclasses.replace(SMALL, launch_s=0.0)  # these layers are so small that launches would be all of it
+    # These layers are so small that launches would be all of it.
+    quick = dataclasses.replace(SMALL, launch_s=0.0, node_s=0.0)
 
     def played(mix: Mix, pool: int | None = None) -> Played:
         return play(quick, WIDTH, trace, HALF, Parts(mix=mix), warm=WARM, pool=pool)

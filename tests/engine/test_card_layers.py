@@ -26,7 +26,7 @@ from floe_chat.engine.experts.moe_layer import Cancelled, Control
 from floe_chat.engine.experts.offloaded_layer import Neighbours
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload import predictor
-from floe_chat.engine.offload.cards import LAUNCHES
+from floe_chat.engine.offload.cards import FIND_LAUNCHES, LAUNCHES, SUM_LAUNCHES
 from floe_chat.engine.offload.device_memory import DeviceMemory
 from floe_chat.engine.offload.looking import Looking
 from floe_chat.engine.offload.mix import Mix
@@ -331,6 +331,13 @@ def test_tokens_and_counts_are_those_of_experts_one_by_one(
             shared.tried = partial(Looking, len(shared.pooled)) if predict == "in turns" else None
             shared.predict_by([*made])
         found, as_counted = fed(loaded, ids)
+        each = [[operation for operation in one.operations() if operation not in VIEWS] for one in card.captures]
+        finding = next(one for one in each if one[0] == "add" and "list_active" in one)
+        added = next(one for one in each if one[-1] == "add_listed" and "add_" not in one)
+        config = loaded.model.config
+        planned = dense_launches(sizes_of(FAMILIES[config.model_type], config)) + FIND_LAUNCHES
+        assert 1 + sum(LAUNCHES.get(one, 1) for one in finding) == planned, finding  # views have the name of `select`
+        assert sum(LAUNCHES.get(one, 1) for one in added) == SUM_LAUNCHES, added
         # Each layer's record, and the logits.
         assert card.waits == len(ids) * (len(as_counted) + 1)
     assert relative_rms(found, expected) <= CLOSE and alike(as_counted, counts)

@@ -217,6 +217,7 @@ class Stage:
                     kind = OffloadedLayer if place == "pool" else RamLayer
                     self._layers.append(kind(index, layer, layer, shared, self.control, self.telemetry))
         self.device = self.devices[0]
+        self.device.alone = not others and all(isinstance(layer, ResidentLayer) for layer in self._layers)
         for before, after in itertools.pairwise(self._layers):
             if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
                 before.neighbours = Neighbours(following=after)

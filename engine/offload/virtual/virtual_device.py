@@ -17,7 +17,7 @@ from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
 from ...host_copies import Copy
 from ..asked import Asked
-from ..cards import CHUNK_BYTES, DENSE_LAUNCHES, PREFIX, Card
+from ..cards import CHUNK_BYTES, DENSE_LAUNCHES, FIND_LAUNCHES, LAUNCHES, PREFIX, SUM_LAUNCHES, Card
 from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
 from ..links.link import Link
@@ -67,6 +67,9 @@ class VirtualDevice(Device):
 
     The engine's own code counts with the time that it takes with a real card; in a prompt, with its real time here.
     Around the layers the CPU computes attention instead of launching it, so only launches are counted.
+
+    Attributes:
+        alone: whether it has all of the model, so that a token is one CUDA graph.
     """
 
     real = False
@@ -93,7 +96,7 @@ class VirtualDevice(Device):
         """
         self._turns = turns or Turns()
         self._comes: tuple[float, Card] | None = None  # when another card has the stream, and that card
-        self.clock, self.card, self._host = Clock(), card, host
+        self.clock, self.card, self._host, self.alone = Clock(), card, host, False
         self._due: list[float] = []  # of the host's time in this layer, what is to come
         self._dense_bytes, self._content = dense_bytes, content
         self._dense_weights, self._hidden = dense_weights or dense_bytes, hidden
@@ -142,10 +145,9 @@ class VirtualDevice(Device):
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router; in a prompt each token attends to half of the others."""
         self.arrive(tokens)
-        card, flops = self.card, 2.0 * self._dense_weights * tokens + 2.0 * self._hidden * tokens**2
+        flops = 2.0 * self._dense_weights * tokens + 2.0 * self._hidden * tokens**2
         # Of a prompt, each kernel is launched by itself.
-        work = card.graph_s if tokens == 1 else card.gpu_s
-        self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
+        self._gpu(self._dense_bytes, flops, DENSE_LAUNCHES, None if tokens > 1 else 0 if self.alone else 1)
         self._spend()
 
     def follow(self, other: VirtualDevice) -> None:
@@ -188,7 +190,7 @@ class VirtualDevice(Device):
         with self.clock.aside(), self._turns.aside(self):
             asked = super().ask(x, up, calls, thresholds, x_bits, also)
             weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds.isfinite().sum())
-            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
+            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, FIND_LAUNCHES, 0 if len(x) == 1 else None)
             asked.copy.at = self.clock.end("gpu")
         return asked
 
@@ -223,7 +225,8 @@ class VirtualDevice(Device):
         with self.clock.aside():
             found = super().rows(x, rows, calls, active, limits, x_bits)
             count = active.neurons.numel()
-            self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
+            nbytes = _read(count, rows.layout.nbytes, found)
+            self._gpu(nbytes, self._flops * count, SUM_LAUNCHES, 1 if len(x) == 1 else None)
         return found
 
     def bring(self, up: SignalWeights) -> Brought:
@@ -251,7 +254,7 @@ class VirtualDevice(Device):
         with self.clock.aside():
             y, counts = self._experts(x, up, rows, work, x_bits)
             nbytes, flops = self._of_calls(up, rows, work, counts)
-            self._gpu(nbytes, flops, 4)
+            self._gpu(nbytes, flops, LAUNCHES["experts_step"], 0 if self.alone and len(x) == 1 else None)
         return y, counts
 
     def whole_beside(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
@@ -317,8 +320,11 @@ class VirtualDevice(Device):
         self._ends[done] = self.clock.run("cpu", seconds)
         return done
 
-    def _gpu(self, nbytes: float, flops: float, launches: int) -> None:
-        self.clock.run("gpu", self.card.gpu_s(nbytes, flops, launches))
+    def _gpu(self, nbytes: float, flops: float, kernels: int, graphs: int | None = None) -> None:
+        """graphs: that these kernels begin, if they are in one; 0 for a part of one."""
+        card = self.card
+        seconds = card.gpu_s(nbytes, flops, kernels) if graphs is None else card.graph_s(nbytes, flops, kernels, graphs)
+        self.clock.run("gpu", seconds)
 
 
 def _read(rows: int, nbytes: int, found: Partial) -> float:

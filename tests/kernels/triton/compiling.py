@@ -111,7 +111,7 @@ def recorded(case: str) -> list[Launch]:
 
 
 def launched(case: str) -> list[str]:
-    """What a case launches, in order: kernels, and with the option -step torch's operations."""
+    """What a case launches, in order: kernels, and with the options -step and -listed torch's operations."""
     return [kernel if isinstance(kernel, str) else kernel.fn.__name__ for kernel, _, _ in recorded(case)]
 
 
@@ -162,6 +162,14 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     tables = Limits(torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS))
     chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
     selecting = ExpertLayer(stored, rows, replace(tables, late=None, least=torch.empty(2, dtype=torch.float64)), RULE)
+    lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
+    offsets, values = torch.zeros(3, dtype=torch.int64), torch.empty(2 * F, dtype=dtype)
+    total = Total(torch.empty(1, hidden, dtype=dtype), torch.zeros(1, dtype=torch.int64))
+    if "listed" in options:
+        with Launches(launches):
+            kernels.list_active(x, stored, calls, limits, Listing(values, offsets, lists[0], values))
+            kernels.add_listed(x, rows, calls, values, Portion(offsets, *lists), limits, total, first=True)
+        return
     if "step" in options:
         with Launches(launches):
             kernels.experts_step(x, selecting, chosen, scores, x, 22)
@@ -175,10 +183,7 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     kernels.select(chosen, scores, tables, RULE)
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     kernels.sparse_swiglu(x, rows, calls, active, limits)
-    lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
-    offsets, values = torch.zeros(3, dtype=torch.int64), torch.empty(2 * F, dtype=dtype)
     kernels.list_active(x, stored, calls, limits, Listing(values, offsets, lists[0], values))
-    total = Total(torch.empty(1, hidden, dtype=dtype), torch.zeros(1, dtype=torch.int64))
     for first in (True, False):
         kernels.add_listed(x, rows, calls, values, Portion(offsets, *lists), limits, total, first=first)
     kernels.gather_rows(rows, 0, index, untouched(10, layout.nbytes))

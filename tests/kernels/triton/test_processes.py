@@ -104,6 +104,8 @@ def test_a_layers_experts_take_six_launches() -> None:
 
     kernels = ["begin_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"]
     assert compiling.launched("3/4/4-bfloat16-step") == kernels and len(kernels) == LAUNCHES["experts_step"]
+    listed = compiling.launched("3/4/4-bfloat16-listed")
+    assert len(listed) == LAUNCHES["list_active"] + LAUNCHES["add_listed"], listed
 
 
 @pytest.mark.parametrize(
