@@ -28,8 +28,13 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 REACHED = 0.7
 # Launches of one token, which tests count in what is captured: of operations of ours that are several, and of layers.
 LAUNCHES = {
-    **{"linear": 2, "attend_one": 2, "latent_one": 5, "route": 2},
-    **{"experts_step": 6, "list_active": 3, "add_listed": 4},
+    "linear": 2,
+    "attend_one": 2,
+    "latent_one": 5,
+    "route": 2,
+    "experts_step": 6,
+    "list_active": 3,
+    "add_listed": 4,
 }
 FIND_LAUNCHES = LAUNCHES["list_active"] + 4  # in a pool, behind these: thresholds, then what the host has to know
 SUM_LAUNCHES = LAUNCHES["add_listed"] + 1  # in a graph of their own, with what the host has listed
