@@ -33,7 +33,7 @@ from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import attend, dense, launch, operations, recur, routed, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, Norm, Projection, SignalWeights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
@@ -191,7 +191,9 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)
     vector = VectorLayout(hidden, 8, group)
     parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
-    kernels.linear(x, LinearWeights(vector, untouched(hidden, hidden), *parts))
+    given = x, LinearWeights(vector, untouched(hidden, hidden), *parts)
+    kernels.linear(*given)
+    kernels.linear_joined(*given, 22, (Norm(x[0]), 1e-6), x, x)
 
 
 def call_attention(dtype: torch.dtype, *, few: bool) -> None:
@@ -268,7 +270,7 @@ def sources(case: str, names: Collection[str] | None = None) -> Iterator[tuple[A
                 signature[parameter.name] = TYPES[value.dtype]
                 attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
             else:
-                signature[parameter.name] = "i32"
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         key = repr((kernel.fn.__name__, signature, constants, options))
         if key in seen:
             continue

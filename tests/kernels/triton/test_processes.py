@@ -159,7 +159,7 @@ def test_what_is_launched_compiles_without_spills(
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
-        expected |= {"logits_kernel", "choose_kernel"}
+        expected |= {"logits_kernel", "choose_kernel", "spread_normed_kernel"}
     assert set(compiling.launched(case)) == expected
     names = None if every_case else ALONE.get(case, expected)
     needs = list(compiling.compiled(case, [int(capability) for capability in capabilities.split()], names))
