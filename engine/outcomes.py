@@ -23,6 +23,11 @@ _MEANINGS = (
 _OTHERWISE = "A card that is overclocked or too hot, its driver, or a bug in floe-chat does that; the log has details."
 
 
+def brief(error: BaseException) -> str:
+    """The first line of what a library said: others say how to search for it. Its class, if it said nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether a card's memory was too small. torch is not imported here, so its error is known by name."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
@@ -34,7 +39,7 @@ def ran_out(error: BaseException) -> bool:
 
 def card_failed(error: BaseException) -> str:
     """What a card's driver reported, other than too little memory, in one line; "" for every other error."""
-    line = str(error).strip().partition("\n")[0]
+    line = brief(error)
     return line if isinstance(error, RuntimeError) and line.startswith(_OF_CARD) and not ran_out(error) else ""
 
 
