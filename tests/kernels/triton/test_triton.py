@@ -237,8 +237,9 @@ def test_a_layer_joined_with_its_neighbours_is_each_of_them(
     given = (x, weights, 22)
     expected = kernels.linear(x if kind == "none" else norm[0](x, norm[1]), weights) + bias + added
     found = kernels.linear_joined(*given, None if kind == "none" else norm, bias, added)
-    assert found.dtype == dtype and relative_rms(found, expected) <= (1e-6 if dtype == torch.float32 else 1e-2)
-    assert kernels.linear_joined(*given, added=added).equal(added + kernels.linear(x, weights))
+    rounded = 1e-6 if dtype == torch.float32 else 1e-2  # the interpreter cuts bfloat16 off
+    assert found.dtype == dtype and relative_rms(found, expected) <= rounded
+    assert relative_rms(kernels.linear_joined(*given, added=added), added + kernels.linear(x, weights)) <= rounded
     x[0, 3] = torch.nan
     found = kernels.linear_joined(x, weights, 22, norm, None, added)
     assert found[0].isnan().all() and found[1:].isfinite().all()
