@@ -172,7 +172,7 @@ def test_without_its_graph_the_head_is_launched_by_torch(monkeypatch: pytest.Mon
     no_head(monkeypatch)
     decoder = graphed(model)
     decoder.prepare()
-    assert "the last norm and the head one by one, because they could not be captured: Out" in decoder.reason
+    assert "the last norm and the head one by one, because they could not be captured: CUDA out" in decoder.reason
     assert relative_rms(feed(decoder, KVCache(), ids, [1] * 6), expected) <= LIMIT
     assert card.replays == replays + 6 * len(model.model.layers) and card.waits == 6
 
