@@ -40,8 +40,8 @@ class Backend:
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `route`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of
-            `listed.py` are always checked there.
+            of `route`, `plain`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the
+            operations of `listed.py` are always checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
 
@@ -58,6 +58,7 @@ class Backend:
         [Tensor, SignalWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]
     ]
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
+    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
@@ -156,6 +157,7 @@ def _cuda(index: int) -> Backend:
         experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
         linear=triton.linear,
+        plain=triton.plain,
         linear_joined=triton.linear_joined,
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
@@ -189,6 +191,7 @@ def _cpu() -> Backend:
         expert_swiglu=native.expert_swiglu,
         experts_swiglu=native.experts_swiglu,
         linear=native.linear,
+        plain=reference.plain,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=grouped.attend_one,
@@ -215,6 +218,7 @@ def _reference(device: str, reason: str) -> Backend:
         moe_step=reference.moe_step,
         expert_swiglu=reference.expert_swiglu,
         linear=reference.linear,
+        plain=reference.plain,
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=grouped.attend_one,

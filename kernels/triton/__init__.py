@@ -18,7 +18,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one, latent_one
-from .dense import expert_swiglu, linear, linear_joined
+from .dense import expert_swiglu, linear, linear_joined, plain
 from .listed import add_listed, list_active
 from .operations import (
     experts_step,
@@ -48,6 +48,7 @@ __all__ = [
     "linear_joined",
     "list_active",
     "moe_step",
+    "plain",
     "pool_scatter",
     "route",
     "select",

@@ -1,4 +1,5 @@
-"""Matrix products with quantized weights: unpacked a block of rows at a time, then multiplied by cuBLAS.
+"""Matrix products of dense layers. Of few tokens by our own kernels, which a graph can hold without a library's memory;
+of many with quantized weights: unpacked a block of rows at a time, then multiplied by cuBLAS.
 
 Many tokens amortize the unpacking; what they need is tensor cores, which the library drives best. A block's temporary
 tensors stay below `SCRATCH` bytes, so prefill fits where decoding fits.
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from .. import reference
 from ..activation import FUNCTIONS, applied
 from ..weights import ExpertRows, LinearWeights, Norm, SignalWeights
 from . import launch
-from .gemv import gemv_kernel
+from .gemv import gemv_kernel, plain_kernel
 from .moving import unpack_kernel
 from .vectors import Vector, linear_vector, record_vectors, signal_vector
 
@@ -125,6 +127,33 @@ def linear_joined(
         y[:, start : start + count] = F.linear(x, unpack(weights.q, *scales, vector, start, count, scratch))
     y = y if bias is None else y + bias
     return y if added is None else added + y
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """See `kernels.plain`; of many tokens by cuBLAS. dtype: of the result, x's if None.
+
+    Raises:
+        ValueError: tensors that are not on the device.
+    """
+    tokens, rows, device = len(x), weight.shape[-2], x.device
+    launch.check_device(device)
+    if weight.ndim == 2 and tokens > FEW:
+        return reference.plain(x if dtype is None else x.to(dtype), weight, bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(tokens, rows, dtype=dtype or x.dtype, device=device)
+    if not y.numel():
+        return y
+    *apart, row, column = weight.stride()
+    # A row's numbers lie side by side, or a column's: these then go to neighbouring threads.
+    each = 1 if rows < launch.MANY_ROWS else launch.PLAIN_ROWS
+    each = each if column == 1 else launch.ACROSS_ROWS
+    with launch.on(device):
+        plain_kernel[(tokens, triton.cdiv(rows, each))](
+            *(x, weight, x if bias is None else bias, y, rows),
+            *(x.shape[1], x.stride(0), sum(apart), row, column, bias is not None),
+            *(each, launch.block_of(x.shape[1], launch.PLAIN // each)),
+        )
+    return y
 
 
 def block_rows(x: Tensor, rows: int, numbers: int) -> int:

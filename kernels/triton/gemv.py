@@ -57,6 +57,33 @@ def gemv_kernel(
         tl.store(kept + call * tl.num_programs(1) + block, count)
 
 
+@device_code("rows")
+def plain_kernel(
+    x, weight, bias, out, rows,
+    WIDTH: tl.constexpr, TOKEN: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out (B, rows): x (B, WIDTH) times rows of numbers, and their bias. TOKEN is from one x to the next, MATRIX from
+    the weights of one to those of the next, ROW and COLUMN from one weight to the next.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, rows - 1)
+    at = weight + token * MATRIX + row.to(tl.int64)[:, None] * ROW
+    x += token * TOKEN
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        within = column < WIDTH
+        xi = tl.load(x + column, mask=within, other=0.0).to(tl.float32)
+        each = at + column.to(tl.int64)[None, :] * COLUMN
+        acc += tl.load(each, mask=within[None, :], other=0.0).to(tl.float32) * xi[None, :]
+    y = tl.sum(acc, 1)
+    if BIASED:
+        y += tl.load(bias + row).to(tl.float32)
+    tl.store(out + token * rows + n, y.to(out.dtype.element_ty), mask=n < rows)
+
+
 @device_code()
 def reaches(v, threshold):
     """Whether v is active. What is not a number is, so that it shows in the result instead of vanishing."""

@@ -192,6 +192,8 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     vector = VectorLayout(hidden, 8, group)
     parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
     given = x, LinearWeights(vector, untouched(hidden, hidden), *parts)
+    for matrix, of in ((weight := torch.empty(2 * hidden, hidden, dtype=dtype), x), (weight.mT[:, :128], x[:, :128])):
+        kernels.plain(of, matrix)
     kernels.linear(*given)
     kernels.linear_joined(*given, 22, (Norm(x[0]), 1e-6), x, x)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels import backend
+from floe_chat.kernels import backend, reference
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.codes import packed_bytes
 from floe_chat.kernels.layouts import VectorLayout
@@ -244,6 +244,32 @@ def test_a_layer_joined_with_its_neighbours_is_each_of_them(
     x[0, 3] = torch.nan
     found = kernels.linear_joined(x, weights, 22, norm, None, added)
     assert found[0].isnan().all() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")]
+)
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("apart", "tokens", "rows", "columns"), [
+    (False, 1, 17, 130), (False, 3, launch.MANY_ROWS + 3, 65), (False, 9, 4, 64), (True, 11, 70, 33), (False, 0, 3, 8)
+])  # fmt: skip
+def test_plain_weights_are_torchs(
+    apart: bool, tokens: int, rows: int, columns: int, across: bool, numbers: str, given: str, device: torch.device
+) -> None:
+    shape = (tokens, rows, columns) if apart else (rows, columns)
+    weight = torch.randn(shape, device=device).to(getattr(torch, numbers))
+    weight = weight.mT.contiguous().mT if across else weight
+    x = torch.randn(tokens, columns + 5, device=device).to(getattr(torch, given))[:, 2 : columns + 2]
+    bias = None if apart else torch.randn(rows, device=device)
+    expected = reference.plain(x.double(), weight, bias)
+    found = kernels.plain(x, weight, bias)
+    assert found.dtype == x.dtype and (
+        not tokens or relative_rms(found, expected) <= (1e-2 if given != "float32" else 1e-6)
+    )
+    if tokens:
+        x[0, -1] = torch.nan
+        found = kernels.plain(x, weight, bias)
+        assert found[0].isnan().all() and found[1:].isfinite().all()
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
