@@ -27,6 +27,7 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 # (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
 REACHED = 0.7
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums; one graph of ours
+GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
 SHARED_LAUNCHES, GATE_LAUNCHES = 7, 3  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
 CORRECTED_LAUNCHES = 3  # that a router's correction adds, which is for the choice alone

@@ -3,6 +3,7 @@
 A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all or, for x of 8 bits, 2/4/4-bfloat16-coarse;
 or attend-DTYPE, state-DTYPE or latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent
 vector where no tensor cores are used.
+With -many, the experts of a whole prompt instead of a token's.
 Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
@@ -163,6 +164,13 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         with Launches(launches):
             kernels.experts_step(x, selecting, chosen, scores, x, 22)
         return
+    if "many" in options:
+        tokens, count = 256, 512
+        many = Calls(torch.arange(count) // 2, torch.arange(count) % EXPERTS, torch.zeros(count, dtype=dtype))
+        work = torch.empty(tokens, hidden, dtype=dtype), stored, rows, many, torch.zeros(count), torch.zeros(count)
+        with Launches(launches):
+            kernels.experts_swiglu(*work)
+        return
     kernels.moe_step(x, stored, rows, calls, limits, x_bits=8 if "coarse" in options else 22)
     if "all" not in options:
         return
@@ -252,6 +260,8 @@ def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
     """Every different kernel of a case, and with which options it is launched."""
     seen: set[str] = set()
     for kernel, arguments, options in recorded(case):
+        if isinstance(kernel, str):
+            continue
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
