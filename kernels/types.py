@@ -81,7 +81,7 @@ class Work:
     late: Tensor | None = None
 
     def part(self, which: Tensor | slice) -> Work:
-        """Some of the calls: bool (P,) or a slice."""
+        """Some of the calls: bool (P,), positions or a slice."""
         calls = Calls(self.calls.tokens[which], self.calls.experts[which], self.calls.weights[which])
         products, late = (None if limits is None else limits[which] for limits in (self.products, self.late))
         return Work(calls, self.thresholds[which], products, late)
