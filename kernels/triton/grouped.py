@@ -72,8 +72,8 @@ def grouped_product_kernel(
         for start in range(0, V.n, DEEP):
             k = start + tl.arange(0, DEEP)
             part = tl.load(x + token[:, None] * V.n + k[None, :], mask=live[:, None] & (k < V.n)[None, :], other=0.0)
-            v += times(part, tl.trans(load_tile(q, scale, zero, row, there, start, magic, V)), CORES)
-            z += times(part, tl.trans(load_tile(rows, rows, rows, row, there, start, magic, W)), CORES)
+            v += times(part, tl.trans(load_tile(q, scale, zero, row, start, magic, V)), CORES)
+            z += times(part, tl.trans(load_tile(rows, rows, rows, row, start, magic, W)), CORES)
         if BIASED:
             v += tl.load(bias + row)[None, :]
             z += load_float(rows, row * W.row + BIAS_AT, there)[None, :]
@@ -111,7 +111,7 @@ def grouped_down_kernel(
             there = n < NEURONS
             part = tl.load(own + n[None, :], mask=live[:, None] & there[None, :], other=0.0)
             row = expert * NEURONS + tl.minimum(n, NEURONS - 1)
-            y += times(part, load_tile(rows, rows, rows, row, there, start, magic, D), CORES)
+            y += times(part, load_tile(rows, rows, rows, row, start, magic, D), CORES)
         y *= tl.load(weights + place, mask=live, other=0.0).to(tl.float32)[:, None]
         at = (call - first)[:, None] * D.n + column[None, :]
         tl.store(parts + at, y.to(parts.dtype.element_ty), mask=live[:, None] & (column < D.n)[None, :])
