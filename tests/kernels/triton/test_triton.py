@@ -214,15 +214,17 @@ def test_pinned_rows_are_read_in_place(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_experts_never_wait_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
         pytest.skip("only a CUDA device can be waited for")
     layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
     calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
-    kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    for operation in (kernels.moe_step, kernels.experts_swiglu):
+        operation(x, layer.stored, layer.rows, calls, limits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+        for operation in (kernels.moe_step, kernels.experts_swiglu):
+            operation(x, layer.stored, layer.rows, calls, limits)
         with pytest.raises(RuntimeError, match="synchroniz"):
             operations.signal_gemv(x, layer.stored, calls, limits)
     finally:
