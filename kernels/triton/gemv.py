@@ -19,15 +19,15 @@ from .jit import device_code
 
 @device_code("neurons")
 def gemv_kernel(
-    x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons,
-    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, tokens, experts, thresholds, data, scale, zero, bias, added, out, kept, neurons,
+    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, COUNT: tl.constexpr,
+    EACH: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out (P, F) = s(rows of an expert · x + bias), x spread, s the FUNCTION; with COUNT also kept (P, blocks), how
     many of each block stay.
 
     Without COUNT call p is token p and there is one matrix: a dense linear layer, of which the call's rows begin at
-    p * EACH + FIRST.
+    p * EACH + FIRST. With ADDED, added (P, F) joins what out would be.
     """
     call = tl.program_id(0)
     block = tl.program_id(1)
@@ -48,6 +48,9 @@ def gemv_kernel(
     if BIASED:
         z += tl.load(bias + row)
     v = applied(z, FUNCTION)
+    if ADDED:
+        other = tl.load(added + call.to(tl.int64) * neurons + n, mask=live, other=0.0)
+        v = v.to(out.dtype.element_ty).to(tl.float32) + other.to(tl.float32)
     tl.store(at, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
         count = tl.sum((live & reaches(v, limit)).to(tl.int32), 0)

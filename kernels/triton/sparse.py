@@ -125,8 +125,8 @@ def fill(
         gemv_kernel[(count, blocks)](
             *(spread, calls.tokens, calls.experts, thresholds, signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
-            *(v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
-            *(bias is not None, True, 0, 0, launch.GEMV_ROWS, width),
+            *(v, v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
+            *(bias is not None, False, True, 0, 0, launch.GEMV_ROWS, width),
         )
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
             *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
