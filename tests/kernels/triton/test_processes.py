@@ -47,6 +47,7 @@ SAMPLE = {
     "parts_of_a_step": "1_1_1_1 or 3_7_40_20",
     "a_step_is_the_formula": "odd",
     "a_step_that_selects": "all",
+    "all_experts_at_once_are": "odd or float16",
 }
 # Instructions of capability 8.6 for a code of so many bits, all in the loop counted, with x of 15 and of 8 bits.
 MOST_FOR_A_CODE = {"15": {2: 1.45, 3: 1.85, 4: 1.4, 8: 1.15}, "8": {2: 1.15, 3: 1.6, 4: 1.1, 8: 0.9}}
