@@ -29,6 +29,7 @@ REACHED = 0.7
 # Launches of one token, which tests count in what is captured: of operations of ours that are several, and of layers.
 LAUNCHES = {"linear": 2, "attend_one": 2, "latent_one": 5, "route": 2, "experts_step": 6}
 DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
+GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
 SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
 SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors

@@ -26,6 +26,7 @@ from .codes import (
     field,
     first_column,
     group_of,
+    joined,
     load_float,
     load_scale,
     load_values,
@@ -158,7 +159,7 @@ def _down_words(
         for lane in tl.static_range(lanes):
             exact = sums[plane * lanes + lane] * undo_field(plane * lanes + lane, V)
             of_plane = of_plane + (exact - zeros[plane * sets // planes] * zero_step(V),)  # noqa: RUF005
-        total = tl.sum(tl.reshape(_joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
+        total = tl.sum(tl.reshape(joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
         tl.store(out + first + plane * (64 // planes), total, mask=tl.reshape(within, (quads, 1)))
 
 
@@ -193,14 +194,6 @@ def _added(sums, zeros, hs, asked, magic, V: tl.constexpr):
         for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
             new_sums = new_sums + (sums[i] + factor * field(asked[0], magic, i, V),)  # noqa: RUF005
     return new_sums, new_zeros
-
-
-@device_code()
-def _joined(parts, LANES: tl.constexpr):
-    """Two tensors along a new last dimension, or four along two."""
-    if LANES == 2:
-        return tl.join(parts[0], parts[1])
-    return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
 
 
 @device_code()

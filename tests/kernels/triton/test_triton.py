@@ -19,14 +19,26 @@ from floe_chat.kernels.types import Calls, Limits
 from floe_chat.kernels.weights import LinearWeights, Norm
 
 from ...helpers import relative_rms
-from ..oracle import Layer, Widths, make_calls, make_layer, make_x, moved, signal_values, swiglu, threshold_between
+from ..oracle import (
+    FORMS,
+    Form,
+    Layer,
+    Widths,
+    make_calls,
+    make_layer,
+    make_x,
+    moved,
+    signal_values,
+    swiglu,
+    threshold_between,
+)
 
 SENTINEL = 0xA5
 
 
-def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widths) -> Layer:
+def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widths, form: Form = FORMS[0]) -> Layer:
     """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
-    layer = make_layer(size, widths)
+    layer = make_layer(size, widths, form)
     return replace(layer, stored=moved(layer.stored, device), rows=moved(layer.rows, device))
 
 
@@ -130,6 +142,56 @@ def test_blocks_stay_within_their_memory() -> None:
     assert block % 64 == 0 and 0 < block * 2 * (4096 + 8 * 512) <= dense.SCRATCH
 
 
+@pytest.mark.parametrize(
+    ("size", "widths", "dtype", "form", "second"),
+    [
+        ((3, 37, 130, 26), (2, 3, 4), torch.float32, FORMS[3], True),
+        ((3, 70, 128, 64), (3, 4, 2), torch.float16, FORMS[0], False),
+        ((2, 10, 64, 16), (8, 16, 3), torch.float32, FORMS[1], True),
+        ((2, 10, 192, 32), (4, 2, 8), torch.bfloat16, FORMS[2], False),
+    ],
+    ids=["odd", "float16", "small groups", "bfloat16"],
+)
+def test_all_experts_at_once_are_the_step(
+    size: tuple[int, int, int, int],
+    widths: Widths,
+    dtype: torch.dtype,
+    form: Form,
+    second: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, among = 17, 2
+    layer, x = make_layer(size, widths, form), make_x(tokens, size[2], dtype)
+    chosen = torch.randint(size[0], (tokens * among,)).where(torch.rand(tokens * among) < 0.3, 0)
+    chosen[chosen == 1] = 0  # the first expert has most calls, the second one none
+    calls = make_calls(torch.arange(tokens).repeat_interleave(among).tolist(), chosen.tolist())
+    truth = torch.cat([values.abs() for values in signal_values(layer, x.double(), calls)])
+    limits = torch.full((tokens * among,), threshold_between(truth, 0.5))
+    limits[torch.rand(tokens * among) < 0.2] = torch.inf
+    limits[: 2 * among] = torch.inf  # two tokens without a call
+    products = torch.full((tokens * among,), 0.05) if second else None
+    wanted, expected = reference.moe_step(x.double(), layer.stored, layer.rows, calls, limits, products)
+    there = layer_on(device, size, widths, form)
+    given = (x.to(device), there.stored, there.rows, calls_on(device, calls), limits.to(device))
+    seconds = None if products is None else products.to(device)
+    y, counts = kernels.experts_swiglu(*given, seconds)
+    assert y.dtype == dtype and not y[:2].any() and not counts.cpu()[limits == torch.inf].any()
+    rounded = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}[dtype]
+    # A value that rounds to the other side of a threshold is one of many.
+    assert (counts.cpu() - expected).abs().sum() <= rounded * expected.sum()
+    assert relative_rms(y.cpu(), wanted) <= rounded
+    monkeypatch.setattr(dense, "SCRATCH", 17 * x.element_size() * (size[1] + size[2]))
+    sliced, same = kernels.experts_swiglu(*given, seconds)
+    assert torch.equal(same, counts) and relative_rms(sliced.cpu(), y.cpu().double()) <= rounded
+
+
+def test_memory_of_all_experts_at_once_is_bounded() -> None:
+    x, calls = torch.empty(2048, 4096, dtype=torch.bfloat16), 2048 * 8
+    size = dense.slice_of(x, calls, 14336)
+    assert 16 * dense.MOST_CALLS <= size < calls and size * 2 * (4096 + 14336) <= dense.SCRATCH
+
+
 def test_refusals_say_what_to_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, calls = layer_on(device, (2, 5, 64, 32), (2, 4, 4)), torch.zeros(1, 64), make_calls([0], [1])
     with pytest.raises(ValueError, match="pageable host memory"):
@@ -155,15 +217,17 @@ def test_pinned_rows_are_read_in_place(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_experts_never_wait_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
         pytest.skip("only a CUDA device can be waited for")
     layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
     calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
-    kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    for operation in (kernels.moe_step, kernels.experts_swiglu):
+        operation(x, layer.stored, layer.rows, calls, limits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+        for operation in (kernels.moe_step, kernels.experts_swiglu):
+            operation(x, layer.stored, layer.rows, calls, limits)
         with pytest.raises(RuntimeError, match="synchroniz"):
             operations.signal_gemv(x, layer.stored, calls, limits)
     finally:
