@@ -90,11 +90,11 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path, pytestco
     assert " passed" in ran.stdout
 
 
-def test_a_layers_experts_take_six_launches() -> None:
+def test_a_layers_experts_take_five_launches() -> None:
     """A launch in a graph that waits for the one before costs about 2 us, as much as reading 2 MB on an RTX 4090."""
     from . import compiling
 
-    kernels = ["begin_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"]
+    kernels = ["begin_kernel", "gemv_kernel", "product_kernel", "down_kernel", "combine_kernel"]
     assert compiling.launched("3/4/4-bfloat16-step") == kernels
 
 
@@ -138,7 +138,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     from . import compiling
 
     needs = list(compiling.compiled(case, [int(capability) for capability in capabilities.split()]))
-    expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
+    expected = {"spread_kernel", "gemv_kernel", "product_kernel", "down_kernel", "combine_kernel"}
     if "general" in case or "group16" in case:  # x as it is
         expected -= {"spread_kernel"}
     if case.startswith("16/16/16"):
@@ -151,7 +151,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
-        expected |= {"logits_kernel", "choose_kernel"}
+        expected |= {"compact_kernel", "logits_kernel", "choose_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need.capability == capability]
         if case.startswith("attend") and capability == 86:
