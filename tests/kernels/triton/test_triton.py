@@ -60,7 +60,9 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
 
 
 @device_code()
-def every_marked(marks, out, blocks, total, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def every_marked(
+    marks: Any, out: Any, blocks: Any, total: Any, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """The neurons that a call's marks name, each found by itself."""
     i = tl.arange(0, BLOCK)
     until = marked_until(marks, blocks, GROUPS)
