@@ -135,11 +135,12 @@ def swiglu(
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
     slices = launch.slices_of(device, columns * count)
-    room = (active.found if active.counts is None else active.values).numel()
+    room, groups = active.found.numel(), 0
+    if active.counts is not None:
+        room, groups = active.values.numel(), triton.next_power_of_2(room // (TOGETHER.value * count))
     h = torch.empty(room, dtype=torch.float32, device=device)
     place = torch.empty(room, dtype=torch.int64, device=device)
     partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
-    groups = triton.next_power_of_2(active.found.numel() // (TOGETHER.value * count))
     tiles = min(launch.PRODUCT_PROGRAMS, triton.cdiv(active.most, launch.PRODUCT_ROWS))
     with launch.on(device):
         spread, other, chunks = launch.spread(x, other, x_bits, ready)
@@ -150,8 +151,7 @@ def swiglu(
             *(into.reached if active.counts is None else active.counts, into.reached),
             *(rows.data.shape[1], other, FUNCTIONS.index(rows.layout.function)),
             *(rows.layout.bias_at if rows.layout.biased else 0, limits is not None, active.at is not None),
-            0 if active.counts is None else groups,
-            *(into.reached.stride(0) if into.reached.numel() == count else 0, launch.PRODUCT_ROWS, chunks),
+            *(groups, into.reached.stride(0) if into.reached.numel() == count else 0, launch.PRODUCT_ROWS, chunks),
         )
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),
