@@ -36,6 +36,7 @@ class Backend:
         up_list: `signal_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and
             values, valid up to the last end. None if not available.
         experts_step: `select` and `moe_step` in fewer launches. None if there is no such thing.
+        linear_joined: `linear` with what is before and behind it, in its own launches. None if there is no such thing.
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
@@ -67,6 +68,7 @@ class Backend:
     list_active: Callable[..., None]
     add_listed: Callable[..., None]
     experts_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    linear_joined: Callable[..., Tensor] | None = None
     experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
@@ -154,6 +156,7 @@ def _cuda(index: int) -> Backend:
         experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
         linear=triton.linear,
+        linear_joined=triton.linear_joined,
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,

@@ -95,10 +95,13 @@ class DecoderLayer:
         first, mixer = self.first(hidden), self.mixer
         return torch.cat([first, mixer.gates(hidden)], -1) if isinstance(mixer, Delta) else first
 
-    def stepped(self, stream: Tensor, mixed: Tensor) -> Stepped:
-        """What a block is given behind the mixer and its projection, (T, H) each."""
+    def mixed(self, stream: Tensor, out: Tensor) -> Tensor:
+        """The stream behind the mixer by what its projection gives, (T, H) each."""
+        return stream + (out if self.sandwich is None else self.sandwich.mixed(out, self.eps))
+
+    def stepped(self, stream: Tensor) -> Stepped:
+        """What a block is given, by the stream behind the mixer, (T, H)."""
         sandwich, parallel = self.sandwich, None
-        stream = stream + (mixed if sandwich is None else sandwich.mixed(mixed, self.eps))
         hidden = self.post_attention_layernorm(stream, self.eps)
         if self.beside is not None and sandwich is not None:
             parallel = sandwich.beside(self.beside(sandwich.before(stream, self.eps)), self.eps)

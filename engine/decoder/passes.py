@@ -82,4 +82,4 @@ class TorchPass:
         stream = x if added is None else x + added
         projected = layer.projected(layer.input_layernorm(stream, layer.eps)).split(self._tokens)
         seen = [text[type(layer.mixer)](index, own) for text, own in zip(self._texts, projected, strict=True)]
-        return layer.stepped(stream, layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen)))
+        return layer.stepped(layer.mixed(stream, layer.out.forward(seen[0] if len(seen) == 1 else torch.cat(seen))))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
-from ...kernels.weights import LinearWeights, Planes
+from ...kernels.weights import LinearWeights, Norm, Planes
 from ..experts.moe_layer import Control
 
 
@@ -26,10 +26,14 @@ class PackedLinear(nn.Module):
         self.weights, self.bias, self.control = weights, bias, control
         # Checked once, with no tokens: at small sizes the checks of each call would take as long as the computation.
         kernels.linear(weights.scale.new_empty(0, weights.vector.n), weights)
-        self._linear = kernels.choose(weights.q.device).linear
+        backend = kernels.choose(weights.q.device)
+        self._linear, self._joined = backend.linear, backend.linear_joined
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: tuple[Norm, float] | None = None, added: Tensor | None = None) -> Tensor:
         """x (..., K) floating point -> (..., N) of x's dtype.
+
+        Args:
+            norm: with its eps, which x goes through before. added: (..., N), to which the result is added.
 
         Raises:
             ValueError: x of another width.
@@ -38,11 +42,16 @@ class PackedLinear(nn.Module):
         if width != weights.vector.n:
             raise ValueError(f"x of width {width} for a layer of {weights.vector.n}")
         x_bits = self.control.preset.x_bits
+        if x.ndim == 2 and self._joined is not None:
+            return self._joined(x, weights, x_bits, norm, self.bias, added)
+        if norm is not None:
+            x = norm[0](x, norm[1])
         if x.ndim == 2:  # as engine/decoder/decoders.py calls it
             y = self._linear(x, weights, x_bits)
         else:
             y = self._linear(x.flatten(0, -2), weights, x_bits).unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if added is None else added + y
 
 
 class PlanedLinear(nn.Module):

@@ -18,7 +18,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one, latent_one
-from .dense import expert_swiglu, linear
+from .dense import expert_swiglu, linear, linear_joined
 from .listed import add_listed, list_active
 from .operations import (
     experts_step,
@@ -45,6 +45,7 @@ __all__ = [
     "land",
     "latent_one",
     "linear",
+    "linear_joined",
     "list_active",
     "moe_step",
     "pool_scatter",

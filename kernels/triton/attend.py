@@ -152,8 +152,8 @@ def _valued(seen: Tensor, latent: Latent, dtype: torch.dtype) -> Tensor:
     scales = made.scale.view(torch.uint8), made.zero.view(torch.uint8)
     spread, vector, width = launch.spread(seen, vector, 22)
     gemv_kernel[(count, triton.cdiv(latent.value, launch.GEMV_ROWS))](
-        *(spread, y, y, y, made.q, *scales, y, y, y, latent.value),
-        *(vector, FUNCTIONS.index("plain"), False, False, each, latent.still, launch.GEMV_ROWS, width),
+        *(spread, y, y, y, made.q, *scales, y, y, y, y, latent.value),
+        *(vector, FUNCTIONS.index("plain"), False, False, False, each, latent.still, launch.GEMV_ROWS, width),
     )
     return y
 

@@ -180,6 +180,35 @@ def spread_chunks(
     column = tl.arange(0, 64)
     at = chunk[:, None] * 64 + column[None, :]
     value = tl.load(x + token * N + at, mask=within[:, None], other=0.0).to(tl.float32)
+    _spread_values(value, out + token * WORDS, chunk, N, DIGITS)
+
+
+@device_code()
+def spread_normed_kernel(
+    x, weight, out, eps,
+    N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`spread_kernel` of x / rms(x) * weight as x's type has it; each program adds up all squares for itself."""
+    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    x += tl.program_id(0).to(tl.int64) * N
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        one = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32)
+        squares += one * one
+    at = chunk[:, None] * 64 + tl.arange(0, 64)[None, :]
+    within = (chunk < N // 64)[:, None]
+    own = tl.load(weight + at, mask=within, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=within, other=0.0).to(tl.float32) / tl.sqrt(tl.sum(squares, 0) / N + eps) * own
+    value = value.to(x.dtype.element_ty).to(tl.float32)
+    _spread_values(value, out + tl.program_id(0).to(tl.int64) * WORDS, chunk, N, DIGITS)
+
+
+@device_code()
+def _spread_values(value, words, chunk, N: tl.constexpr, DIGITS: tl.constexpr):
+    """Store chunks (C,) of a token's x, value (C, 64)."""
+    chunks: tl.constexpr = N // 64
+    within = chunk < chunks
     top = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as bits: NaN and infinity are the largest
     largest = top.to(tl.float32, bitcast=True)
     nothing = top < 0x0D800000  # below 2^-100
@@ -189,7 +218,7 @@ def spread_chunks(
     rest = (value * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     rest = tl.where((inverse == 0.0)[:, None], 0, rest)
     total = tl.sum(rest, 1)
-    words = out + token * WORDS
+    column = tl.arange(0, 64)
     to = words.to(tl.pointer_type(tl.int8)) + (chunk[:, None] * (64 * DIGITS) + column[None, :])
     for digit in tl.static_range(DIGITS - 1, 0, -1):
         low = ((rest + 64) & 127) - 64

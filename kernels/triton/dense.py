@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..activation import FUNCTIONS, applied
-from ..weights import ExpertRows, LinearWeights, SignalWeights
+from ..weights import ExpertRows, LinearWeights, Norm, SignalWeights
 from . import launch
 from .gemv import gemv_kernel
 from .moving import unpack_kernel
@@ -81,6 +81,22 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     Raises:
         ValueError: weights that the device of x cannot read.
     """
+    return linear_joined(x, weights, x_bits)
+
+
+def linear_joined(
+    x: Tensor,
+    weights: LinearWeights,
+    x_bits: int,
+    norm: tuple[Norm, float] | None = None,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`linear` of x behind its norm, with its eps, plus bias (N,) and added (B, N): of few tokens in two launches.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
     device, tokens, outputs = x.device, x.shape[0], weights.q.shape[0]
     launch.check_device(device)
     launch.check_weights(device, "weights.q", weights.q)
@@ -94,18 +110,21 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     scales = scale.view(torch.uint8), zero.view(torch.uint8)
     if tokens <= FEW:
         with launch.on(device):
-            spread, vector, width = launch.spread(x, vector, x_bits)
+            spread, vector, width = launch.spread(x, vector, x_bits, norm=norm)
             gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
-                *(spread, x, x, x, weights.q, *scales, y, y, y, outputs),
-                *(vector, FUNCTIONS.index("plain"), False, False, 0, 0, launch.GEMV_ROWS, width),
+                *(spread, x, x, x, weights.q, *scales, y if bias is None else bias),
+                *(y if added is None else added.contiguous(), y, y, outputs, vector, FUNCTIONS.index("plain")),
+                *(bias is not None, added is not None, False, 0, 0, launch.GEMV_ROWS, width),
             )
         return y
+    x = x if norm is None else norm[0](x, norm[1])
     block = block_rows(x, outputs, x.shape[1] + tokens)
     scratch = torch.empty(min(block, outputs), x.shape[1], dtype=x.dtype, device=device)
     for start in range(0, outputs, block):
         count = min(block, outputs - start)
         y[:, start : start + count] = F.linear(x, unpack(weights.q, *scales, vector, start, count, scratch))
-    return y
+    y = y if bias is None else y + bias
+    return y if added is None else added + y
 
 
 def block_rows(x: Tensor, rows: int, numbers: int) -> int:

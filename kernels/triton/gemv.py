@@ -28,15 +28,15 @@ TOGETHER = tl.constexpr(32)  # marks that `nth_marked` looks at in one step; eve
 
 @device_code("neurons")
 def gemv_kernel(
-    x, tokens, experts, thresholds, data, scale, zero, bias, out, kept, neurons,
-    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr,
-    FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, tokens, experts, thresholds, data, scale, zero, bias, added, out, kept, neurons,
+    V: tl.constexpr, FUNCTION: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, COUNT: tl.constexpr,
+    EACH: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out (P, F) = s(rows of an expert · x + bias), x spread, s the FUNCTION; with COUNT also the marks of each block's
     rows into kept (P, `marks_of` blocks).
 
     Without COUNT call p is token p and there is one matrix: a dense linear layer, of which the call's rows begin at
-    p * EACH + FIRST.
+    p * EACH + FIRST. With ADDED, added (P, F) joins what out would be.
     """
     call = tl.program_id(0)
     block = tl.program_id(1)
@@ -55,6 +55,9 @@ def gemv_kernel(
     if BIASED:
         z += tl.load(bias + row)
     v = applied(z, FUNCTION)
+    if ADDED:
+        other = tl.load(added + call.to(tl.int64) * neurons + n, mask=live, other=0.0)
+        v = v.to(out.dtype.element_ty).to(tl.float32) + other.to(tl.float32)
     tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
         # What is not a number is active, so that it shows in the result instead of vanishing.

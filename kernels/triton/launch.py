@@ -15,7 +15,8 @@ from .. import maker
 from ..codes import CHUNK
 from ..rule import Rule
 from ..types import digits_of
-from .codes import spread_kernel, spread_pairs_kernel
+from ..weights import Norm
+from .codes import spread_kernel, spread_normed_kernel, spread_pairs_kernel
 from .vectors import Vector
 
 # Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
@@ -27,6 +28,7 @@ COMPACT = 512  # neurons per program of the compaction
 COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
 SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
+NORMED_CHUNKS, SQUARES = 8, 4096  # of a program that normalizes, and numbers whose squares it adds up at a time
 CHUNKS = 16  # of a row at a time, one for each of 16 threads
 COMBINE_ROWS, COMBINE_COLUMNS = 64, 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles
@@ -78,13 +80,18 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def spread(x: Tensor, vector: Vector, x_bits: int, ready: Tensor | None = None) -> tuple[Tensor, Vector, int]:
+def spread(
+    x: Tensor, vector: Vector, x_bits: int, ready: Tensor | None = None, norm: tuple[Norm, float] | None = None
+) -> tuple[Tensor, Vector, int]:
     """x (B, n) as a kernel wants it for one kind of vector, that vector with how it is, and how many of the vector's
     words, or chunks, a program takes at a time.
 
     Args:
-        ready: the same of the same x for other vectors in chunks, whatever their bits.
+        ready: the same of the same x for other vectors in chunks, whatever their bits. norm: with its eps, which x goes
+            through before.
     """
+    if norm is not None and (not vector.chunked or norm[0].kind != "rms" or norm[0].bias is not None):
+        x, norm = norm[0](x, norm[1]), None
     x = x.contiguous()
     if vector.chunked:
         vector = vector.reading(digits_of(x, x_bits))
@@ -92,8 +99,14 @@ def spread(x: Tensor, vector: Vector, x_bits: int, ready: Tensor | None = None) 
         if ready is not None:
             return ready, vector, width
         out = torch.empty(x.shape[0], vector.x_words, dtype=torch.int32, device=x.device)
+        given = vector.n, vector.digits, vector.x_words
+        if norm is not None:
+            grid = (x.shape[0], triton.cdiv(vector.n // CHUNK, NORMED_CHUNKS))
+            weight = norm[0].weight.contiguous()
+            spread_normed_kernel[grid](x, weight, out, norm[1], *given, NORMED_CHUNKS, block_of(vector.n, SQUARES))
+            return out, vector, width
         grid = (x.shape[0], triton.cdiv(vector.n // CHUNK, SPREAD_CHUNKS))
-        spread_kernel[grid](x, out, vector.n, vector.digits, vector.x_words, SPREAD_CHUNKS, num_warps=1)
+        spread_kernel[grid](x, out, *given, SPREAD_CHUNKS, num_warps=1)
         return out, vector, width
     if not vector.fast or vector.bits < 16:  # code by code
         return x.float(), vector._replace(fast=False, words=vector.n), block_of(vector.n)

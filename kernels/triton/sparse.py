@@ -88,8 +88,8 @@ def find(
         gemv_kernel[(count, blocks)](
             *(spread, calls.tokens, calls.experts, thresholds.to(device), signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
-            *(v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
-            *(bias is not None, True, 0, 0, launch.GEMV_ROWS, width),
+            *(v, v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
+            *(bias is not None, False, True, 0, 0, launch.GEMV_ROWS, width),
         )
     return kept, v, spread if vector.digits else None
 

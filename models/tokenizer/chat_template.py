@@ -44,7 +44,7 @@ class ChatTemplate:
             parsed = environment.parse(source)
             self.names = frozenset(meta.find_undeclared_variables(parsed))
             self.fields = frozenset(_fields(parsed))
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(parsed)
         except TemplateSyntaxError as error:
             raise ValueError(f"Line {error.lineno} of its chat template is wrong: {error.message}") from error
 

@@ -6,7 +6,6 @@ worse: `contained` turns the first two into a PackError, `chat_process.py` survi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,7 +83,9 @@ class Tokens:
             added = self._tokenizer.get_added_tokens_decoder()
             self._added = {token.content: number for number, token in added.items() if token.content}
             self.special = {token.content: number for number, token in added.items() if token.content and token.special}
-            self._of_bytes = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
+            # Its state is JSON; that of the whole tokenizer would be megabytes.
+            decoder = self._tokenizer.decoder
+            self._of_bytes = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
             if not vocabulary:
                 raise ValueError("It has no tokens.")
         text, number = max(vocabulary.items(), key=lambda item: item[1])

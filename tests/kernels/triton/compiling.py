@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import attend, dense, launch, operations, recur, routed, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
-from floe_chat.kernels.weights import ExpertRows, LinearWeights, Projection, SignalWeights
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, Norm, Projection, SignalWeights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
@@ -58,10 +59,6 @@ class Need:
     """What one compiled kernel takes: registers per thread, bytes of local memory (spills), bytes of shared memory.
 
     And what it loads from memory: instructions of 16 bytes, and of 4.
-
-    Attributes:
-        loop: the instructions of its innermost loop, the longest one of several, as the GPU executes them; none where
-            it has no loop. barriers: in all of it.
     """
 
     kernel: str
@@ -71,8 +68,14 @@ class Need:
     shared: int
     wide_loads: int
     narrow_loads: int
-    loop: list[str]
-    barriers: int
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def executed(self) -> tuple[list[str], int]:
+        """The instructions of its innermost loop, the longest one of several, as the GPU executes them, none where it
+        has no loop; and how many barriers there are in all of it.
+        """
+        return executed(self.cubin)
 
 
 class Recorder:
@@ -108,7 +111,7 @@ def recorded(case: str) -> list[Launch]:
 
 
 def launched(case: str) -> list[str]:
-    """Whatever a case with the option -step has a GPU do, in order: kernels, and torch's operations."""
+    """What a case launches, in order: kernels, and with the option -step torch's operations."""
     return [kernel if isinstance(kernel, str) else kernel.fn.__name__ for kernel, _, _ in recorded(case)]
 
 
@@ -188,7 +191,9 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)
     vector = VectorLayout(hidden, 8, group)
     parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
-    kernels.linear(x, LinearWeights(vector, untouched(hidden, hidden), *parts))
+    given = x, LinearWeights(vector, untouched(hidden, hidden), *parts)
+    kernels.linear(*given)
+    kernels.linear_joined(*given, 22, (Norm(x[0]), 1e-6), x, x)
 
 
 def call_attention(dtype: torch.dtype, *, few: bool) -> None:
@@ -248,10 +253,13 @@ def untouched(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8)
 
 
-def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
-    """Every different kernel of a case, and with which options it is launched."""
+def sources(case: str, names: Collection[str] | None = None) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
+    """Every different kernel of a case, and with which options it is launched; with `names` each of these once."""
     seen: set[str] = set()
     for kernel, arguments, options in recorded(case):
+        if names is not None and (kernel.fn.__name__ not in names or kernel.fn.__name__ in seen):
+            continue
+        seen.add(kernel.fn.__name__)
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
@@ -262,7 +270,7 @@ def sources(case: str) -> Iterator[tuple[ASTSource, dict[str, Any]]]:
                 signature[parameter.name] = TYPES[value.dtype]
                 attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
             else:
-                signature[parameter.name] = "i32"
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         key = repr((kernel.fn.__name__, signature, constants, options))
         if key in seen:
             continue
@@ -282,32 +290,33 @@ def without_ptx() -> Generator[None]:
         each.cache_clear()
 
 
-def compiled_for_amd(case: str, architecture: str) -> Iterator[tuple[str, int, int]]:
+def compiled_for_amd(
+    case: str, architecture: str, names: Collection[str] | None = None
+) -> Iterator[tuple[str, int, int]]:
     """Of every different kernel of a case, its name, registers that it spills to memory, and bytes of shared memory."""
     target = GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
     with (
         without_ptx(),
         mock.patch.multiple(launch, GEMV_ROWS=launch.AMDS_ROWS, PRODUCT_ROWS=launch.AMDS_ROWS),
     ):
-        for source, options in sources(case):
+        for source, options in sources(case, names):
             binary: Any = triton.compile(source, target=target, options=options)
             spilled = re.findall(r"\.vgpr_spill_count:\s*(\d+)", binary.asm["amdgcn"])
             yield source.fn.__name__, sum(map(int, spilled)), binary.metadata.shared
 
 
-def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
-    """Every different kernel of a case, for every capability."""
-    for source, options in sources(case):
+def compiled(case: str, capabilities: list[int], names: Collection[str] | None = None) -> Iterator[Need]:
+    """Every different kernel of a case, for every capability; with `names` each of these once."""
+    for source, options in sources(case, names):
         for capability in capabilities:
             binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             registers, local = resources(binary.asm["cubin"])
-            loop, barriers = executed(binary.asm["cubin"])
             wide, narrow = (
                 len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
                 for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
             )
             shared = binary.metadata.shared
-            yield Need(source.fn.__name__, capability, registers, local, shared, wide, narrow, loop, barriers)
+            yield Need(source.fn.__name__, capability, registers, local, shared, wide, narrow, binary.asm["cubin"])
 
 
 def executed(cubin: bytes) -> tuple[list[str], int]:

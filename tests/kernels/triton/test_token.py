@@ -23,7 +23,7 @@ from ...helpers import make_checkpoint, make_pack, relative_rms
 from .conftest import INTERPRETED
 
 OPERATIONS = (
-    *("route", "select", "moe_step", "linear", "list_active", "add_listed"),
+    *("route", "select", "moe_step", "linear", "linear_joined", "list_active", "add_listed"),
     *("attend_one", "latent_one", "delta_one", "convolve_one"),
 )
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from floe_chat.kernels import backend
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.codes import packed_bytes
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel, marked_until, nth_marked
 from floe_chat.kernels.triton.jit import device_code
 from floe_chat.kernels.types import Calls, Limits
+from floe_chat.kernels.weights import LinearWeights, Norm
 
 from ...helpers import relative_rms
 from ..oracle import Layer, Widths, make_calls, make_layer, make_x, moved, signal_values, swiglu, threshold_between
@@ -230,6 +233,33 @@ def test_gather_from_pinned_memory(device: torch.device) -> None:
     out = torch.zeros(3, rows.layout.nbytes, dtype=torch.uint8, device=device)
     kernels.gather_rows(pinned, 1, torch.tensor([5, 0, 36]), out)
     assert torch.equal(out.cpu(), rows.data[1][[5, 0, 36]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["rms", "layer", "none"])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 17, 640), (3, 33, 64), (2, 5, 130), (9, 4, 64)])
+def test_a_layer_joined_with_its_neighbours_is_each_of_them(
+    tokens: int, rows: int, columns: int, kind: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    vector = VectorLayout(columns, 4, 64 if columns % 64 == 0 else 26)
+    weights = LinearWeights(
+        vector,
+        torch.randint(256, (rows, packed_bytes(columns, 4)), dtype=torch.uint8, device=device),
+        *((torch.rand(rows, vector.groups, device=device) + high).half() for high in (0.1, 7)),
+    )
+    x, added = (3 * torch.randn(tokens, size, device=device).to(dtype) for size in (columns, rows))
+    factors = 1 + 0.3 * torch.randn(columns, device=device).to(dtype)
+    norm = Norm(factors, factors if kind == "layer" else None, "layer" if kind == "layer" else "rms"), 0.3
+    bias = torch.randn(rows, device=device).to(dtype)
+    given = (x, weights, 22)
+    expected = kernels.linear(x if kind == "none" else norm[0](x, norm[1]), weights) + bias + added
+    found = kernels.linear_joined(*given, None if kind == "none" else norm, bias, added)
+    rounded = 1e-6 if dtype == torch.float32 else 1e-2  # the interpreter cuts bfloat16 off
+    assert found.dtype == dtype and relative_rms(found, expected) <= rounded
+    assert relative_rms(kernels.linear_joined(*given, added=added), added + kernels.linear(x, weights)) <= rounded
+    x[0, 3] = torch.nan
+    found = kernels.linear_joined(x, weights, 22, norm, None, added)
+    assert found[0].isnan().all() and found[1:].isfinite().all()
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
