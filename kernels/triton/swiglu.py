@@ -35,6 +35,7 @@ from .codes import (
     unseen,
     zero_step,
 )
+from .gemv import marked_until, marks_of, nth_marked
 from .jit import device_code
 
 UNDER_WAY = tl.constexpr(4)  # records that a thread of `down_kernel` waits for at a time
@@ -42,26 +43,42 @@ UNDER_WAY = tl.constexpr(4)  # records that a thread of `down_kernel` waits for 
 
 @device_code("neurons")
 def product_kernel(
-    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons,
+    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, counts, reached, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
-    EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · o(other_n · x + bias_n) v_n of every active neuron, and the number of its record into place.
 
     h is zero for what is below its limit; reached[call * EACH] grows by the number of neurons that are not. BIAS: where
     a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert, and `at` says where among
-    `values` each one's is.
+    `values` each one's is. GROUPS: so many times `TOGETHER` marks of each call are `found`, values are of all neurons,
+    and the interval in h and place and the number in counts (P, 2) are written here; 0 for a list.
     """
     call = tl.program_id(0)
-    begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
-    end = tl.load(ends + call).to(tl.int32)
+    blocks = tl.cdiv(neurons, ROWS)
+    marks = found + call * marks_of(blocks)
+    if GROUPS:
+        until = marked_until(marks, blocks, GROUPS)
+        begin = call * neurons
+        end = begin + tl.max(until, 0)
+        if tl.program_id(1) == 0:
+            tl.store(begins + call, begin.to(tl.int64))
+            tl.store(ends + call, end.to(tl.int64))
+            tl.store(counts + 2 * call, (end - begin).to(tl.int64))
+    else:
+        begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
+        end = tl.load(ends + call).to(tl.int32)
     token = tl.load(tokens + call)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
         i = start + tl.arange(0, ROWS)
         live = i < end
         there = tl.minimum(i, end - 1)  # what is past the end is the last one again
-        row = tl.load(found + there).to(tl.int64)
+        if GROUPS:
+            row = nth_marked(marks, there - begin, until, GROUPS, ROWS).to(tl.int64)
+            there = begin + row
+        else:
+            row = tl.load(found + there).to(tl.int64)
         if LISTED:
             value = tl.load(values + tl.load(at + there))
         else:

@@ -103,11 +103,11 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path, pytestco
     assert " passed" in ran.stdout
 
 
-def test_a_layers_experts_take_six_launches() -> None:
+def test_a_layers_experts_take_five_launches() -> None:
     """A launch in a graph that waits for the one before costs about 2 us, as much as reading 2 MB on an RTX 4090."""
     from . import compiling
 
-    kernels = ["begin_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"]
+    kernels = ["begin_kernel", "gemv_kernel", "product_kernel", "down_kernel", "combine_kernel"]
     assert compiling.launched("3/4/4-bfloat16-step") == kernels and len(kernels) == LAUNCHES["experts_step"]
 
 
@@ -168,7 +168,7 @@ def test_what_is_launched_compiles_without_spills(
 ) -> None:
     from . import compiling
 
-    expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "product_kernel", "down_kernel", "combine_kernel"}
+    expected = {"spread_kernel", "gemv_kernel", "product_kernel", "down_kernel", "combine_kernel"}
     if "general" in case or "group16" in case:  # x as it is
         expected -= {"spread_kernel"}
     if case.startswith("16/16/16"):
@@ -183,7 +183,7 @@ def test_what_is_launched_compiles_without_spills(
         expected = {"grouped_product_kernel", "grouped_down_kernel", "grouped_sum_kernel"}
     if case.endswith("all"):
         expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
-        expected |= {"plain_kernel", "choose_kernel", "spread_normed_kernel"}
+        expected |= {"compact_kernel", "plain_kernel", "choose_kernel", "spread_normed_kernel"}
     assert set(compiling.launched(case)) == expected
     names = None if every_case else ALONE.get(case, expected)
     needs = list(compiling.compiled(case, [int(capability) for capability in capabilities.split()], names))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from floe_chat.kernels import backend, reference
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.codes import packed_bytes
@@ -14,7 +16,8 @@ from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import dense, launch, operations
-from floe_chat.kernels.triton.gemv import compact_kernel
+from floe_chat.kernels.triton.gemv import compact_kernel, marked_until, nth_marked
+from floe_chat.kernels.triton.jit import device_code
 from floe_chat.kernels.types import Calls, Limits
 from floe_chat.kernels.weights import LinearWeights, Norm
 
@@ -71,30 +74,44 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
     assert neurons.numel() == values.numel() == calls.experts.numel() * truth[0].numel()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_compaction_of_whole_experts(packed: bool, device: torch.device) -> None:
-    calls, neurons = 3, 5 * launch.COMPACT
+@device_code()
+def every_marked(
+    marks: Any, out: Any, blocks: Any, total: Any, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """The neurons that a call's marks name, each found by itself."""
+    i = tl.arange(0, BLOCK)
+    until = marked_until(marks, blocks, GROUPS)
+    tl.store(out + i, nth_marked(marks, tl.minimum(i, total - 1), until, GROUPS, ROWS), mask=i < total)
+
+
+@pytest.mark.parametrize("neurons", [5 * launch.COMPACT, 1301], ids=["whole", "odd"])
+def test_marked_neurons_are_found_in_their_order(neurons: int, device: torch.device) -> None:
+    calls, rows = 3, launch.GEMV_ROWS
     v = torch.randn(calls, neurons, generator=torch.Generator().manual_seed(0))
-    v[1] = 0
-    limits = torch.tensor([0.7, 0.1, 0.0])
-    keep = v.abs() >= limits[:, None]
-    blocks = neurons // launch.GEMV_ROWS
-    kept = keep.view(calls, blocks, -1).sum(-1).int()
+    keep = v.abs() >= torch.tensor([[0.7], [torch.inf], [0.0]])
+    keep[0, :600], keep[0, -33:] = False, True
+    blocks = -(-neurons // rows)
+    by_block = torch.zeros(calls, blocks * rows, dtype=torch.int32)
+    by_block[:, :neurons] = keep
+    marks = torch.zeros(calls, -(-blocks // 32) * 32, dtype=torch.int32)
+    marks[:, :blocks] = (by_block.view(calls, blocks, rows) * (2 ** torch.arange(rows) + 2**16)).sum(-1)
     found, values = torch.empty(calls * neurons, dtype=torch.int64), torch.empty(calls * neurons)
     spans, copies = torch.empty(2, calls, dtype=torch.int64), torch.empty(calls * neurons)
-    mine = [part.to(device) for part in (v, limits, kept, *spans, found, values, copies)]
-    stated = torch.full((calls, 2), -1).to(device)
-    compact_kernel[(calls, neurons // launch.COMPACT)](
-        *mine, stated, neurons, blocks, not packed, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
+    mine = [part.to(device) for part in (v, marks, *spans, found, values, copies)]
+    compact_kernel[(calls, -(-neurons // launch.COMPACT))](
+        *mine, neurons, blocks, True, rows, launch.COMPACT, 2 * launch.COMPACT
     )
-    counts, begin, end = keep.sum(1).tolist(), mine[3].tolist(), mine[4].tolist()
-    assert packed or stated.tolist() == [[count, 0] for count in counts]
-    assert begin == ([0, counts[0], counts[0]] if packed else [0, neurons, 2 * neurons])
+    groups = triton.next_power_of_2(marks.shape[1] // 32)
+    counts, begin, end = keep.sum(1).tolist(), mine[2].tolist(), mine[3].tolist()
+    assert begin == [0, counts[0], counts[0]] and end == [counts[0], counts[0], sum(counts)]
     for call in range(calls):
-        assert end[call] - begin[call] == counts[call]
         expected = keep[call].nonzero().squeeze(1)
-        assert torch.equal(mine[5][begin[call] : end[call]].cpu(), expected)
-        for found in mine[6:]:
+        assert torch.equal(mine[4][begin[call] : end[call]].cpu(), expected)
+        one = torch.full((4096,), -1, dtype=torch.int32, device=device)
+        if counts[call]:
+            every_marked[(1,)](mine[1][call], one, blocks, counts[call], groups, rows, 4096)
+        assert torch.equal(one[: counts[call]].cpu(), expected.int()) and (one[counts[call] :] == -1).all()
+        for found in mine[5:]:
             assert torch.equal(found[begin[call] : end[call]].cpu(), v[call][expected])
 
 
