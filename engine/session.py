@@ -38,7 +38,7 @@ from .events import (
     Unloaded,
 )
 from .mailbox import Mailbox
-from .outcomes import explained
+from .outcomes import card_failed, card_lost, explained
 from .torch_import import import_torch
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Session:
         self._loaded: LoadedModel | None = None
         self._answers: Answers | None = None  # of the loaded model
         self._spread: Spread | None = None  # over several processes
+        self._lost = ""  # what a card's driver reported, if it refuses everything since
+        self._held: list[object] = []  # what is on such a card: freeing it would call the driver, and end the process
         self._spilled: set[int] = set()  # chats of which NO_ROOM was said
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
@@ -129,7 +131,12 @@ class Session:
             command = self._waiting.popleft() if self._waiting else self._next()
             if self._closing:
                 self.keeping = self._answers is not None and self._answers.files is not None
-                self._forget(MOMENT_S)
+                try:
+                    self._forget(MOMENT_S)
+                except RuntimeError as error:
+                    if not card_failed(error):
+                        raise
+                    _log.warning("a card failed while the model was closed: %s", error)
                 if self._spread is not None:
                     with suppress(FloeError):  # another process ended first
                         self._spread.group.end()
@@ -168,16 +175,37 @@ class Session:
     def _fail(self, error: BaseException, command: Command) -> None:
         request = command.request if isinstance(command, Generate) else None
         known = error if isinstance(error, FloeError) else explained(error)
+        if reported := card_failed(error):
+            _log.error("%s: a card failed", type(command).__name__, exc_info=error)
+            known = self._lose(error, reported, request) or known
         if known is None:
             _log.error("%s failed", type(command).__name__, exc_info=error)
             title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
             hint = "This is a bug in floe-chat; the log has the details. Try again, or load the model again."
             known = FloeError(title, f"{type(error).__name__}: {error}", hint)
-        elif known is not error:
+        elif known is not error and not reported:
             _log.warning("%s: %s", type(command).__name__, str(error))  # whose frames hold what it was about
         if isinstance(known, PackError) and request is not None and self._loaded is not None:
             known = PackError(known.title, known.cause, verify_hint(self._loaded.packed.folder))
         self._say(Failed(known.title, known.cause, known.hint, request, known.exit_code))
+
+    def _lose(self, error: BaseException, reported: str, request: int | None) -> FloeError | None:
+        """Give up the model if a card fails for good, and end all other answers; None if the card still works."""
+        from .machine import gpus
+
+        if not gpus.lost():
+            return None
+        self._lost, known = reported, card_lost(reported)
+        self._held += [error, self._loaded, self._answers]  # an error's frames hold what was being computed
+        if self._answers is not None:
+            running, self._answers.running = self._answers.running, []
+            self._held += running
+            for command in [one.command for one in running]:
+                self._leave(command)
+                if command.request != request:
+                    self._say(Failed(known.title, known.cause, known.hint, command.request, known.exit_code))
+        self._loaded = self._answers = None
+        return known
 
     def _forget(self, patience: float = 0.0) -> None:
         """Unload the model and everything computed with it; patience: see `Answers.close`."""
@@ -198,6 +226,8 @@ class Session:
         from .machine.hardware import ram
         from .parallel.leading import lead
 
+        if self._lost and command.device != "cpu":
+            raise card_lost(self._lost)
         self._forget()  # the old model's memory goes before the new one's comes
         folder, parked = Path(command.pack), command.parked
 
@@ -250,6 +280,8 @@ class Session:
         self._say(PresetChanged(preset.name))
 
     def _need_model(self) -> LoadedModel:
+        if self._lost and self._loaded is None:
+            raise card_lost(self._lost)
         if self._loaded is None:
             raise FloeError("No model is loaded", "", "Load one first.")
         return self._loaded
@@ -260,12 +292,13 @@ class Session:
 
         self._need_model().control.cancelled.clear()
         self._begin(command)
-        assert self._answers is not None
-        while self._answers.running:
+        answers = self._answers
+        assert answers is not None
+        while answers.running:
             with suppress(Cancelled):
-                for step in self._answers.step():
+                for step in answers.step():
                     self._report(step)
-            for running in self._answers.running:  # a step that computes nothing new does not see a cancel
+            for running in answers.running:  # a step that computes nothing new does not see a cancel
                 if self.must_stop(running.request):
                     self._end(running, "cancelled")
             self._obey_between_tokens()
@@ -303,13 +336,15 @@ class Session:
                 self._loaded.control.cancelled.clear()
 
     def _end(self, running: Running, why: str | BaseException) -> None:
-        assert self._answers is not None
+        answers = self._answers
+        assert answers is not None
         self._leave(running.command)
         if isinstance(why, str):
             self._say(Finished(running.request, why, self._stats(running)))
         else:
             self._fail(why, running.command)
-        self._answers.end(running)
+        if running in answers.running:  # else a card failed, which ended them all
+            answers.end(running)
 
     def _reached(self, running: Running, done: int) -> None:
         if time.perf_counter() - running.told >= READING_EVERY_S:
@@ -320,6 +355,8 @@ class Session:
 
     def _report(self, step: Step) -> None:
         running = step.running
+        if self._answers is None:  # a card failed at another answer's step, which ended them all
+            return
         with self._lock:  # so that none of it follows a cancel
             cancelled = self.must_stop(running.request)
             for one in () if cancelled else step.progress:

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..outcomes import brief
+from .blocks import Unsupported
+
 Work = Callable[[], tuple[Tensor, ...]]
 
 
@@ -68,8 +71,15 @@ def mark(device: torch.device) -> Mark:
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in RAM at an address that the device can copy from and to by itself."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    """Zeros in RAM at an address that the device can copy from and to by itself.
+
+    Raises:
+        Unsupported: the system pins no more memory.
+    """
+    try:
+        return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise Unsupported(f"memory for graphs cannot be pinned: {brief(error)}") from error
 
 
 @cache

@@ -69,6 +69,8 @@ class OffloadedLayer(MoELayer):
         pooled: the layer's number in the pool's tables, by which everything shared knows it.
     """
 
+    resident = False
+
     def __init__(
         self,
         index: int,

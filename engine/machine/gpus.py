@@ -71,7 +71,19 @@ def give_back() -> None:
     """Return what torch keeps of what it no longer needs to the devices, for other programs and the next model."""
     if torch.cuda.is_initialized():
         gc.collect()
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a card that has failed gives nothing; who computes there learns why
+            torch.cuda.empty_cache()
+
+
+def lost() -> bool:
+    """Whether a GPU that this process has memory on answers no more: after most errors every later call fails too."""
+    try:
+        for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+            if torch.cuda.memory_reserved(index):  # the others would get a context here
+                torch.cuda.synchronize(index)
+    except RuntimeError:
+        return True
+    return False
 
 
 def wake(place: str) -> None:

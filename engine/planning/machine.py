@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...kernels.backend import BFLOAT16_FROM, TRITON_FROM
 from ...models.catalog import asset
 from ...models.errors import UsageError
 from ...models.quantities import memory, rate, trimmed
-from ..machine.hardware import Hardware
+from ..machine.gpus import Gpu
+from ..machine.hardware import HALF_PINNED, Hardware
 from ..offload import cards
 from ..offload.cards import CHUNK_BYTES, LANE_BYTES_S, LINK_REACHED, Card
 from ..offload.lane_rates import TOUCHED
@@ -35,6 +38,7 @@ WINDOWS = (
     "Windows' driver starts work on a card more slowly than Linux's: where a layer's rows are in a pool, an estimated "
     "0.15 to 0.3 ms more for each layer and token, not counted here."
 )
+_TRITON = ".".join(map(str, TRITON_FROM))
 _OF_GPU = (rates.GPU, rates.FLOPS, rates.PINNED, rates.PAGEABLE)
 
 # Assumptions, where neither a measurement nor an option gives a value.
@@ -143,7 +147,7 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         disk=known.get(rates.DISK, DISK_BYTES_S),
         states=known.get(rates.STATES, figures().state_bytes_s),
     )
-    usable = [gpu for gpu in found.gpus if gpu.index is not None]
+    usable = [gpu for gpu in found.gpus if gpu.index is not None and not _older(gpu, TRITON_FROM)]
     if others := [gpu for gpu in usable[1:] if gpu.index == index]:
         usable, known = others, {name: rate for name, rate in known.items() if name not in _OF_GPU}
     vram, name = 0, found.cpu
@@ -154,8 +158,19 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
         if found.system.startswith("Windows"):
             told["windows"] = WINDOWS
+        if found.pinnable is not None and found.sources.get("pinnable") == HALF_PINNED:
+            told["pinned"] = (
+                f"{HALF_PINNED}, here {memory(found.pinnable)}: a GPU cannot read more rows than that in RAM."
+            )
+        if _older(usable[0], BFLOAT16_FROM):
+            told["old"] = f"The {usable[0].name} computes in float16, since it multiplies bfloat16 slowly."
     else:
-        told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
+        old = [
+            f"the kernels need compute capability {_TRITON} and the {gpu.name} has {gpu.capability}"
+            for gpu in found.gpus
+            if _older(gpu, TRITON_FROM)
+        ]
+        told["gpu"] = f"It has no usable GPU: {(*old, found.gpu_reason)[0]}."
     if index is None and len(usable) > 1:
         told["gpus"] = f"It has {len(usable)} GPUs: {sharing(found)}."
     if found.remedy:
@@ -182,6 +197,11 @@ def sharing(found: Hardware) -> str:
     """How its GPUs share a model, in words; "" where there are not several."""
     usable = [f"cuda:{gpu.index}" for gpu in found.gpus if gpu.index is not None]
     return f"floe-chat --devices {','.join(usable)} shares a model among them" if len(usable) > 1 else ""
+
+
+def _older(gpu: Gpu, than: tuple[int, int]) -> bool:
+    """Whether an NVIDIA card of a known compute capability is older than this one."""
+    return re.fullmatch(r"\d+\.\d+", gpu.capability) is not None and tuple(map(int, gpu.capability.split("."))) < than
 
 
 def _of_ram(ram: int) -> str:
@@ -273,7 +293,9 @@ def _fed(speeds: Speeds) -> Speeds:
 def _without_gpu(said: Described, base: Machine) -> Machine:
     if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
         raise UsageError("--card none has no memory and no link", "", "Leave out --vram, --pcie and --link-gbs.")
-    told = {what: said for what, said in base.told.items() if what not in ("link", "windows", "remedy")}
+    told = {
+        what: said for what, said in base.told.items() if what not in ("link", "windows", "pinned", "old", "remedy")
+    }
     told["gpu"] = "It has no GPU."
     speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
     return dataclasses.replace(base, vram=0, speeds=speeds, told=told)

@@ -30,6 +30,7 @@ from ..machine.conditions import computing
 from ..machine.disk import read_rate
 from ..machine.random_weights import MIXTRAL, Shapes
 from ..offload.lane_rates import Rates
+from ..outcomes import brief
 
 READ, STATES, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "memory read",
@@ -105,7 +106,7 @@ def measure(folder: Path, report: Callable[[str], None]) -> Measured:
                     rates |= {what: max(rate, rates.get(what, 0.0)) for what, rate in work().items()}
                 # A failed probe becomes a line of the report, whatever it raised; drivers raise anything.
                 except Exception as error:  # noqa: BLE001
-                    reasons[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+                    reasons[name] = brief(error)
                 busy[name] = others.cores()
             left = [(name, work) for name, work in left if busy[name] > load.BUSY and name not in reasons]
     # What a kernel reads, memory gives.

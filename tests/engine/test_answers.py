@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from floe_chat.engine.events import (
 )
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.generate import Answer, Progress
+from floe_chat.engine.machine import gpus
 from floe_chat.engine.pace import Pace
 from floe_chat.engine.quality_presets import Preset
 from torch import Tensor
@@ -102,6 +104,20 @@ def test_four_together_are_each_alone(engine: Engine, widths: list[int]) -> None
         assert 1 <= end.stats.together <= MOST
     assert max(widths) == MOST and widths == [*sorted(widths[: widths.index(4)]), *widths[widths.index(4) :]]
     assert alone(engine, 20, asked[0]) == apart[0]  # nothing is left behind
+
+
+@pytest.mark.usefixtures("widths")
+def test_a_card_that_fails_ends_each_of_them_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedDecoder, "together", Mock(side_effect=RuntimeError("CUDA error: unknown error")))
+    monkeypatch.setattr(gpus, "lost", Mock(return_value=True))
+    engine.send(*(asking(number, prompt_of(number, 5)) for number in (1, 2, 3)))
+    ended = [engine.until((Failed, Finished)) for _ in range(3)]
+    assert {event.request for event in ended if isinstance(event, Failed)} == {1, 2, 3}
+    engine.send(SetPreset("Fast"))  # nothing else ends before it
+    refused = engine.until((Failed, Finished, PresetChanged))
+    assert isinstance(refused, Failed) and refused.request is None
+    titles = {event.title for event in (*ended, refused) if isinstance(event, Failed)}
+    assert titles == {"The graphics card no longer answers floe-chat"}
 
 
 def several(engine: Engine, request: int, tokens: int) -> None:

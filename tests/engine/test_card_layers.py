@@ -183,7 +183,7 @@ def test_without_its_graph_the_head_is_launched_by_torch(monkeypatch: pytest.Mon
     no_head(monkeypatch)
     decoder = graphed(model)
     decoder.prepare()
-    assert "the last norm and the head one by one, because they could not be captured: Out" in decoder.reason
+    assert "the last norm and the head one by one, because they could not be captured: CUDA out" in decoder.reason
     assert relative_rms(feed(decoder, KVCache(), ids, [1] * 6), expected) <= LIMIT
     assert card.replays == replays + 6 * len(model.model.layers) and card.waits == 6
 
@@ -604,7 +604,7 @@ def test_logits_are_those_of_one_processor(
     ("family", "mix", "division", "fields"),
     [
         ("gemma4", Mix(gpu=1, pool=2, cpu=1), (1, 3), {}),  # heads of two kinds, and norms that the next card closes
-        ("deepseek_v2", Mix(gpu=1, pool=1), (1, 1), {}),
+        pytest.param("deepseek_v2", Mix(gpu=1, pool=1), (1, 1), {}, marks=pytest.mark.thorough),
         ("phimoe", MIXES["pools"], (1, 2), {"original_max_position_embeddings": 4}),  # which the text passes
     ],
 )

@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from floe_chat.engine.decoder import kv_stores
-from floe_chat.engine.decoder.card import card_token
+from floe_chat.engine.decoder import graphs, kv_stores
+from floe_chat.engine.decoder.card import card_ends, card_token
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.state_store import EVERY
 from floe_chat.engine.events import Finished, Notice, Sampling, SetQuality
@@ -241,6 +242,22 @@ def test_what_cannot_be_captured_goes_layer_by_layer(tiny_pack: Path, card: Fake
     card.refuses = None
     use(loaded, first)
     assert answer(loaded, IDS) == expected and card.replays > before
+
+
+def test_memory_that_cannot_be_pinned_is_the_reason(
+    tiny_pack: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Mock(side_effect=RuntimeError("CUDA error: out of memory\nSearch for it"))
+
+    def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", refused)
+            return graphs.pinned(*shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr(card_ends, "pinned", pinned)
+    loaded = load(tiny_pack, None, "cpu", silent)[0]
+    assert loaded.decoder.reason.endswith("memory for graphs cannot be pinned: CUDA error: out of memory")
+    assert refused.called and len(answer(loaded, IDS).tokens) == 16 and not card.replays
 
 
 def test_the_chat_says_that_it_became_slower(tiny_pack: Path, card: FakeCard) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.machine.gpus import Gpu
-from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.machine.hardware import HALF_PINNED, Hardware
 from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
@@ -176,7 +176,10 @@ def on(card: str, ram: int) -> Machine:
 class TestRecommendation:
     @pytest.mark.parametrize(
         ("card", "ram"),
-        [("none", 16), ("4060", 16), ("3080", 32), ("4070", 64), ("4080", 32), ("3090", 64)],
+        [
+            *(("none", 16), ("3080", 32), ("3090", 64)),
+            *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("4060", 16), ("4070", 64), ("4080", 32))),
+        ],
     )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
         found = on(card, ram)
@@ -331,12 +334,23 @@ class TestMachine:
 
     def test_windows_takes_longer_to_start_work_on_a_card(self) -> None:
         card = Gpu("RTX 3090", "8.6", 24 * GB, 24 * GB, 0)
-        windows = dataclasses.replace(some_hardware(gpus=(card,)), system="Windows 11 AMD64")
+        windows = dataclasses.replace(some_hardware(gpus=(card,)), system="Windows 11 AMD64", pinnable=16 * GB)
+        windows = dataclasses.replace(windows, sources={"pinnable": HALF_PINNED})
         found = machine.here(windows, None)
-        assert "not counted here" in found.told["windows"]
-        assert "windows" not in machine.described(Described(card="none"), found).told
+        assert "not counted here" in found.told["windows"] and f"{HALF_PINNED}, here 16 GB" in found.told["pinned"]
+        assert not {"windows", "pinned"} & machine.described(Described(card="none"), found).told.keys()
         for other in (some_hardware(gpus=(card,)), dataclasses.replace(windows, gpus=())):
             assert "windows" not in machine.here(other, None).told
+
+    @pytest.mark.parametrize(
+        ("capability", "vram", "about"),
+        [("6.1", 0, "need compute capability 7.5"), ("7.5", 8 * GB, "in float16"), ("8.6", 8 * GB, "")],
+    )
+    def test_what_an_old_card_cannot_is_told(self, capability: str, vram: int, about: str) -> None:
+        found = machine.here(some_hardware(gpus=(Gpu("Some Card", capability, 8 * GB, 8 * GB, 0),)), None)
+        assert (
+            found.vram == vram and about in found.told["old" if vram else "gpu"] if about else "old" not in found.told
+        )
 
     def test_what_is_said_replaces_what_is_here(self) -> None:
         base = machine.here(some_hardware(), None)

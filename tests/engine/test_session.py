@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,9 +171,14 @@ def test_what_cannot_be_loaded_this_way_is_a_usage_error(tiny_pack: Path, preset
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "This computer ran out of memory"),
         (MemoryError(), "This computer ran out of memory"),
         (OSError(errno.EIO, "Input/output error", "layer_00.safetensors"), "The model's files cannot be read"),
+        (
+            RuntimeError("Triton Error [HIP]: Code: 1, Messsage: invalid argument"),
+            "The graphics card reported an error",
+        ),
+        (RuntimeError("the GPU's driver: out of memory"), "The graphics card reported an error"),
         (RuntimeError("a fault in a layer"), ""),
     ],
-    ids=["gpu", "torch", "python", "disk", "fault"],
+    ids=["gpu", "torch", "python", "disk", "triton", "link", "fault"],
 )
 def test_what_no_check_can_rule_out_ends_the_answer_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, title: str
@@ -190,6 +196,46 @@ def test_what_no_check_can_rule_out_ends_the_answer_alone(
     assert failed.request == 1 and (title or "a fault in a layer" in failed.cause)
     engine.send(asking(2, PROMPT))
     assert isinstance(engine.end_of(2), Finished)
+
+
+@pytest.mark.parametrize(
+    ("reported", "meaning"),
+    [
+        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be", "overclocked"),
+        ("CUDA error: the launch timed out and was terminated", "drives a display"),
+        ("CUDA error: uncorrectable ECC error encountered", "memory has a fault"),
+        ("HIP error: CUDA-capable device(s) is/are busy or unavailable", "no longer there"),
+        ("Triton Error [CUDA]: device-side assert triggered", "overclocked"),
+        ("the GPU's driver: GPU is lost", "no longer there"),
+    ],
+)
+def test_a_card_that_fails_for_good_ends_answers_with_a_sentence_and_nothing_else(
+    engine: Engine, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, reported: str, meaning: str
+) -> None:
+    """CUDA refuses every later call of the process: nothing is freed, and what needs no card goes on."""
+    failed: list[str] = []
+
+    def refused(*_arguments: Any) -> None:
+        failed.append(reported)
+        raise RuntimeError(reported)
+
+    for name, found in {"is_initialized": True, "device_count": 1, "memory_reserved": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=found))
+    with monkeypatch.context() as patch:
+        layer_by_layer(patch)
+        for of, name in [(MoELayer, "forward"), (torch.cuda, "synchronize"), (torch.cuda, "empty_cache")]:
+            patch.setattr(of, name, refused)
+        patch.setattr(LoadedModel, "close", refused)
+        engine.send(asking(1, PROMPT), asking(2, PROMPT), Load(str(tiny_pack), None, "auto"))
+        told = [explained(engine.end_of(1)), explained(engine.end_of(2)), explained(engine.until(Failed, request=None))]
+        assert all("no longer answers" in each.title and meaning in each.cause for each in told)
+        assert all("\n" not in each.cause and "Start floe-chat again" in each.hint for each in told)
+        assert 1 < len(failed) <= 6  # the answer, the question whether it is lost, and memory that is given back
+    engine.load(tiny_pack)
+    engine.send(asking(3, PROMPT, tokens=2))
+    assert isinstance(engine.end_of(3), Finished)
+    engine.send(SetPreset("Fast"))
+    engine.until(PresetChanged)
 
 
 @pytest.mark.parametrize("prompt", [[], [5] * 512, [99_999], [-1]], ids=["empty", "too-long", "unknown", "negative"])

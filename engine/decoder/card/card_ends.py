@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ....kernels.step import capped
 from ....kernels.weights import Norm
+from ...outcomes import brief
 from ..graphs import Captured, capture, pinned
 from ..layers import embedded
 from ..quantized_linear import through
@@ -77,7 +78,7 @@ class CardHead:
             self._captured, self.declined = capture(work, self._ends.embedding.device), ""
         # Whatever a driver or a compiler of kernels raises: torch's operations compute the same.
         except Exception as error:  # noqa: BLE001
-            self.declined = f"they could not be captured: {type(error).__name__}: {error}"
+            self.declined = f"they could not be captured: {brief(error)}"
             _log.warning("the norm and the head are launched one by one, because %s", self.declined)
 
     def run(self) -> Tensor:

@@ -27,6 +27,7 @@ from ...events import Notice
 from ...experts.moe_layer import MoELayer
 from ...experts.offloaded_layer import OffloadedLayer
 from ...offload.predictor import Predictor
+from ...outcomes import brief
 from ...quality_presets import Preset
 from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
@@ -166,7 +167,7 @@ class CardLayers:
             del kept  # the graphs have run on it
         # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
         except Exception as error:
-            raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error
+            raise Unsupported(f"a layer could not be captured: {brief(error)}") from error
         self._end_behind(self._count)
 
     def _capture_by_bits(self) -> None:
@@ -243,7 +244,7 @@ class CardLayers:
                 self._experts.begin()
         # Likewise: one by one the same is computed.
         except Exception as error:  # noqa: BLE001
-            self.declined = f"they could not be captured: {type(error).__name__}: {error}"
+            self.declined = f"they could not be captured: {brief(error)}"
             if before is not None:  # else it is part of what is said of the model
                 text = f"Experts are launched one by one: {self.declined}."
                 first.control.notices.append(Notice(_SLOWER, text))

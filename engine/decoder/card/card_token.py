@@ -19,6 +19,7 @@ from ....kernels import operations as kernels
 from ...events import Notice
 from ...experts.moe_layer import Cancelled, Control, MoELayer
 from ...experts.ruled_layer import RuledLayer
+from ...outcomes import brief
 from ..graphs import Captured, capture
 from ..kv_stores import GrowingStore
 from ..layers import DecoderLayer, Unsupported
@@ -96,7 +97,7 @@ class CardToken:
             self._form = self._made(ruled)
         # Whatever a driver or a compiler of kernels raises: layer by layer the same is computed without them.
         except Exception as error:  # noqa: BLE001
-            self.declined = f"a token could not be captured: {type(error).__name__}: {error}"
+            self.declined = f"a token could not be captured: {brief(error)}"
             _log.warning("layer by layer, because %s", self.declined, exc_info=True)
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....models.errors import UsageError
 from ...machine import gpus, hardware, saved_figures
+from ...outcomes import brief
 from .link import Link
 from .pinning import PinError, Pinned
 from .transfer import Kind, Transfer, TransferMode
@@ -194,7 +195,7 @@ def choose(
             known = replace(known, staged=found["staged"], in_place=found["in place"])
         # Whatever a driver or a compiler rejects, staged rows may still work: if they fail too, that error is raised.
         except Exception as error:  # noqa: BLE001
-            obstacle = str(error).splitlines()[0] if str(error) else type(error).__name__
+            obstacle = brief(error)
             _log.warning("Rows cannot be read in place: %s", error)
     if obstacle and wanted == "in place":
         raise cannot(obstacle)

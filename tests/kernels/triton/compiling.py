@@ -3,6 +3,7 @@
 A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all or, for x of 8 bits, 2/4/4-bfloat16-coarse;
 or attend-DTYPE, state-DTYPE or latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent
 vector where no tensor cores are used.
+With -many, the experts of a whole prompt instead of a token's.
 Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
@@ -12,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -169,6 +170,13 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         with Launches(launches):
             kernels.list_active(x, stored, calls, limits, Listing(values, offsets, lists[0], values))
             kernels.add_listed(x, rows, calls, values, Portion(offsets, *lists), limits, total, first=True)
+        return
+    if "many" in options:
+        count = 512
+        many = Calls(torch.arange(count) // 2, torch.arange(count) % EXPERTS, torch.zeros(count, dtype=dtype))
+        tokens, every = torch.empty(count // 2, hidden, dtype=dtype), torch.zeros(count)
+        with Launches(launches) if "step" in options else nullcontext():
+            kernels.experts_swiglu(tokens, stored, rows, many, every, every)
         return
     if "step" in options:
         with Launches(launches):
