@@ -22,7 +22,7 @@ from ..decoder.kv_stores import GROUP
 from ..decoder.mixers.attention import SCORES
 from ..decoder.state_store import copies_of, room_for_copies
 from ..experts.moe_layer import STREAMED_CHUNK, chunk_for
-from ..offload.cards import DENSE_LAUNCHES
+from ..offload.cards import DENSE_LAUNCHES, FIND_LAUNCHES, SUM_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
 from .footprint import Footprint, KvBytes, kv_bytes, kv_element, prompt_bytes, sizes_of, state_bytes
@@ -33,7 +33,7 @@ KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
 # Of that, for a prompt; and what one takes whatever its length: scores or masks, and experts' products.
 PROMPT_KEPT, PROMPT_LEAST = 300 << 20, SCORES + SCRATCH
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
-NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
+NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + FIND_LAUNCHES + SUM_LAUNCHES
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
 RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
