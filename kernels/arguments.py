@@ -225,6 +225,19 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int) -> None:
     weights.check(x.device)
 
 
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """See `kernels.plain`."""
+    apart = weight.ndim == 3
+    if x.ndim != 2 or weight.ndim not in (2, 3) or (apart and bias is not None):
+        shapes = f"{described(x)} and {described(weight)}"
+        raise ValueError(f"x must be (B, K) and weights (N, K), or (B, N, K) without a bias, not {shapes}")
+    require("x", x, FLOATS, tuple(x.shape), x.device, whole=False)
+    shape = (*([len(x)] if apart else []), weight.shape[-2], x.shape[1])
+    require("weight", weight, FLOATS, shape, x.device, whole=False)
+    if bias is not None:
+        require("bias", bias, FLOATS, (len(weight),), x.device)
+
+
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor, device: torch.device) -> None:
     """See `kernels.gather_rows`; `device` copies."""
     rows.check(device)

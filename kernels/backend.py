@@ -38,10 +38,10 @@ class Backend:
         experts_step: `select` and `moe_step` in fewer launches. None if there is no such thing.
         linear_joined: `linear` with what is before and behind it, in its own launches. None if there is no such thing.
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
-            available.
+            available. grouped: whether it serves any number of calls for each expert, and the host waits for nothing.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `route`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the operations of
-            `listed.py` are always checked there.
+            of `route`, `plain`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the
+            operations of `listed.py` are always checked there.
         matrix_type: bfloat16 where it multiplies matrices of it much faster than of float32.
     """
 
@@ -58,6 +58,7 @@ class Backend:
         [Tensor, SignalWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]
     ]
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
+    plain: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
@@ -70,6 +71,7 @@ class Backend:
     experts_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     linear_joined: Callable[..., Tensor] | None = None
     experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
+    grouped: bool = False
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
 
@@ -142,6 +144,8 @@ def _cuda(index: int) -> Backend:
         return _reference(device, f"plain torch, because Triton's kernels do not run here: {failed}")
     from . import triton
 
+    # Older cards, and those of AMD, multiply whole experts by their libraries, one after another.
+    grouped = not maker.is_amd() and torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
     return Backend(
         name=name,
         device=device,
@@ -155,7 +159,10 @@ def _cuda(index: int) -> Backend:
         moe_step=triton.moe_step,
         experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
+        experts_swiglu=triton.experts_swiglu if grouped else None,
+        grouped=grouped,
         linear=triton.linear,
+        plain=triton.plain,
         linear_joined=triton.linear_joined,
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
@@ -189,6 +196,7 @@ def _cpu() -> Backend:
         expert_swiglu=native.expert_swiglu,
         experts_swiglu=native.experts_swiglu,
         linear=native.linear,
+        plain=reference.plain,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=grouped.attend_one,
@@ -215,6 +223,7 @@ def _reference(device: str, reason: str) -> Backend:
         moe_step=reference.moe_step,
         expert_swiglu=reference.expert_swiglu,
         linear=reference.linear,
+        plain=reference.plain,
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=grouped.attend_one,

@@ -54,6 +54,7 @@ __all__ = [
     "linear",
     "list_active",
     "moe_step",
+    "plain",
     "pool_scatter",
     "round_matrix",
     "route",
@@ -245,6 +246,24 @@ def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:
     if not backend.checks:
         arguments.linear(x, weights, x_bits)
     return backend.linear(x, weights, x_bits)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x · Wᵀ + bias from weights that are numbers, for any number of tokens; of few on a GPU without its library,
+    which a captured graph would have to give memory.
+
+    Args:
+        x: (B, K) floating point. weight: (N, K), or (B, N, K), each token's own; as any view. bias: (N,), only of the
+            first kind.
+
+    Returns:
+        y (B, N) of x's dtype, summed in it or more precisely.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    arguments.plain(x, weight, bias)
+    return choose(x.device).plain(x, weight, bias)
 
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:

@@ -196,6 +196,13 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     return F.linear(x, weights.dense(x.dtype))
 
 
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `kernels.plain`."""
+    if weight.ndim == 3:
+        return torch.bmm(weight.to(x.dtype), x[..., None])[..., 0]
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
     """Copy the records of `neurons` (N,) of one expert, in the order given, into out (N, layout.nbytes) uint8."""
     torch.index_select(rows.data[expert], 0, neurons, out=out)

@@ -7,6 +7,7 @@ K experts per token, V tokens of the vocabulary, C tokens that a store of keys a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -62,12 +63,14 @@ class Router:
     factors: Tensor | None = None
     norm: Norm | None = None
 
-    def bias_of(self, index: Tensor, weights: Tensor) -> Tensor | None:
+    def bias_of(
+        self, index: Tensor, weights: Tensor, *, product: Callable[[Tensor, Tensor], Tensor] = F.linear
+    ) -> Tensor | None:
         """What `down_bias` adds for a choice, index and weights (B, K): (B, H)."""
         if (bias := self.down_bias) is None:
             return None
         shares = bias.new_zeros(len(index), len(bias)).scatter_add(1, index, weights.to(bias.dtype))
-        return shares @ bias
+        return product(shares, bias.T)
 
     def given(self, hidden: Tensor, stream: Tensor, eps: float) -> Tensor:
         """What it chooses by: what experts are given, or the stream behind its own norm."""
@@ -76,12 +79,14 @@ class Router:
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
         if self.precise:
-            logits = F.linear(hidden.float(), self.weight.float(), self.bias)
-        else:
-            logits = F.linear(hidden, self.weight, self.bias)
+            return self.chosen(F.linear(hidden.float(), self.weight.float(), self.bias))
+        return self.chosen(F.linear(hidden, self.weight, self.bias))
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The choice by logits (B, E)."""
         scores = logits.float().sigmoid() if self.kind == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
-        if self.scores is not None and len(hidden) <= len(self.scores):
-            self.scores[: len(hidden)].copy_(scores)
+        if self.scores is not None and len(logits) <= len(self.scores):
+            self.scores[: len(logits)].copy_(scores)
         weights, index = self._mixed(logits) if self.kind == "sparsemixer" else self._best(scores)
         if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 X_BITS = (22, 15, 8)  # the precisions of x that an operation may be asked to keep (kernels/operations.py)
+SCRATCH = 64 << 20  # bytes of a card's memory that a product of many tokens may take besides its result
 _DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
 
 
@@ -80,7 +81,7 @@ class Work:
     late: Tensor | None = None
 
     def part(self, which: Tensor | slice) -> Work:
-        """Some of the calls: bool (P,) or a slice."""
+        """Some of the calls: bool (P,), positions or a slice."""
         calls = Calls(self.calls.tokens[which], self.calls.experts[which], self.calls.weights[which])
         products, late = (None if limits is None else limits[which] for limits in (self.products, self.late))
         return Work(calls, self.thresholds[which], products, late)

@@ -7,15 +7,15 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels import operations as kernels
 from ...kernels.step import Router, Sandwich, Swiglu
 from ...kernels.weights import Norm, Projection
 from ...models.families import Family
 from ..experts.moe_layer import MoELayer
 from ..experts.offloaded_layer import OffloadedLayer
-from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_of
+from .quantized_linear import PackedLinear, PlanedLinear, Reordered, join, rows_of, through
 
 
 def norm_weight(family: Family, module: Any) -> Tensor:
@@ -92,11 +92,14 @@ class Beside:
         self._both, self._scale = joined("gate and up", gate, up), scale
         self.swiglu = Swiglu(projection(self._both), projection(self._down), scale, "gelu" if gelu else "silu")
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden (T, H) -> (T, H)."""
-        gate, up = self._both(hidden).chunk(2, -1)
-        y = self._down(self.swiglu.gate(gate) * up)
-        return y if self._scale is None else y * torch.sigmoid(F.linear(hidden, self._scale))
+    def __call__(self, hidden: Tensor, stream: Tensor | None = None) -> Tensor:
+        """hidden (T, H) -> (T, H), added to the stream if there is one."""
+        gate, up = through(self._both, hidden).chunk(2, -1)
+        given = self.swiglu.gate(gate) * up
+        if self._scale is None:
+            return through(self._down, given, added=stream)
+        y = through(self._down, given) * torch.sigmoid(kernels.plain(hidden, self._scale))
+        return y if stream is None else stream + y
 
 
 def read_router(family: Family, block: Any) -> Router:

@@ -106,11 +106,11 @@ class DecoderLayer:
         if self.beside is not None and sandwich is not None:
             parallel = sandwich.beside(self.beside(sandwich.before(stream, self.eps)), self.eps)
         elif self.beside is not None:
-            stream = stream + self.beside(hidden)
+            stream = self.beside(hidden, stream)
         if (router := self.router) is None:
             return Stepped(stream, hidden, ())
         routed = kernels.route(router.given(hidden, stream, self.eps), router)
-        bias = router.bias_of(*routed)
+        bias = router.bias_of(*routed, product=kernels.plain)
         return Stepped(stream if bias is None else stream + bias.to(stream.dtype), hidden, routed, parallel)
 
     def behind(self, stepped: Stepped, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:

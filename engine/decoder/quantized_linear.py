@@ -76,6 +76,17 @@ def in_planes(layer: nn.Module) -> nn.Module:
     return layer if planes is None else PlanedLinear(planes, layer.bias, layer.control)
 
 
+def through(
+    module: nn.Module, x: Tensor, *, norm: tuple[Norm, float] | None = None, added: Tensor | None = None
+) -> Tensor:
+    """x (B, K) through a norm, with its eps, and a linear layer, then added to something (B, N): of codes at once."""
+    if isinstance(module, PackedLinear):
+        return module.forward(x, norm, added)
+    x = x if norm is None else norm[0](x, norm[1])
+    y = kernels.plain(x, module.weight, module.bias) if type(module) is nn.Linear else module.forward(x)
+    return y if added is None else added + y
+
+
 class Reordered(nn.Module):
     """A linear layer whose rows are in another order, as if they were not. inverse: (N,) where each row is."""
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from math import ceil, inf
 
 import torch
@@ -131,10 +132,11 @@ class MoELayer(nn.Module):
 
     Attributes:
         ruled: the layer under the last step's preset; `in_force` checks whether that is still in force.
-        alone: whether it computes its output without other processes.
+        alone: whether it computes its output without other processes. resident: whether all its rows are where its
+            hidden states are.
     """
 
-    alone = True
+    alone = resident = True
 
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
@@ -185,16 +187,22 @@ class MoELayer(nn.Module):
 
     def _prefill(self, hidden: Tensor, choice: Choice) -> Tensor:
         ruled, work = choice.ruled, choice.work
-        rule = ruled.rule
-        if rule.drops:
-            work = work.part(work.thresholds != torch.inf)
-        # By expert: once for all, as a mask of each expert waits for a GPU; and its rows are still in the caches.
-        work = replace(work, late=None).part(work.calls.experts.argsort(stable=True))
-        experts = work.calls.experts
+        backend, layer, rule = kernels.choose(hidden.device), ruled.layer, ruled.rule
+        if self.resident and backend.grouped and (at_once := backend.experts_swiglu) is not None:
+            given = (hidden, layer.signal, layer.rows, work.calls, work.thresholds, work.products)
+            return at_once(*given, ruled.preset.x_bits)[0]
+        work, count = replace(work, late=None), len(ruled.limits.signal)
+        keys = work.calls.experts
+        if rule.drops:  # behind all others
+            keys = keys.masked_fill(work.thresholds == inf, count)
+        # By expert: its rows are still in the caches. How many calls each one has is all that the host waits for.
+        order = keys.argsort(stable=True)
+        counts = keys.new_zeros(count + 1).scatter_add_(0, keys, torch.ones_like(keys)).tolist()[:count]
         few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.4 else FEW_TOKENS
-        counts = experts.bincount(minlength=len(ruled.limits.signal))
-        out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
-        self._many(ruled, hidden, Share.of_each(work, counts, few), out)
+        spans = pairwise(accumulate(counts, initial=0))
+        rare = torch.cat([order[:0], *(order[begin:end] for begin, end in spans if 0 < end - begin <= few)])
+        out = self._step(hidden, replace(choice, work=work.part(rare))).y
+        self._many(ruled, hidden, Share.of_each(work.part(order[: sum(counts)]), counts, few), out)
         return out
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import operations as kernels
@@ -70,6 +69,8 @@ class OffloadedLayer(MoELayer):
         pooled: the layer's number in the pool's tables, by which everything shared knows it.
     """
 
+    resident = False
+
     def __init__(
         self,
         index: int,
@@ -121,7 +122,7 @@ class OffloadedLayer(MoELayer):
     def stand_in(self, hidden: Tensor, index: Tensor, weights: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and weights (B, K) after resident ones have replaced absent ones; all on the device."""
         gate = self.neighbours.gate
-        probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
+        probabilities = kernels.plain(hidden.float(), gate.weight).softmax(-1)
         given, normalized = (probabilities, index, weights, resident), self.neighbours.normalized
         return substitution.substitute_there(*given, self.ruled.rule.alpha, normalized=normalized)
 

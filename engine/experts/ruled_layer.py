@@ -31,11 +31,11 @@ class Share:
     limits: tuple[Tensor, Tensor | None]
 
     @classmethod
-    def of_each(cls, work: Work, counts: Tensor, few: int) -> list[Share]:
-        """Those of the experts with more than `few` calls. work: sorted by expert. counts: (E,) calls of each."""
+    def of_each(cls, work: Work, counts: Sequence[int], few: int) -> list[Share]:
+        """Those of the experts with more than `few` calls. work: sorted by expert. counts: calls of each."""
         found: list[Share] = []
         end = 0
-        for expert, count in enumerate(counts.tolist()):
+        for expert, count in enumerate(counts):
             own, end = slice(end, end + count), end + count
             if count > few:
                 calls, products = work.calls, work.products

@@ -66,6 +66,8 @@ class RamLayer(MoELayer):
         packed: thresholds on the device, all else in RAM. ram: the same layer, all of it in RAM.
     """
 
+    resident = False
+
     def __init__(
         self,
         index: int,

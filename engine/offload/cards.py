@@ -26,10 +26,12 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 # Of a card's published memory rate and tensor throughput, what kernels reach: FloE table 1 computes one Mixtral expert
 # (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
 REACHED = 0.7
-DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums; one graph of ours
-SHARED_LAUNCHES, GATE_LAUNCHES = 7, 3  # that a shared expert adds to those, and a gate that scales it
+# Launches of one token, which tests count in what is captured: of operations of ours that are several, and of layers.
+LAUNCHES = {"linear": 2, "attend_one": 2, "latent_one": 5, "route": 2, "experts_step": 5}
+DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
+GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
+SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
-CORRECTED_LAUNCHES = 3  # that a router's correction adds, which is for the choice alone
 SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors
 LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, nominal, one way
 LINK_REACHED = 0.8  # share of that which copies from pinned memory usually reach

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import operations as kernels
 from ...models.errors import UsageError
 from ...models.families import FAMILIES
 from ...models.pack.learned_predictor import Lookahead, carry
@@ -67,7 +67,7 @@ class GatePredictor:
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
         """(B, E); ignores this layer's choice."""
         router = self._routers[layer + 1]
-        return F.linear(guess.to(router.device), router)
+        return kernels.plain(guess.to(router.device), router)
 
 
 class LearnedPredictor(GatePredictor):

@@ -161,7 +161,7 @@ def state_bytes(sizes: Sizes) -> int:
 
 def prompt_bytes(sizes: Sizes) -> int:
     """Bytes on a card of what is made of each token of a part of a prompt, at its peak; a bound that is at most about
-    twice too large. Scores, masks and unpacked weights come on top.
+    twice too large. Scores, masks and experts' products come on top.
     """
     kinds = [sizes.projections()]
     if sizes.wide is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...kernels.types import SCRATCH
 from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
@@ -29,8 +30,8 @@ from .footprint import Footprint, KvBytes, kv_bytes, kv_element, prompt_bytes, s
 # Of a card's memory, for a step's own tensors, modules that CUDA loads at their first use (0.15 to 0.3 GB), workspaces
 # and the desktop: a share of it, and the least.
 KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
-# Of that, for a prompt; and what one takes whatever its length: scores or masks, and unpacked weights.
-PROMPT_KEPT, PROMPT_LEAST = 300 << 20, 2 * SCORES
+# Of that, for a prompt; and what one takes whatever its length: scores or masks, and experts' products.
+PROMPT_KEPT, PROMPT_LEAST = 300 << 20, SCORES + SCRATCH
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
 NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations

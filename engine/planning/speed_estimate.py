@@ -20,7 +20,6 @@ from ..decoder.state_store import EVERY
 from ..machine.random_weights import MIXTRAL
 from ..offload.cards import (
     ASKED_LAUNCHES,
-    CORRECTED_LAUNCHES,
     DENSE_LAUNCHES,
     GATE_LAUNCHES,
     LATENT_LAUNCHES,
@@ -361,7 +360,7 @@ def dense_launches(sizes: Sizes) -> int:
     if latent is not None:
         more += LATENT_LAUNCHES + ASKED_LAUNCHES * bool(latent.queries)
     if family is not None:
-        more += SANDWICH_LAUNCHES * family.sandwich + CORRECTED_LAUNCHES * bool(family.routing.correction)
+        more += SANDWICH_LAUNCHES * family.sandwich
     return DENSE_LAUNCHES + more
 
 

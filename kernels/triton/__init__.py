@@ -5,9 +5,9 @@ arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py`
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
-`latent.py`, `recurrent.py`, `routing.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`,
-`listed.py`, `dense.py`, `attend.py`, `recur.py` and `routed.py` launch them. Without a GPU they run under
-TRITON_INTERPRET=1, for tests.
+`latent.py`, `recurrent.py`, `routing.py`, `grouped.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`,
+`operations.py`, `listed.py`, `dense.py`, `attend.py`, `recur.py` and `routed.py` launch them. Without a GPU they run
+under TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one, latent_one
-from .dense import expert_swiglu, linear, linear_joined
+from .dense import expert_swiglu, experts_swiglu, linear, linear_joined, plain
 from .listed import add_listed, list_active
 from .operations import (
     experts_step,
@@ -41,6 +41,7 @@ __all__ = [
     "delta_one",
     "expert_swiglu",
     "experts_step",
+    "experts_swiglu",
     "gather_rows",
     "land",
     "latent_one",
@@ -48,6 +49,7 @@ __all__ = [
     "linear_joined",
     "list_active",
     "moe_step",
+    "plain",
     "pool_scatter",
     "route",
     "select",

@@ -17,6 +17,7 @@ from ..mixers.latent import Latent
 from ..weights import LinearWeights
 from . import launch
 from .attention import Shape, attend_kernel, join_kernel
+from .dense import plain
 from .gemv import gemv_kernel
 from .latent import LatentShape, latent_kernel
 from .swiglu import down_kernel
@@ -125,8 +126,7 @@ def _absorbed(asked: Tensor, latent: Latent) -> Tensor:
     """What rope leaves alone of queries (1, heads * (still + turned)), through the matrix of keys: (heads, R)."""
     made, count, still = latent.made.weight, latent.heads.num_heads, latent.still
     if isinstance(made, Tensor):
-        queries = asked.view(count, 1, -1)[..., :still]
-        return torch.bmm(queries, made.view(count, -1, latent.rank)[:, :still])
+        return plain(asked.view(count, -1)[:, :still], made.view(count, -1, latent.rank)[:, :still].mT)
     assert isinstance(made, LinearWeights), "two planes"
     out = torch.empty(count, latent.rank, dtype=torch.float32, device=asked.device)
     vector = linear_vector(made)
@@ -144,8 +144,7 @@ def _valued(seen: Tensor, latent: Latent, dtype: torch.dtype) -> Tensor:
     """What each head saw, (heads, R), through its matrix of values: (1, heads * value)."""
     made, count, each = latent.made.weight, len(seen), latent.still + latent.value
     if isinstance(made, Tensor):
-        values = made.view(count, each, -1)[:, latent.still :]
-        return torch.bmm(seen[:, None], values.mT).view(1, -1)
+        return plain(seen, made.view(count, each, -1)[:, latent.still :], dtype=dtype).view(1, -1)
     assert isinstance(made, LinearWeights), "two planes"
     y = torch.empty(1, count * latent.value, dtype=dtype, device=seen.device)
     vector = linear_vector(made)

@@ -149,6 +149,63 @@ def load_values(data, scale, zero, row, column, live, V: tl.constexpr):
 
 
 @device_code()
+def load_tile(data, scale, zero, row, start, magic, V: tl.constexpr):
+    """Weights (R, 64) of rows (R,), from a multiple of 64 on, as float32; 0 past the end."""
+    if V.fast:
+        tile = _tile_of_words(data, scale, zero, row, start, magic, V)
+    else:
+        column = start + tl.arange(0, 64)
+        tile = load_values(data, scale, zero, row[:, None], column[None, :], (column < V.n)[None, :], V)
+    return tile
+
+
+@device_code()
+def _tile_of_words(data, scale, zero, row, start, magic, V: tl.constexpr):
+    """The same of words: each field becomes a number, planes are put one behind the other. magic: see `field`."""
+    lanes: tl.constexpr = V.lanes
+    planes: tl.constexpr = len(V.shifts) // V.lanes
+    per_set: tl.constexpr = planes // V.sets
+    quads: tl.constexpr = V.per_chunk // 4
+    quad = (start // 64 * quads + tl.arange(0, quads))[None, :, None]
+    word = quad * 4 + tl.arange(0, 4)[None, None, :]
+    scaled = quad * 4 if V.group % 16 == 0 else word  # the first word's scale is that of all four
+    rows, there = row[:, None, None], tl.full((1, 1, 1), True, tl.int1)  # so that no load has a mask
+    two_23 = tl.load(magic)
+    words = load_words(data, rows, word, there, V)
+    s = 1.0
+    z = 0.0
+    found = ()
+    for plane in tl.static_range(planes):
+        if V.bits != 16 and plane % per_set == 0:
+            s, z = load_scale(scale, zero, rows, group_of(scaled, plane * lanes, V), there, V)
+            z *= s * zero_step(V)
+        of_plane = ()
+        for lane in tl.static_range(lanes):
+            value = field(words, two_23, plane * lanes + lane, V)
+            if V.bits != 16:
+                value = value * (s * undo_field(plane * lanes + lane, V)) - z
+            of_plane = of_plane + (value,)  # noqa: RUF005 (Triton knows no unpacking)
+        found = found + (tl.reshape(joined(of_plane, lanes), (row.shape[0], 64 // planes)),)  # noqa: RUF005
+    if planes == 1:
+        tile = found[0]
+    elif planes == 2:
+        tile = tl.permute(joined(found, 2), (0, 2, 1))
+    else:
+        tile = tl.permute(joined(found, 4), (0, 2, 3, 1))
+    return tl.reshape(tile, (row.shape[0], 64))
+
+
+@device_code()
+def joined(parts, COUNT: tl.constexpr):
+    """Two tensors along a new last dimension, or four along two."""
+    if COUNT == 2:
+        together = tl.join(parts[0], parts[1])
+    else:
+        together = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    return together
+
+
+@device_code()
 def load_plane(base, at, n, live, BITS: tl.constexpr):
     """Code `at` of n codes packed in chunks of 64."""
     chunk = at // 64

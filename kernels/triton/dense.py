@@ -1,4 +1,5 @@
-"""Matrix products with quantized weights: unpacked a block of rows at a time, then multiplied by cuBLAS.
+"""Matrix products of dense layers. Of few tokens by our own kernels, which a graph can hold without a library's memory;
+of many with quantized weights: unpacked a block of rows at a time, then multiplied by cuBLAS.
 
 Many tokens amortize the unpacking; what they need is tensor cores, which the library drives best. A block's temporary
 tensors stay below `SCRATCH` bytes, so prefill fits where decoding fits.
@@ -11,14 +12,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from .. import reference
 from ..activation import FUNCTIONS, applied
+from ..codes import CHUNK
+from ..types import SCRATCH, Calls
 from ..weights import ExpertRows, LinearWeights, Norm, SignalWeights
 from . import launch
-from .gemv import gemv_kernel
+from .gemv import gemv_kernel, plain_kernel
+from .grouped import grouped_down_kernel, grouped_product_kernel, grouped_sum_kernel
 from .moving import unpack_kernel
 from .vectors import Vector, linear_vector, record_vectors, signal_vector
 
-SCRATCH = 64 << 20  # bytes
+# Of a tile of `experts_swiglu`: most and fewest calls, and neurons; fewest and half where registers are short.
+MOST_CALLS, FEWEST_CALLS, WIDE = 64, 16, 64
 FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code for code, instead of through memory
 
 
@@ -74,6 +80,86 @@ def expert_swiglu(
     return y.to(x.dtype), found[0], found[1]
 
 
+def experts_swiglu(
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+    x_bits: int = 22,
+) -> tuple[Tensor, Tensor]:
+    """`moe_step` for many tokens, by tiles of calls of one expert: y (B, H) and counts (P, 2) int64, on the device.
+
+    As many launches whatever the number of experts, and the host waits for none. A call with an infinite threshold is
+    left out. x keeps all its bits. What does not fit `SCRATCH` goes slice by slice of the calls sorted by expert, added
+    up in float32 in a fixed order.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    device, (tokens, hidden), (experts, neurons) = x.device, x.shape, rows.data.shape[:2]
+    launch.check_device(device)
+    launch.check_weights(device, "signal.q", signal.q)
+    launch.check_weights(device, "rows", rows.data)
+    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
+    launch.check_reachable(device, "signal.scale", scale)
+    launch.check_reachable(device, "signal.zero", zero)
+    vector = signal_vector(signal.layout, signal.q, scale, zero)
+    other, down = record_vectors(rows.layout, rows.data)
+    count, cores, x = calls.experts.numel(), launch.cores(device, x.dtype), x.contiguous()
+    counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
+    if not count:
+        return torch.zeros_like(x), counts
+    y = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
+    left_out = thresholds == torch.inf
+    numbers = torch.arange(max(experts, tokens) + 1, device=device)
+    order, starts = _sorted(calls.experts, left_out, numbers[: experts + 1])
+    own, ends = _sorted(calls.tokens, left_out, numbers[: tokens + 1])
+    places = torch.full((count,), -1, dtype=torch.int32, device=device)
+    roomy = cores and vector.fast and other.fast and down.fast
+    most, wide = (MOST_CALLS, WIDE) if roomy else (FEWEST_CALLS, WIDE // 2)
+    block = max(FEWEST_CALLS, min(most, triton.next_power_of_2(count // experts)))
+    size = slice_of(x, count, neurons)
+    h = torch.empty(size, neurons, dtype=x.dtype, device=device)
+    parts = torch.empty(size, hidden, dtype=x.dtype, device=device)
+    biases = x if signal.bias is None else signal.bias.contiguous()
+    functions = FUNCTIONS.index(signal.layout.function), FUNCTIONS.index(rows.layout.function)
+    shape = experts, neurons, block, triton.next_power_of_2(experts), wide
+    magic, columns = launch.magic(device), launch.block_of(hidden, 1024)
+    for first in range(0, count, size):
+        end = min(count, first + size)
+        tiles = (end - first) // block + min(experts, end - first)
+        with launch.on(device):
+            grouped_product_kernel[(tiles, triton.cdiv(neurons, wide))](
+                *(x, calls.tokens, order, starts, signal.q, scale.view(torch.uint8), zero.view(torch.uint8), biases),
+                *(rows.data, magic, thresholds, thresholds if down_thresholds is None else down_thresholds, places),
+                *(h, counts, first, end, vector, other, *functions, signal.bias is not None, rows.layout.bias_at),
+                *(down_thresholds is not None, cores, *shape),
+                num_stages=1,
+            )
+            grouped_down_kernel[(tiles, triton.cdiv(hidden, CHUNK))](
+                *(h, order, starts, rows.data, magic, calls.weights, parts, first, end, down, cores, *shape),
+                num_stages=1,
+            )
+            grouped_sum_kernel[(tokens, triton.cdiv(hidden, columns))](
+                parts, own, ends, places, y, first, end, hidden, columns
+            )  # fmt: skip
+    return y.to(x.dtype), counts
+
+
+def _sorted(keys: Tensor, left_out: Tensor, each: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of calls by their keys, those left out last, and where those of each key begin, int32."""
+    last = len(each) - 1
+    found, order = keys.masked_fill(left_out, last).sort(stable=True)
+    return order, torch.searchsorted(found, each, out_int32=True)
+
+
+def slice_of(x: Tensor, calls: int, neurons: int) -> int:
+    """Calls at a time: h and what an expert adds for each, of x's type, within `SCRATCH`."""
+    return min(calls, max(1, SCRATCH // (x.element_size() * (neurons + x.shape[1]))))
+
+
 def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored; with more, x keeps all its
     bits.
@@ -125,6 +211,33 @@ def linear_joined(
         y[:, start : start + count] = F.linear(x, unpack(weights.q, *scales, vector, start, count, scratch))
     y = y if bias is None else y + bias
     return y if added is None else added + y
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """See `kernels.plain`; of many tokens by cuBLAS. dtype: of the result, x's if None.
+
+    Raises:
+        ValueError: tensors that are not on the device.
+    """
+    tokens, rows, device = len(x), weight.shape[-2], x.device
+    launch.check_device(device)
+    if weight.ndim == 2 and tokens > FEW:
+        return reference.plain(x if dtype is None else x.to(dtype), weight, bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(tokens, rows, dtype=dtype or x.dtype, device=device)
+    if not y.numel():
+        return y
+    *apart, row, column = weight.stride()
+    # A row's numbers lie side by side, or a column's: these then go to neighbouring threads.
+    each = 1 if rows < launch.MANY_ROWS else launch.PLAIN_ROWS
+    each = each if column == 1 else launch.ACROSS_ROWS
+    with launch.on(device):
+        plain_kernel[(tokens, triton.cdiv(rows, each))](
+            *(x, weight, x if bias is None else bias, y, rows),
+            *(x.shape[1], x.stride(0), sum(apart), row, column, bias is not None),
+            *(each, launch.block_of(x.shape[1], launch.PLAIN // each)),
+        )
+    return y
 
 
 def block_rows(x: Tensor, rows: int, numbers: int) -> int:

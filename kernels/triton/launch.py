@@ -29,6 +29,8 @@ COPY_WORDS = 1024
 UNPACK_COLUMNS = 256
 SPREAD_WORDS, SPREAD_CHUNKS = 32, 2
 NORMED_CHUNKS, SQUARES = 8, 4096  # of a program that normalizes, and numbers whose squares it adds up at a time
+# Plain numbers of a program at a time, 32 for each thread, all on their way at once; its rows, one where there are few.
+PLAIN, PLAIN_ROWS, MANY_ROWS, ACROSS_ROWS = 4096, 4, 1024, 64
 CHUNKS = 16  # of a row at a time, one for each of 16 threads
 COMBINE_ROWS, COMBINE_COLUMNS = 64, 64
 PRODUCT_PROGRAMS = 256  # per call; beyond that a program takes several tiles

@@ -25,7 +25,7 @@ def list_active(
         launch.check_reachable(x.device, name, part)
     begins, ends, neurons = listing.offsets[:-1], listing.offsets[1:], signal.q.shape[1]
     active = List(begins, ends, listing.neurons, listing.values, neurons, listing.copies)
-    fill(active, x, signal, calls, thresholds, x_bits, packed=True)
+    fill(active, x, signal, calls, thresholds, x_bits)
 
 
 def add_listed(

@@ -20,7 +20,7 @@ from ..weights import ExpertRows, SignalWeights
 from . import launch
 from .moving import copy_kernel, land_kernel
 from .selection import begin_kernel, select_kernel
-from .sparse import Into, List, find, moved, swiglu
+from .sparse import Into, List, fill, find, moved, swiglu
 from .vectors import signal_vector
 
 
@@ -64,7 +64,7 @@ def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tens
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    active, _ = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
+    active = _listed(x, signal, calls, thresholds, x_bits)
     offsets = torch.zeros(active.ends.numel() + 1, dtype=torch.int64)
     if active.most:
         offsets[1:] = active.ends.cpu()
@@ -80,8 +80,20 @@ def up_list(
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
-    active, _ = find(x, signal, moved(calls, x.device), thresholds, x_bits, packed=True)
+    active = _listed(x, signal, calls, thresholds, x_bits)
     return active.ends, active.found, active.values
+
+
+def _listed(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> List:
+    device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
+    spans = torch.empty(2, count, dtype=torch.int64, device=device)
+    found = torch.empty(count * neurons, dtype=torch.int32, device=device)
+    values = torch.empty(count * neurons, dtype=x.dtype, device=device)
+    if not neurons:
+        spans.zero_()
+    active = List(spans[0], spans[1], found, values, neurons if count else 0)
+    fill(active, x, signal, moved(calls, device), thresholds, x_bits)
+    return active
 
 
 def sparse_swiglu(
@@ -130,7 +142,10 @@ def moe_step(
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    return _step(x, signal, rows, moved(calls, x.device), (thresholds, down_thresholds), x_bits)
+    counts = torch.zeros(calls.experts.numel(), 2, dtype=torch.int64, device=x.device)
+    into = Into(torch.empty_like(x), counts[:, 1])
+    _step(x, signal, rows, moved(calls, x.device), (thresholds, down_thresholds), x_bits, counts, into)
+    return into.y, counts
 
 
 def experts_step(
@@ -138,17 +153,22 @@ def experts_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`."""
     signal, limits, ready = layer.signal, layer.limits, None
+    device, count = x.device, index.numel() * layer.rule.parts
     if limits.late is not None or not signal_vector(*_parts(signal)).chunked:
+        counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
         work = select(index, weights, limits, layer.rule)
     else:
-        work, ready = _begun(x.contiguous(), layer, index, weights, x_bits)
-    thresholds = work.thresholds, work.products
-    y, counts = _step(x, signal, layer.rows, work.calls, thresholds, x_bits, stream, ready)
-    return y, counts, work.thresholds
+        counts = torch.empty(count, 2, dtype=torch.int64, device=device)
+        work, ready = _begun(x.contiguous(), layer, index, weights, x_bits, counts)
+    into = Into(torch.empty_like(x if stream is None else stream), counts[:, 1], stream)
+    _step(x, signal, layer.rows, work.calls, (work.thresholds, work.products), x_bits, counts, into, ready)
+    return into.y, counts, work.thresholds
 
 
-def _begun(x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, x_bits: int) -> tuple[Work, Tensor]:
-    """The work that is selected, and x for the kernels that do it (`launch.spread`)."""
+def _begun(
+    x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, x_bits: int, counts: Tensor
+) -> tuple[Work, Tensor]:
+    """The work that is selected, and x for the kernels that do it (`launch.spread`); counts begin at 0."""
     device, (tokens, among), rule, limits = x.device, index.shape, layer.rule, layer.limits
     launch.check_device(device)
     count, vector = tokens * among * rule.parts, signal_vector(*_parts(layer.signal)).reading(digits_of(x, x_bits))
@@ -161,7 +181,8 @@ def _begun(x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, x_bits
             begin_kernel[(tokens, 1 + triton.cdiv(vector.n // CHUNK, launch.SPREAD_CHUNKS))](
                 *(index.contiguous(), weights.contiguous()),
                 launch.least(device, rule) if limits.least is None else limits.least,
-                *(limits.signal, _or(limits.product, limits.signal), of, experts, own, thresholds, products, x, spread),
+                *(limits.signal, _or(limits.product, limits.signal), of, experts, own, thresholds, products),
+                *(counts, x, spread),
                 *(among, rule.parts, rule.weighed, limits.product is not None, triton.next_power_of_2(among)),
                 *(vector.n, vector.digits, vector.x_words, launch.SPREAD_CHUNKS),
                 num_warps=1,
@@ -176,14 +197,15 @@ def _step(
     calls: Calls,
     thresholds: tuple[Tensor, Tensor | None],
     x_bits: int,
-    stream: Tensor | None = None,
+    counts: Tensor,
+    into: Into,
     ready: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    counts = torch.empty(calls.experts.numel(), 2, dtype=torch.int64, device=x.device)
-    active, ready = find(x, signal, calls, thresholds[0], x_bits, packed=False, counts=counts, ready=ready)
-    into = Into(torch.empty_like(x if stream is None else stream), counts[:, 1], stream)
+) -> None:
+    """counts (P, 2), of which `into` has the second, begin at 0."""
+    marks, v, ready = find(x, signal, calls, thresholds[0], x_bits, ready)
+    begins, ends = torch.empty(2, len(counts), dtype=torch.int64, device=x.device)
+    active = List(begins, ends, marks, v, v.shape[1], counts=counts)
     swiglu(x, rows, calls, active, thresholds[1], x_bits, into, ready)
-    return into.y, counts
 
 
 def _parts(signal: SignalWeights) -> tuple[SignalLayout, Tensor, Tensor, Tensor]:

@@ -8,34 +8,28 @@ from torch import Tensor
 
 from ..step import Router
 from . import launch
-from .dense import FEW
-from .routing import choose_kernel, logits_kernel
-
-COLUMNS = 4096  # of a row at a time: 32 numbers for each thread, all on their way at once
+from .dense import FEW, plain
+from .routing import choose_kernel
 
 
 def route(hidden: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """See `kernels.route`. By torch's operations for many tokens, for groups of experts and for SparseMixer.
+    """See `kernels.route`. By torch's operations for many tokens; so is the choice in groups and by SparseMixer.
 
     Raises:
         ValueError: tensors that are not on the device.
     """
     tokens, experts, device = len(hidden), len(router.weight), hidden.device
-    if tokens > FEW or router.groups > 1 or router.kind == "sparsemixer":
+    if tokens > FEW:
         return router(hidden)
-    launch.check_device(device)
-    hidden, weight = hidden.contiguous(), router.weight.contiguous()
-    logits = torch.empty(tokens, experts, dtype=torch.float32 if router.precise else hidden.dtype, device=device)
+    logits = plain(hidden, router.weight, router.bias, torch.float32 if router.precise else None)
+    if router.groups > 1 or router.kind == "sparsemixer":
+        return router.chosen(logits)
     index = torch.empty(tokens, router.top_k, dtype=torch.int64, device=device)
     weights = torch.empty(tokens, router.top_k, dtype=router.dtype, device=device)
     scored = router.scores is not None and tokens <= len(router.scores)
     if not tokens:
         return index, weights
     with launch.on(device):
-        logits_kernel[(tokens, experts)](
-            *(hidden, weight, _or(router.bias, hidden), logits, hidden.shape[1], router.bias is not None),
-            launch.block_of(hidden.shape[1], COLUMNS),
-        )
         choose_kernel[(tokens,)](
             *(logits, _or(router.correction, logits), _or(router.factors, logits), _or(router.scores, logits)),
             *(index, weights, router.scale, experts, router.top_k, router.kind == "sigmoid"),

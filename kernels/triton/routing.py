@@ -1,8 +1,7 @@
 # Device code: its values have types only once Triton compiles it.
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""A router's choice for a few tokens in two launches: one program for each logit, which reads its row at once, then a
-warp for each token, which holds all scores in registers.
+"""A router's choice for a few tokens, behind its logits: a warp for each token, which holds all scores in registers.
 
 The best score is found as an integer that has its expert's number in the low half, so that one reduction tells both.
 """
@@ -14,24 +13,6 @@ import triton.language as tl
 from .jit import device_code
 
 _LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below any score
-
-
-@device_code()
-def logits_kernel(x, weight, bias, out, HIDDEN: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """out (B, E): x (B, H) times a row of weight (E, H), and its bias."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1)
-    weight += row.to(tl.int64) * HIDDEN
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, HIDDEN, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        within = column < HIDDEN
-        xi = tl.load(x + token * HIDDEN + column, mask=within, other=0.0).to(tl.float32)
-        acc += tl.load(weight + column, mask=within, other=0.0).to(tl.float32) * xi
-    logit = tl.sum(acc, 0)
-    if BIASED:
-        logit += tl.load(bias + row).to(tl.float32)
-    tl.store(out + token * tl.num_programs(1) + row, logit.to(out.dtype.element_ty))
 
 
 @device_code()

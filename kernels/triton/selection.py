@@ -32,13 +32,16 @@ def select_kernel(
 
 @device_code()
 def begin_kernel(
-    index, weights, least, signal, product, tokens, experts, own, thresholds, products, x, spread,
+    index, weights, least, signal, product, tokens, experts, own, thresholds, products, counts, x, spread,
     CHOICES: tl.constexpr, PARTS: tl.constexpr, WEIGHED: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, DIGITS: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`select_kernel` by each token's first program, and `spread_kernel` by the others."""
+    """`select_kernel` by each token's first program, with counts (P, 2) at 0, and `spread_kernel` by the others."""
     part = tl.program_id(1)
     if part == 0:
+        number = tl.arange(0, 2 * PARTS * BLOCK)
+        at = tl.program_id(0).to(tl.int64) * (2 * PARTS * CHOICES) + number
+        tl.store(counts + at, tl.zeros_like(at), mask=number < 2 * PARTS * CHOICES)
         _select(
             index, weights, least, signal, product, signal, tokens, experts, own, thresholds, products, products,
             CHOICES, PARTS, WEIGHED, PRODUCT, False, BLOCK,

@@ -12,7 +12,7 @@ from ..activation import FUNCTIONS
 from ..types import Calls
 from ..weights import ExpertRows, SignalWeights
 from . import launch
-from .gemv import compact_kernel, gemv_kernel
+from .gemv import TOGETHER, compact_kernel, gemv_kernel
 from .swiglu import combine_kernel, down_kernel, product_kernel
 from .vectors import record_vectors, signal_vector
 
@@ -27,6 +27,8 @@ class List:
         copies: a second place for values that are found; None for none.
         at: of each neuron, where its value is among `values`; None where both are in one order. Then `found` are
             numbers of records rather than an expert's neurons.
+        counts: (P, 2) int64, of which the first gets how many neurons of each call are active: then `found` are marks
+            of all neurons (`gemv.py`), `values` are of all, and begins and ends are still to be written. None: a list.
     """
 
     begins: Tensor
@@ -36,6 +38,7 @@ class List:
     most: int
     copies: Tensor | None = None
     at: Tensor | None = None
+    counts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +62,12 @@ def moved(calls: Calls, device: torch.device) -> Calls:
 
 
 def find(
-    x: Tensor,
-    signal: SignalWeights,
-    calls: Calls,
-    thresholds: Tensor,
-    x_bits: int,
-    *,
-    packed: bool,
-    counts: Tensor | None = None,
-    ready: Tensor | None = None,
-) -> tuple[List, Tensor | None]:
-    """The active neurons of every call, one call after another (packed) or F places apart, and what `fill` gives."""
-    device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
-    launch.check_device(device)
-    spans = torch.empty(2, count, dtype=torch.int64, device=device)
-    found = torch.empty(count * neurons, dtype=torch.int32, device=device)
-    values = torch.empty(count * neurons, dtype=x.dtype, device=device)
-    if not count * neurons:
-        launch.check_weights(device, "signal.q", signal.q)
-        spans.zero_()
-        if counts is not None:
-            counts.zero_()
-    active = List(spans[0], spans[1], found, values, neurons if count else 0)
-    given = x, signal, calls, thresholds.to(device), x_bits
-    return active, fill(active, *given, packed=packed, counts=counts, ready=ready)
-
-
-def fill(
-    active: List,
-    x: Tensor,
-    signal: SignalWeights,
-    calls: Calls,
-    thresholds: Tensor,
-    x_bits: int,
-    *,
-    packed: bool,
-    counts: Tensor | None = None,
-    ready: Tensor | None = None,
-) -> Tensor | None:
-    """`find`, into a list with room for all neurons.
+    x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int, ready: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Marks of the active neurons of every call (`gemv.py`), the values of all (P, F), and what is ready then.
 
     Args:
-        counts: (P, 2) int64, which get how many neurons of each call are active, and 0; if not packed. ready: see
-            `launch.spread`.
-
-    Returns:
-        What is ready then.
+        ready: see `launch.spread`.
     """
     device, count, neurons = x.device, calls.experts.numel(), signal.q.shape[1]
     launch.check_device(device)
@@ -114,27 +77,36 @@ def fill(
     launch.check_reachable(device, "signal.zero", zero)
     if (bias := signal.bias) is not None:
         launch.check_reachable(device, "signal.bias", bias)
-    if not count * neurons:
-        return ready
     blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
-    v = torch.empty(count, neurons, dtype=torch.float32, device=device)
-    kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
+    v = torch.empty(count, neurons, dtype=x.dtype, device=device)
+    kept = torch.empty(count, triton.cdiv(blocks, TOGETHER.value) * TOGETHER.value, dtype=torch.int32, device=device)
+    if not count * neurons:
+        return kept, v, ready
     vector = signal_vector(signal.layout, signal.q, scale, zero)
     with launch.on(device):
         spread, vector, width = launch.spread(x, vector, x_bits, ready)
         gemv_kernel[(count, blocks)](
-            *(spread, calls.tokens, calls.experts, thresholds, signal.q),
+            *(spread, calls.tokens, calls.experts, thresholds.to(device), signal.q),
             *(scale.view(torch.uint8), zero.view(torch.uint8), v if bias is None else bias.contiguous()),
             *(v, v, kept, neurons, vector, FUNCTIONS.index(signal.layout.function)),
             *(bias is not None, False, True, 0, 0, launch.GEMV_ROWS, width),
         )
+    return kept, v, spread if vector.digits else None
+
+
+def fill(active: List, x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:
+    """The active neurons of every call, one call after another, into a list with room for all neurons."""
+    kept, v, _ = find(x, signal, calls, thresholds, x_bits)
+    count, neurons = v.shape
+    if not v.numel():
+        return
+    with launch.on(x.device):
         compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
-            *(v, thresholds, kept, active.begins, active.ends, active.found, active.values),
-            *(active.values if active.copies is None else active.copies, active.begins if counts is None else counts),
-            *(neurons, blocks, counts is not None, packed, active.copies is not None),
+            *(v, kept, active.begins, active.ends, active.found, active.values),
+            *(active.values if active.copies is None else active.copies, neurons),
+            *(triton.cdiv(neurons, launch.GEMV_ROWS), active.copies is not None),
             *(launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT),
         )
-    return spread if vector.digits else None
 
 
 def swiglu(
@@ -163,8 +135,11 @@ def swiglu(
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
     slices = launch.slices_of(device, columns * count)
-    h = torch.empty(active.found.numel(), dtype=torch.float32, device=device)
-    place = torch.empty(active.found.numel(), dtype=torch.int64, device=device)
+    room, groups = active.found.numel(), 0
+    if active.counts is not None:
+        room, groups = active.values.numel(), triton.next_power_of_2(room // (TOGETHER.value * count))
+    h = torch.empty(room, dtype=torch.float32, device=device)
+    place = torch.empty(room, dtype=torch.int64, device=device)
     partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
     tiles = min(launch.PRODUCT_PROGRAMS, triton.cdiv(active.most, launch.PRODUCT_ROWS))
     with launch.on(device):
@@ -172,10 +147,11 @@ def swiglu(
         product_kernel[(count, tiles)](
             *(spread, calls.tokens, calls.experts, calls.weights, active.begins, active.ends, active.found),
             *(active.found if active.at is None else active.at, active.values),
-            *(calls.weights if limits is None else limits.to(device), rows.data, h, place, into.reached),
+            *(calls.weights if limits is None else limits.to(device), rows.data, h, place),
+            *(into.reached if active.counts is None else active.counts, into.reached),
             *(rows.data.shape[1], other, FUNCTIONS.index(rows.layout.function)),
             *(rows.layout.bias_at if rows.layout.biased else 0, limits is not None, active.at is not None),
-            *(into.reached.stride(0) if into.reached.numel() == count else 0, launch.PRODUCT_ROWS, chunks),
+            *(groups, into.reached.stride(0) if into.reached.numel() == count else 0, launch.PRODUCT_ROWS, chunks),
         )
         down_kernel[(columns, slices, count)](
             *(h, place, active.begins, active.ends, rows.data, rows.data, rows.data, partial, launch.magic(device)),

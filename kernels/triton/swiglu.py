@@ -26,6 +26,7 @@ from .codes import (
     field,
     first_column,
     group_of,
+    joined,
     load_float,
     load_scale,
     load_values,
@@ -34,6 +35,7 @@ from .codes import (
     unseen,
     zero_step,
 )
+from .gemv import marked_until, marks_of, nth_marked
 from .jit import device_code
 
 UNDER_WAY = tl.constexpr(4)  # records that a thread of `down_kernel` waits for at a time
@@ -41,26 +43,42 @@ UNDER_WAY = tl.constexpr(4)  # records that a thread of `down_kernel` waits for 
 
 @device_code("neurons")
 def product_kernel(
-    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons,
+    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, counts, reached, neurons,
     V: tl.constexpr, FUNCTION: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr,
-    EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · o(other_n · x + bias_n) v_n of every active neuron, and the number of its record into place.
 
     h is zero for what is below its limit; reached[call * EACH] grows by the number of neurons that are not. BIAS: where
     a record's bias is; 0 for none. LISTED: `found` are records, whatever their expert, and `at` says where among
-    `values` each one's is.
+    `values` each one's is. GROUPS: so many times `TOGETHER` marks of each call are `found`, values are of all neurons,
+    and the interval in h and place and the number in counts (P, 2) are written here; 0 for a list.
     """
     call = tl.program_id(0)
-    begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
-    end = tl.load(ends + call).to(tl.int32)
+    blocks = tl.cdiv(neurons, ROWS)
+    marks = found + call * marks_of(blocks)
+    if GROUPS:
+        until = marked_until(marks, blocks, GROUPS)
+        begin = call * neurons
+        end = begin + tl.max(until, 0)
+        if tl.program_id(1) == 0:
+            tl.store(begins + call, begin.to(tl.int64))
+            tl.store(ends + call, end.to(tl.int64))
+            tl.store(counts + 2 * call, (end - begin).to(tl.int64))
+    else:
+        begin = tl.load(begins + call).to(tl.int32)  # of few tokens: registers are short
+        end = tl.load(ends + call).to(tl.int32)
     token = tl.load(tokens + call)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
         i = start + tl.arange(0, ROWS)
         live = i < end
         there = tl.minimum(i, end - 1)  # what is past the end is the last one again
-        row = tl.load(found + there).to(tl.int64)
+        if GROUPS:
+            row = nth_marked(marks, there - begin, until, GROUPS, ROWS).to(tl.int64)
+            there = begin + row
+        else:
+            row = tl.load(found + there).to(tl.int64)
         if LISTED:
             value = tl.load(values + tl.load(at + there))
         else:
@@ -158,7 +176,7 @@ def _down_words(
         for lane in tl.static_range(lanes):
             exact = sums[plane * lanes + lane] * undo_field(plane * lanes + lane, V)
             of_plane = of_plane + (exact - zeros[plane * sets // planes] * zero_step(V),)  # noqa: RUF005
-        total = tl.sum(tl.reshape(_joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
+        total = tl.sum(tl.reshape(joined(of_plane, V.lanes), (side, quads, 4 * V.lanes)), 0)
         tl.store(out + first + plane * (64 // planes), total, mask=tl.reshape(within, (quads, 1)))
 
 
@@ -193,14 +211,6 @@ def _added(sums, zeros, hs, asked, magic, V: tl.constexpr):
         for i in tl.static_range(group * (fields // sets), (group + 1) * (fields // sets)):
             new_sums = new_sums + (sums[i] + factor * field(asked[0], magic, i, V),)  # noqa: RUF005
     return new_sums, new_zeros
-
-
-@device_code()
-def _joined(parts, LANES: tl.constexpr):
-    """Two tensors along a new last dimension, or four along two."""
-    if LANES == 2:
-        return tl.join(parts[0], parts[1])
-    return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
 
 
 @device_code()

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import operations as kernels
+
 DTYPE = torch.bfloat16  # of stored weights: the column of an input that hardly varies may exceed float16's range
 PREFIX = "lookahead"
 RECALL = f"{PREFIX}.recall"
@@ -70,9 +72,9 @@ class Lookahead:
     def scores(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """hidden (B, H), chosen (B, K) of this layer -> scores (B, E) of the next one's experts, higher is likelier."""
         x = inputs(hidden, chosen, len(self.linear))
-        found = F.linear(x, self.linear)
+        found = kernels.plain(x, self.linear)
         if self.inner is not None and self.outer is not None:
-            found = found + F.linear(F.silu(F.linear(x, self.inner)), self.outer)
+            found = found + kernels.plain(F.silu(kernels.plain(x, self.inner)), self.outer)
         return found
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Lookahead:

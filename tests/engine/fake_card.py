@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import (
 REFUSED = (
     *("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"),
     *("lift_fresh", "is_nonzero", "equal", "pin_memory"),
+    *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear", "einsum"),  # cuBLAS wants memory of its own
 )
 OPERATIONS = (
-    *("route", "select", "moe_step", "list_active", "add_listed"),
+    *("route", "select", "moe_step", "experts_step", "list_active", "add_listed", "plain"),
     *("attend_one", "latent_one", "delta_one", "convolve_one"),
 )
 
@@ -57,7 +58,7 @@ def flat(value: Any, into: list[Any]) -> list[Any]:
 
 
 # Launch nothing; `to` of the type that it is.
-VIEWS = "view", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "to"
+VIEWS = "view", "split", "split_with_sizes", "slice", "select", "unsqueeze", "expand", "chunk", "to"
 
 
 class Recording(TorchDispatchMode):
@@ -150,8 +151,12 @@ class FakeCard:
                 return compute(*given, **named)
             of = [(each.weights, each.bias) if isinstance(each, PackedLinear) else each for each in given]
             recording.note(name, flat((of, named), []))
-            with _disable_current_modes():
-                out = compute(*given, **named)
+            self.running = None
+            try:
+                with _disable_current_modes():
+                    out = compute(*given, **named)
+            finally:
+                self.running = recording
             recording.make(out)
             return out
 

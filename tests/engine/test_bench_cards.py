@@ -130,7 +130,14 @@ def test_lanes_end_together(trace: Trace, together: int) -> None:
     assert played.apart <= 0.1 and played.apart == pytest.approx(np.mean(stage.apart))
 
 
-@pytest.mark.parametrize(("lane", "factor"), [("link_bytes_s", 4.0), ("cpu_bytes_s", 10.0), ("cpu_bytes_s", 0.02)])
+@pytest.mark.parametrize(
+    ("lane", "factor"),
+    [
+        ("link_bytes_s", 4.0),
+        pytest.param("cpu_bytes_s", 10.0, marks=pytest.mark.thorough),
+        ("cpu_bytes_s", 0.02),
+    ],
+)
 def test_a_lane_that_was_misjudged_is_found_out(
     trace: Trace, monkeypatch: pytest.MonkeyPatch, lane: str, factor: float
 ) -> None:
@@ -252,7 +259,7 @@ def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix)
     ("model", "name"),
     [
         ("mixtral-8x7b", "rtx3090-24gb@12gb"),
-        ("qwen3-30b-a3b", "rtx3060-12gb"),
+        pytest.param("qwen3-30b-a3b", "rtx3060-12gb", marks=pytest.mark.thorough),
         ("gpt-oss-20b", "rtx2060-6gb"),
     ],
 )

@@ -125,7 +125,11 @@ def test_a_synthetic_model_has_the_published_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.6-35b-a3b", "gemma-4-26b-a4b", "deepseek-v2-lite", "gpt-oss-20b", "lfm2-8b-a1b"]
+    "name",
+    [
+        *("qwen3.6-35b-a3b", "gemma-4-26b-a4b", "deepseek-v2-lite"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gpt-oss-20b", "lfm2-8b-a1b")),
+    ],
 )
 def test_a_narrower_one_of_two_periods_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     published = synthetic.MODELS[name]

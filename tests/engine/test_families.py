@@ -303,10 +303,15 @@ def test_offloaded(case: Case, kind: str, share: float) -> None:
 
 
 # In step_models.py are others, in which experts are not in a pool.
-# In step_models.py are others, in which experts are not in a pool.
+MORE_ON_A_CARD = ("gpt_oss", "lfm2_moe", "granitemoe", "glm4_moe_lite")
+
+
 @pytest.mark.parametrize(
     "case",
-    ["gpt_oss", "gemma4", "qwen3_next", "lfm2_moe", "granitemoe", "deepseek_v2", "glm4_moe_lite"],
+    [
+        *("gemma4", "qwen3_next", "deepseek_v2"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE_ON_A_CARD),
+    ],
     indirect=True,
 )
 def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

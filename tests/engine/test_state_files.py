@@ -95,7 +95,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("deepseek_v3", "auto"),
         ("gemma4_text", "auto"),
         ("phimoe", "auto"),
-        ("qwen3_5_moe_text", "16"),
+        pytest.param("qwen3_5_moe_text", "16", marks=pytest.mark.thorough),  # states, as the next one has
         ("lfm2_moe", "8"),
     ],
 )

@@ -85,6 +85,7 @@ def test_layers_leave_out_what_a_rule_says(trained: Path, share: float) -> None:
     assert abs(sum(left_out.values()) / len(left_out) - share) <= MEAN, left_out
 
 
+@pytest.mark.thorough
 def test_the_dial_loses_little_and_more_the_farther_it_is_turned() -> None:
     loaded = open_model(asset("demo", "packed"))
     manifest = loaded.packed.manifest
@@ -141,6 +142,7 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, folder
 
 
+@pytest.mark.thorough
 def test_each_layer_skips_by_the_signal_that_loses_less(fine: tuple[Path, Path]) -> None:
     packed, demo = Manifest.read(fine[1]), Manifest.read(asset("demo", "packed"))
     assert (packed.architecture.experts, packed.architecture.top_k, packed.architecture.intermediate) == (32, 8, 96)

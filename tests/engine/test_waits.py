@@ -23,20 +23,29 @@ from floe_chat.engine.bench.synthetic import _to  # pyright: ignore[reportPrivat
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
+from floe_chat.engine.experts.whole_layers import ResidentLayer
 from floe_chat.engine.host_copies import Copy, moved
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.device import Device
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
+from floe_chat.kernels import operations
 from floe_chat.kernels.rule import LATE
+from floe_chat.kernels.types import Calls
 from floe_chat.models.catalog import asset
 from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 from ..helpers import relative_rms
 from . import offloading
 from .driver import a_preset, open_model
+from .fake_card import REFUSED
 from .margins import layers_of
 from .offloading import EVERYTHING, SHAPES, offloaded
 
@@ -95,6 +104,65 @@ def test_a_step_waits_once_per_layer(
         loaded.control.counting = False
         guessed = sum(counts.guessed for counts in loaded.telemetry.layers)
         assert (guessed > 0) == (predict is not None)  # what was asked ahead was there in time
+
+
+class Unwaiting(TorchDispatchMode):
+    """Refuses what a host would wait for a card in."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.").partition(".")[0]
+        assert not name.startswith(REFUSED), name
+        assert not name.startswith("index") or all(each is None or each.dtype != torch.bool for each in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def unwaiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The CPU has a card's grouped product; the number of calls of each one."""
+    cpu, seen = operations.choose("cpu"), list[int]()
+
+    def apart(operation: Callable[..., Any] | None) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            assert operation is not None
+            seen.extend(each.experts.numel() for each in given if isinstance(each, Calls))
+            with _disable_current_modes():
+                return operation(*given)
+
+        return call
+
+    card = replace(cpu, grouped=True, select=apart(cpu.select), experts_swiglu=apart(cpu.experts_swiglu))
+
+    def choose(_device: torch.device | str) -> operations.Backend:
+        return card
+
+    monkeypatch.setattr(operations, "choose", choose)
+    return seen
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all on the card", "a layer on the card"])
+def test_a_prompts_experts_on_a_card_are_one_product_and_no_wait(
+    loaded: LoadedModel, mixed: bool, request: pytest.FixtureRequest
+) -> None:
+    preset, x = a_preset("All", 0.3, 0.2, drop=0.9, lossless=True), torch.randn(40, HIDDEN)
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(40)]).where(torch.rand(40, 1) < 0.3, torch.tensor([3, 1]))
+    given = x, index, torch.rand(40, 2)
+    with offloaded(loaded, preset, 0.5) as shared, torch.inference_mode():
+        control, packed = loaded.control, layers_of(loaded)[0].packed
+        parts = control, loaded.telemetry
+        layer = ResidentLayer(0, packed, shared, *parts) if mixed else MoELayer(0, packed, *parts)
+        wanted, calls = layer(*given), request.getfixturevalue("unwaiting")
+        with Unwaiting(), pytest.MonkeyPatch.context() as refused:
+            refused.setattr(Tensor, "tolist", None, raising=False)
+            y = layer(*given)
+        assert calls == [80] and relative_rms(y, wanted.double()) < 1e-5
+
+
+def test_streamed_experts_are_a_product_each(loaded: LoadedModel, request: pytest.FixtureRequest) -> None:
+    given = torch.randn(40, HIDDEN), torch.tensor([[3, 1]]).expand(40, 2), torch.rand(40, 2)
+    with offloaded(loaded, PLAIN, 0.5, parts=Parts(cpu=False), predict=False), torch.inference_mode():
+        layer = layers_of(loaded)[0]
+        wanted, calls = layer(*given), request.getfixturevalue("unwaiting")
+        assert relative_rms(layer(*given), wanted.double()) < 1e-5 and calls == [40, 40]
 
 
 # Functions, of Python and of C, that one layer and token may call, several tokens' mean: lower these as they fall.

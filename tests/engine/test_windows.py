@@ -244,7 +244,7 @@ def test_texts_go_on_together(name: str, way: Any, monkeypatch: pytest.MonkeyPat
                 kv.computed([token], PRESET)
 
 
-@pytest.fixture(scope="module", params=["gpt_oss", "gemma4", "mixtral"])
+@pytest.fixture(scope="module", params=[pytest.param("gpt_oss", marks=pytest.mark.thorough), "gemma4", "mixtral"])
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("windows")
     given: dict[str, Any] = {"sliding_window": 9} if request.param == "mixtral" else {}
@@ -263,7 +263,7 @@ def test_a_chat_computes_next_to_nothing_again(pack: Path, seed: int, monkeypatc
         converse(Chat(engine, alone), random.Random(seed))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+@pytest.mark.parametrize("name", [pytest.param("gpt_oss", marks=pytest.mark.thorough), "gemma4"])
 def test_plans_count_what_is_set_aside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is computed, and of what has left windows, in RAM: at most what may follow at once is not counted."""
     monkeypatch.undo()

@@ -63,7 +63,7 @@ def test_cards_of_amd_get_the_same_kernels_which_nobody_has_tested(monkeypatch: 
     found = SimpleNamespace(gcnArchName="gfx1100:sramecc-:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: found}.__getitem__)
     chosen = backend.choose.__wrapped__("cuda")
-    assert chosen.name == "triton" and "gfx1100, untested" in chosen.reason
+    assert chosen.name == "triton" and "gfx1100, untested" in chosen.reason and chosen.experts_swiglu is None
 
 
 @pytest.mark.parametrize(("name", "found"), [("cuda", ""), ("hip", ""), ("xpu", "Intel"), ("none", "without CUDA")])
@@ -76,13 +76,17 @@ def test_the_makers_of_cards_that_are_used(name: str, found: str, monkeypatch: p
 
 def test_each_gpu_gets_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("floe_chat.kernels.triton")
-    pretend_gpus(monkeypatch, (8, 6), (7, 0), (9, 0))
-    chosen = [backend.choose.__wrapped__(device) for device in ("cuda", "cuda:0", torch.device("cuda", 1), "cuda:2")]
-    assert [one.name for one in chosen] == ["triton", "triton", "reference", "triton"]
-    assert [one.device for one in chosen] == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
+    pretend_gpus(monkeypatch, (8, 6), (7, 0), (9, 0), (7, 5))
+    chosen = [
+        backend.choose.__wrapped__(device) for device in ("cuda", "cuda:0", torch.device("cuda", 1), "cuda:2", "cuda:3")
+    ]
+    assert [one.name for one in chosen] == ["triton", "triton", "reference", "triton", "triton"]
+    assert [one.device for one in chosen] == ["cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert [one.experts_swiglu is not None for one in chosen] == [one.grouped for one in chosen]
+    assert [one.grouped for one in chosen] == [True, True, False, True, False]
     assert "7.5 or newer" in chosen[2].reason and "7.0" in chosen[2].reason
-    for absent in ("cuda:3", "cuda:-1", "cuda:x"):
-        with pytest.raises(ValueError, match="torch sees 3"):
+    for absent in ("cuda:4", "cuda:-1", "cuda:x"):
+        with pytest.raises(ValueError, match="torch sees 4"):
             backend.choose.__wrapped__(absent)
 
 

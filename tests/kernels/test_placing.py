@@ -161,7 +161,7 @@ def same_lists(one: Placed, two: Placed, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_compiled_step_leaves_the_tables_of_the_definition(rule: EvictionRule, capacity: int, seed: int) -> None:
     walk = Walk(rule, capacity, seed)
-    for _ in range(150):
+    for _ in range(80):
         layer, action, table = walk.dice.randrange(LAYERS), walk.dice.random(), walk.tables[0]
         walk.promised = {*np.flatnonzero(table.marks[:-1] > table.counters[FINDS]).tolist()}
         if action < 0.4:

@@ -159,7 +159,8 @@ def test_texts_together_by_two_threads_are_each_alone_by_one() -> None:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.usefixtures("isa", "two_threads")
 def test_a_prompt_is_the_definition(sizes: Sizes, tokens: int) -> None:
-    layer, other = make_layer(sizes), wide(make_layer(sizes))
+    layer = make_layer(sizes)
+    other = wide(layer)
     assert isinstance(layer.mixer, Delta) and isinstance(other.mixer, Delta)
     projected = torch.randn(tokens, sizes.channels + sizes.heads * sizes.value + 2 * sizes.heads)
     qkv, gates = projected.split([projected.shape[1] - 2 * sizes.heads, 2 * sizes.heads], 1)
@@ -167,13 +168,13 @@ def test_a_prompt_is_the_definition(sizes: Sizes, tokens: int) -> None:
     after = torch.full_like(before, NAN)
     along = {end: torch.full_like(before, NAN) for end in range(CHUNK, tokens, 2 * CHUNK)}
     found = native_rule(qkv, gates, before, layer.mixer, after, along)
-    truth = torch.empty_like(before).double()
-    given = before.double(), other.mixer, truth
-    assert relative_rms(found, delta_rule(qkv.double(), gates.double(), *given)) <= LIMIT
-    assert relative_rms(after, truth) <= LIMIT
-    for end, kept in along.items():
-        delta_rule(qkv[:end].double(), gates[:end].double(), *given)
+    state, start, wanted = before.double(), 0, list[Tensor]()
+    for end, kept in (along | {tokens: after}).items():
+        truth = torch.empty_like(state)
+        wanted.append(delta_rule(qkv[start:end].double(), gates[start:end].double(), state, other.mixer, truth))
         assert relative_rms(kept, truth) <= LIMIT
+        state, start = truth, end
+    assert relative_rms(found, torch.cat(wanted)) <= LIMIT
 
 
 @pytest.mark.parametrize("tokens", [1, 70])

@@ -18,6 +18,7 @@ from ....kernels.weights import Norm
 from ...outcomes import brief
 from ..graphs import Captured, capture, pinned
 from ..layers import embedded
+from ..quantized_linear import through
 
 _log = logging.getLogger("floe_chat.engine")
 
@@ -46,7 +47,7 @@ class Ends:
 
     def logits(self, last: Tensor) -> Tensor:
         """(1, H) after the last layer -> (1, V) float32."""
-        return capped(self.head(self.norm(last, self.eps)).float(), self.cap)
+        return capped(through(self.head, last, norm=(self.norm, self.eps)).float(), self.cap)
 
     def pinned_logits(self) -> Tensor:
         """Where the host reads them, (1, V) float32."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....kernels import operations as kernels
 from ....kernels.listed import Total
@@ -23,7 +23,6 @@ from ....kernels.mixers.convolution import Convolution
 from ....kernels.mixers.delta import Delta
 from ....kernels.mixers.grouped import KeptTokens
 from ....kernels.step import Stepped
-from ....kernels.weights import Norm
 from ...events import Notice
 from ...experts.moe_layer import MoELayer
 from ...experts.offloaded_layer import OffloadedLayer
@@ -34,7 +33,7 @@ from ..graphs import Captured, capture, pinned
 from ..kv_stores import GrowingStore
 from ..layers import DecoderLayer, Unsupported
 from ..mixers.latent import LatentParts
-from ..quantized_linear import PackedLinear
+from ..quantized_linear import through
 from ..token_pass import hooks_of
 from .card_ends import CardHead, Ends
 from .card_experts import CardExperts
@@ -95,7 +94,9 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     mixer, norm = layer.mixer, (layer.input_layernorm, layer.eps)
     given = through(layer.first, stream, norm=norm)
     if isinstance(mixer, Delta):
-        seen = kernels.delta_one(given, mixer.gates(norm[0](stream, norm[1])), kept, index, mixer)
+        assert isinstance(mixer.gates.weight, Tensor), "gates are numbers"
+        gates = kernels.plain(norm[0](stream, norm[1]), mixer.gates.weight, mixer.gates.bias)
+        seen = kernels.delta_one(given, gates, kept, index, mixer)
     elif isinstance(mixer, Convolution):
         seen = kernels.convolve_one(given, kept, index, mixer)
     elif isinstance(mixer, LatentParts):
@@ -103,18 +104,8 @@ def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor
     else:
         seen = kernels.attend_one(given, rope, kept, index, mixer, layer.eps)
     if layer.sandwich is not None:
-        return layer.stepped(layer.mixed(stream, layer.out.forward(seen)))
+        return layer.stepped(layer.mixed(stream, through(layer.out, seen)))
     return layer.stepped(through(layer.out, seen, added=stream))
-
-
-def through(
-    module: nn.Module, x: Tensor, *, norm: tuple[Norm, float] | None = None, added: Tensor | None = None
-) -> Tensor:
-    """x (1, K) through a norm, with its eps, and a linear layer, then added to something (1, N): of codes at once."""
-    if isinstance(module, PackedLinear):
-        return module.forward(x, norm, added)
-    y = module.forward(x if norm is None else norm[0](x, norm[1]))
-    return y if added is None else added + y
 
 
 def need_kernels(device: torch.device) -> None:

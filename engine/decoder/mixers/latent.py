@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from ....kernels.entries import stored
 from ....kernels.mixers.grouped import Heads, turned
 from ....kernels.mixers.latent import Latent
+from ....kernels.weights import Norm
 from ..blocks import in_order, projection
 from ..kv_stores import GrowingStore
+from ..quantized_linear import through
 from .attention import Sight, attended
 
 
@@ -47,7 +49,7 @@ class LatentParts:
         width = self.heads.head_dim
         asked, given = projected.split([projected.shape[1] - width, width], 1)
         if self.asked is not None and self.asked_norm is not None:
-            asked = self.asked(F.rms_norm(asked, self.asked_norm.shape, self.asked_norm, self.eps))
+            asked = through(self.asked, asked, norm=(Norm(self.asked_norm), self.eps))
         return asked, given
 
     @property

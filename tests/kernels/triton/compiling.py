@@ -3,6 +3,7 @@
 A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all or, for x of 8 bits, 2/4/4-bfloat16-coarse;
 or attend-DTYPE, state-DTYPE or latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent
 vector where no tensor cores are used.
+With -many, the experts of a whole prompt instead of a token's.
 Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
@@ -12,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -162,6 +163,13 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     tables = Limits(torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS))
     chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
     selecting = ExpertLayer(stored, rows, replace(tables, late=None, least=torch.empty(2, dtype=torch.float64)), RULE)
+    if "many" in options:
+        count = 512
+        many = Calls(torch.arange(count) // 2, torch.arange(count) % EXPERTS, torch.zeros(count, dtype=dtype))
+        tokens, every = torch.empty(count // 2, hidden, dtype=dtype), torch.zeros(count)
+        with Launches(launches) if "step" in options else nullcontext():
+            kernels.experts_swiglu(tokens, stored, rows, many, every, every)
+        return
     if "step" in options:
         with Launches(launches):
             kernels.experts_step(x, selecting, chosen, scores, x, 22)
@@ -192,6 +200,8 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     vector = VectorLayout(hidden, 8, group)
     parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
     given = x, LinearWeights(vector, untouched(hidden, hidden), *parts)
+    for matrix, of in ((weight := torch.empty(2 * hidden, hidden, dtype=dtype), x), (weight.mT[:, :128], x[:, :128])):
+        kernels.plain(of, matrix)
     kernels.linear(*given)
     kernels.linear_joined(*given, 22, (Norm(x[0]), 1e-6), x, x)
 

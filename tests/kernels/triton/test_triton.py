@@ -7,26 +7,41 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels import backend
+import triton
+import triton.language as tl
+from floe_chat.kernels import backend, reference
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.codes import packed_bytes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import ExpertLayer, Router
 from floe_chat.kernels.triton import dense, launch, operations
-from floe_chat.kernels.triton.gemv import compact_kernel
+from floe_chat.kernels.triton.gemv import compact_kernel, marked_until, nth_marked
+from floe_chat.kernels.triton.jit import device_code
 from floe_chat.kernels.types import Calls, Limits
 from floe_chat.kernels.weights import LinearWeights, Norm
 
 from ...helpers import relative_rms
-from ..oracle import Layer, Widths, make_calls, make_layer, make_x, moved, signal_values, swiglu, threshold_between
+from ..oracle import (
+    FORMS,
+    Form,
+    Layer,
+    Widths,
+    make_calls,
+    make_layer,
+    make_x,
+    moved,
+    signal_values,
+    swiglu,
+    threshold_between,
+)
 
 SENTINEL = 0xA5
 
 
-def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widths) -> Layer:
+def layer_on(device: torch.device, size: tuple[int, int, int, int], widths: Widths, form: Form = FORMS[0]) -> Layer:
     """`make_layer` with its stored weights on a device; the float64 weights stay on the CPU."""
-    layer = make_layer(size, widths)
+    layer = make_layer(size, widths, form)
     return replace(layer, stored=moved(layer.stored, device), rows=moved(layer.rows, device))
 
 
@@ -59,30 +74,44 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
     assert neurons.numel() == values.numel() == calls.experts.numel() * truth[0].numel()
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_compaction_of_whole_experts(packed: bool, device: torch.device) -> None:
-    calls, neurons = 3, 5 * launch.COMPACT
+@device_code()
+def every_marked(
+    marks: Any, out: Any, blocks: Any, total: Any, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """The neurons that a call's marks name, each found by itself."""
+    i = tl.arange(0, BLOCK)
+    until = marked_until(marks, blocks, GROUPS)
+    tl.store(out + i, nth_marked(marks, tl.minimum(i, total - 1), until, GROUPS, ROWS), mask=i < total)
+
+
+@pytest.mark.parametrize("neurons", [5 * launch.COMPACT, 1301], ids=["whole", "odd"])
+def test_marked_neurons_are_found_in_their_order(neurons: int, device: torch.device) -> None:
+    calls, rows = 3, launch.GEMV_ROWS
     v = torch.randn(calls, neurons, generator=torch.Generator().manual_seed(0))
-    v[1] = 0
-    limits = torch.tensor([0.7, 0.1, 0.0])
-    keep = v.abs() >= limits[:, None]
-    blocks = neurons // launch.GEMV_ROWS
-    kept = keep.view(calls, blocks, -1).sum(-1).int()
+    keep = v.abs() >= torch.tensor([[0.7], [torch.inf], [0.0]])
+    keep[0, :600], keep[0, -33:] = False, True
+    blocks = -(-neurons // rows)
+    by_block = torch.zeros(calls, blocks * rows, dtype=torch.int32)
+    by_block[:, :neurons] = keep
+    marks = torch.zeros(calls, -(-blocks // 32) * 32, dtype=torch.int32)
+    marks[:, :blocks] = (by_block.view(calls, blocks, rows) * (2 ** torch.arange(rows) + 2**16)).sum(-1)
     found, values = torch.empty(calls * neurons, dtype=torch.int64), torch.empty(calls * neurons)
     spans, copies = torch.empty(2, calls, dtype=torch.int64), torch.empty(calls * neurons)
-    mine = [part.to(device) for part in (v, limits, kept, *spans, found, values, copies)]
-    stated = torch.full((calls, 2), -1).to(device)
-    compact_kernel[(calls, neurons // launch.COMPACT)](
-        *mine, stated, neurons, blocks, not packed, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
+    mine = [part.to(device) for part in (v, marks, *spans, found, values, copies)]
+    compact_kernel[(calls, -(-neurons // launch.COMPACT))](
+        *mine, neurons, blocks, True, rows, launch.COMPACT, 2 * launch.COMPACT
     )
-    counts, begin, end = keep.sum(1).tolist(), mine[3].tolist(), mine[4].tolist()
-    assert packed or stated.tolist() == [[count, 0] for count in counts]
-    assert begin == ([0, counts[0], counts[0]] if packed else [0, neurons, 2 * neurons])
+    groups = triton.next_power_of_2(marks.shape[1] // 32)
+    counts, begin, end = keep.sum(1).tolist(), mine[2].tolist(), mine[3].tolist()
+    assert begin == [0, counts[0], counts[0]] and end == [counts[0], counts[0], sum(counts)]
     for call in range(calls):
-        assert end[call] - begin[call] == counts[call]
         expected = keep[call].nonzero().squeeze(1)
-        assert torch.equal(mine[5][begin[call] : end[call]].cpu(), expected)
-        for found in mine[6:]:
+        assert torch.equal(mine[4][begin[call] : end[call]].cpu(), expected)
+        one = torch.full((4096,), -1, dtype=torch.int32, device=device)
+        if counts[call]:
+            every_marked[(1,)](mine[1][call], one, blocks, counts[call], groups, rows, 4096)
+        assert torch.equal(one[: counts[call]].cpu(), expected.int()) and (one[counts[call] :] == -1).all()
+        for found in mine[5:]:
             assert torch.equal(found[begin[call] : end[call]].cpu(), v[call][expected])
 
 
@@ -130,6 +159,56 @@ def test_blocks_stay_within_their_memory() -> None:
     assert block % 64 == 0 and 0 < block * 2 * (4096 + 8 * 512) <= dense.SCRATCH
 
 
+@pytest.mark.parametrize(
+    ("size", "widths", "dtype", "form", "second"),
+    [
+        ((3, 37, 130, 26), (2, 3, 4), torch.float32, FORMS[3], True),
+        ((3, 70, 128, 64), (3, 4, 2), torch.float16, FORMS[0], False),
+        ((2, 10, 64, 16), (8, 16, 3), torch.float32, FORMS[1], True),
+        ((2, 10, 192, 32), (4, 2, 8), torch.bfloat16, FORMS[2], False),
+    ],
+    ids=["odd", "float16", "small groups", "bfloat16"],
+)
+def test_all_experts_at_once_are_the_step(
+    size: tuple[int, int, int, int],
+    widths: Widths,
+    dtype: torch.dtype,
+    form: Form,
+    second: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, among = 17, 2
+    layer, x = make_layer(size, widths, form), make_x(tokens, size[2], dtype)
+    chosen = torch.randint(size[0], (tokens * among,)).where(torch.rand(tokens * among) < 0.3, 0)
+    chosen[chosen == 1] = 0  # the first expert has most calls, the second one none
+    calls = make_calls(torch.arange(tokens).repeat_interleave(among).tolist(), chosen.tolist())
+    truth = torch.cat([values.abs() for values in signal_values(layer, x.double(), calls)])
+    limits = torch.full((tokens * among,), threshold_between(truth, 0.5))
+    limits[torch.rand(tokens * among) < 0.2] = torch.inf
+    limits[: 2 * among] = torch.inf  # two tokens without a call
+    products = torch.full((tokens * among,), 0.05) if second else None
+    wanted, expected = reference.moe_step(x.double(), layer.stored, layer.rows, calls, limits, products)
+    there = layer_on(device, size, widths, form)
+    given = (x.to(device), there.stored, there.rows, calls_on(device, calls), limits.to(device))
+    seconds = None if products is None else products.to(device)
+    y, counts = kernels.experts_swiglu(*given, seconds)
+    assert y.dtype == dtype and not y[:2].any() and not counts.cpu()[limits == torch.inf].any()
+    rounded = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}[dtype]
+    # A value that rounds to the other side of a threshold is one of many.
+    assert (counts.cpu() - expected).abs().sum() <= rounded * expected.sum()
+    assert relative_rms(y.cpu(), wanted) <= rounded
+    monkeypatch.setattr(dense, "SCRATCH", 17 * x.element_size() * (size[1] + size[2]))
+    sliced, same = kernels.experts_swiglu(*given, seconds)
+    assert torch.equal(same, counts) and relative_rms(sliced.cpu(), y.cpu().double()) <= rounded
+
+
+def test_memory_of_all_experts_at_once_is_bounded() -> None:
+    x, calls = torch.empty(2048, 4096, dtype=torch.bfloat16), 2048 * 8
+    size = dense.slice_of(x, calls, 14336)
+    assert 16 * dense.MOST_CALLS <= size < calls and size * 2 * (4096 + 14336) <= dense.SCRATCH
+
+
 def test_refusals_say_what_to_do(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, calls = layer_on(device, (2, 5, 64, 32), (2, 4, 4)), torch.zeros(1, 64), make_calls([0], [1])
     with pytest.raises(ValueError, match="pageable host memory"):
@@ -155,15 +234,17 @@ def test_pinned_rows_are_read_in_place(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_moe_step_never_waits_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_experts_never_wait_and_up_gemv_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
         pytest.skip("only a CUDA device can be waited for")
     layer, x = layer_on(device, (2, 37, 128, 64), (2, 4, 4)), make_x(1, 128, torch.float32).to(device)
     calls, limits = calls_on(device, make_calls([0, 0], [1, 0])), torch.zeros(2, device=device)
-    kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+    for operation in (kernels.moe_step, kernels.experts_swiglu):
+        operation(x, layer.stored, layer.rows, calls, limits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.moe_step(x, layer.stored, layer.rows, calls, limits)
+        for operation in (kernels.moe_step, kernels.experts_swiglu):
+            operation(x, layer.stored, layer.rows, calls, limits)
         with pytest.raises(RuntimeError, match="synchroniz"):
             operations.signal_gemv(x, layer.stored, calls, limits)
     finally:
@@ -220,10 +301,11 @@ def test_gather_from_pinned_memory(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["rms", "layer", "none"])
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 17, 640), (3, 33, 64), (2, 5, 130), (9, 4, 64)])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 17, 640), (2, 17, 64), (2, 5, 130), (9, 4, 64)])
 def test_a_layer_joined_with_its_neighbours_is_each_of_them(
     tokens: int, rows: int, columns: int, kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:
+    torch.manual_seed(rows)  # the interpreter cuts bfloat16 off, by nearly as much as the limit
     vector = VectorLayout(columns, 4, 64 if columns % 64 == 0 else 26)
     weights = LinearWeights(
         vector,
@@ -237,12 +319,38 @@ def test_a_layer_joined_with_its_neighbours_is_each_of_them(
     given = (x, weights, 22)
     expected = kernels.linear(x if kind == "none" else norm[0](x, norm[1]), weights) + bias + added
     found = kernels.linear_joined(*given, None if kind == "none" else norm, bias, added)
-    rounded = 1e-6 if dtype == torch.float32 else 1e-2  # the interpreter cuts bfloat16 off
+    rounded = 1e-6 if dtype == torch.float32 else 1e-2
     assert found.dtype == dtype and relative_rms(found, expected) <= rounded
     assert relative_rms(kernels.linear_joined(*given, added=added), added + kernels.linear(x, weights)) <= rounded
     x[0, 3] = torch.nan
     found = kernels.linear_joined(x, weights, 22, norm, None, added)
     assert found[0].isnan().all() and found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")]
+)
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(("apart", "tokens", "rows", "columns"), [
+    (False, 1, 17, 130), (False, 3, launch.MANY_ROWS + 3, 65), (False, 9, 4, 64), (True, 11, 70, 33), (False, 0, 3, 8)
+])  # fmt: skip
+def test_plain_weights_are_torchs(
+    apart: bool, tokens: int, rows: int, columns: int, across: bool, numbers: str, given: str, device: torch.device
+) -> None:
+    shape = (tokens, rows, columns) if apart else (rows, columns)
+    weight = torch.randn(shape, device=device).to(getattr(torch, numbers))
+    weight = weight.mT.contiguous().mT if across else weight
+    x = torch.randn(tokens, columns + 5, device=device).to(getattr(torch, given))[:, 2 : columns + 2]
+    bias = None if apart else torch.randn(rows, device=device)
+    expected = reference.plain(x.double(), weight, bias)
+    found = kernels.plain(x, weight, bias)
+    assert found.dtype == x.dtype and (
+        not tokens or relative_rms(found, expected) <= (1e-2 if given != "float32" else 1e-6)
+    )
+    if tokens:
+        x[0, -1] = torch.nan
+        found = kernels.plain(x, weight, bias)
+        assert found[0].isnan().all() and found[1:].isfinite().all()
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
