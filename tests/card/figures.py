@@ -61,6 +61,10 @@ def _add(context: Context, table: ResultTable) -> None:
                 of_floor=row.of_floor, speedup=row.speedup,
             )  # fmt: skip
     context.notes += table.notes
+    shares = {row.name: row.of_floor for section in table.sections for row in section.rows if row.of_floor is not None}
+    if shares:
+        best = max(shares, key=shares.__getitem__)
+        context.showed = f"{len(context.rows)} figures; nearest to its floor, with {shares[best]:.0%}: {best}"
 
 
 def bandwidth(context: Context) -> None:
