@@ -47,6 +47,7 @@ def run(context: Context, gib: int) -> None:
             **(_profile(loaded, prompt, depth) if context.real else {}),
         )  # fmt: skip
         context.notes.append(told.reason)
+        context.showed = f"{1 / later:.1f} tokens/s in {gib} GiB, the first one after {first:.2f} s"
     finally:
         loaded.close()
 

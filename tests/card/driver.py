@@ -196,8 +196,9 @@ class _Run:
         if reason:
             values |= {"state": state, "reason": reason}
         found = (self._report.read(self._given.out, started.stage.name) or {}) | values
-        again = {"failed": started.stage.otherwise, "unfinished": "The same command continues it"}
-        values["next"] = again.get(found["state"], "")
+        follows = {"failed": started.stage.otherwise, "unfinished": "The same command continues it"}
+        follows["passed"] = started.stage.then
+        values["next"] = follows.get(found["state"], "")
         self._report.write(self._given.out, started.stage.name, values)
         self._states.append(found["state"])
         print(self._report.line(found | values), file=sys.stderr, flush=True)

@@ -61,6 +61,10 @@ def _add(context: Context, table: ResultTable) -> None:
                 of_floor=row.of_floor, speedup=row.speedup,
             )  # fmt: skip
     context.notes += table.notes
+    shares = {row.name: row.of_floor for section in table.sections for row in section.rows if row.of_floor is not None}
+    if shares:
+        best = max(shares, key=shares.__getitem__)
+        context.showed = f"{len(context.rows)} figures; nearest to its floor, with {shares[best]:.0%}: {best}"
 
 
 def bandwidth(context: Context) -> None:
@@ -77,6 +81,12 @@ def bandwidth(context: Context) -> None:
             rate = nbytes / seconds
             context.row(what=name, widths=f"{up}/{rows} bit", us=seconds * 1e6, GB_s=rate / 1e9, of_copy=rate / copied)
     _linears(context, shapes, device, watch, copied)
+    shares = {f"{row['what']}, {row['widths']}": float(row["of copy"] or 0) for row in context.rows[1:]}
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    context.showed = (
+        f"A copy moves {copied / 1e9:.0f} GB/s; operations reach {shares[least]:.0%} ({least}) to {shares[most]:.0%} "
+        f"({most}) of it"
+    )
 
 
 def _copied(size: int, device: str, watch: Watch) -> float:

@@ -12,11 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from floe_chat.engine import quality_presets
+from floe_chat.engine.bench.kernels.gpu_expert import Stopwatch
 from floe_chat.engine.decoder import graphs
 from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
@@ -26,10 +29,13 @@ from floe_chat.kernels import backend
 from floe_chat.models.catalog import asset
 
 from ..engine.driver import silent
+from ..helpers import relative_rms
+from ..kernels.attending import EPS, Case, a_token, limit, truth
 from .stages import Context
 
 Answer = tuple[bool, str]
 _CARD = torch.device("cuda")
+_CONTEXT = 8192
 
 
 def run(context: Context) -> None:
@@ -70,8 +76,30 @@ def _warm(_context: Context) -> Answer:
 
 def _triton(context: Context) -> Answer:
     """Triton compiles its part of the driver, a launcher and a kernel, which needs gcc and Python.h."""
+    began = time.perf_counter()
     failed = backend.failure("cuda" if context.real else "cpu")
-    return not failed, failed or "a small kernel gave the right result"
+    return not failed, f"{failed or 'a small kernel gave the right result'}, after {time.perf_counter() - began:.1f} s"
+
+
+def _attends(context: Context) -> Answer:
+    """Attention of one token over 8,192, at the width of Qwen3-30B-A3B, against the formula in float64."""
+    kernels: Any = importlib.import_module("floe_chat.kernels.triton")
+    case = Case(32, 4, 128, normed="head", dtype=torch.bfloat16, stored=torch.bfloat16)
+    if not context.real:
+        case = replace(case, queries=4, keys=2, dim=12, dtype=torch.float32)
+    token = a_token(case, _CONTEXT - 1 if context.real else 20)
+    expected, _ = truth(case, token)
+    device, heads = _CARD if context.real else torch.device("cpu"), case.heads()
+    moved = {name: None if (w := getattr(heads, name)) is None else w.to(device) for name in ("q_norm", "k_norm")}
+    there, heads = token.on(device), replace(heads, **moved)
+    given = there.qkv, there.rope, there.kept(), 1, heads, EPS
+    far = relative_rms(kernels.attend_one(*given).cpu(), expected)
+    right, seen = far <= limit(case), f"{far:.1e} from the formula"
+    if not context.real:
+        return right, seen
+    seconds = median(Stopwatch().seconds(lambda _run: kernels.attend_one(*given), 50, 5))
+    read = token.entries[1].nbytes
+    return right, f"{seen}; {read / seconds / 1e9:.0f} GB/s, {seconds * 1e6:.0f} us with its launches"
 
 
 def _again(_context: Context) -> Answer:
@@ -127,13 +155,14 @@ def _registered(context: Context) -> Answer:
         pinned = Pinned([data], _CARD)
         took = time.perf_counter() - began
         same = bool((data[::4097].to(_CARD).cpu() == data[::4097]).all())
+        read_only = pinned.read_only
         pinned.release()
-    return same, f"{1 / took:.1f} GiB/s"
+    return same, f"{1 / took:.1f} GiB/s, {'read-only' if read_only else 'writable: the driver copied each page'}"
 
 
 def _models(context: Context) -> Answer:
     """Two models one after the other, every preset in each: all tokens by graphs, and the memory comes back."""
-    before = torch.cuda.memory_allocated() if context.real else 0
+    before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if context.real else (0, 0)
     declined: list[str] = []
     for number in (1, 2):
         loaded, _ = load(asset("demo/packed"), None, "cuda" if context.real else "cpu", silent)
@@ -155,9 +184,9 @@ def _models(context: Context) -> Answer:
     if not context.real:
         return True, "opened and closed twice"
     torch.cuda.empty_cache()
-    left, cached = (torch.cuda.memory_allocated() - before) >> 20, torch.cuda.memory_reserved() >> 20
+    left, cached = (torch.cuda.memory_allocated() - before[0]) >> 20, (torch.cuda.memory_reserved() - before[1]) >> 20
     seen = f"{left} MiB stay allocated, {cached} MiB reserved"
-    return not declined and left < 64, "; ".join([*declined[:3], seen])
+    return not declined and left < 64 and cached < 160, "; ".join([*declined[:3], seen])
 
 
 def _library(_context: Context) -> Answer:
@@ -175,6 +204,7 @@ QUESTIONS: tuple[tuple[str, Callable[[Context], Answer], bool, str], ...] = (
     ("is a refused capture survived", _refused, True, "engine/decoder/graphs.py, `_stop_allocating`"),
     ("do captures leave little behind", _workspaces, True, "engine/decoder/graphs.py, `_streams`; plans are too full"),
     ("are rows pinned as they are mapped", _registered, True, "engine/offload/links/pinning.py; rows are staged"),
+    ("does attention read 8,192 tokens", _attends, False, "kernels/triton/attend.py: answers are wrong; no figures"),
     ("do two models run by graphs", _models, False, "the reason is in the row; run graphs and tokens, and no figures"),
 )
 """Name, function, whether only a card can answer, and what follows from a no."""

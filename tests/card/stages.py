@@ -70,8 +70,9 @@ class Stage:
 
     Attributes:
         about: in words. module, function: where it is; it is imported when it runs. argument: what it is called with.
-        seconds: its part of a run of 12 minutes; 0 if it runs only where it is named. otherwise: what to do next where
-            it fails. meanwhile: other stages run at the same time. alone: it measures, so nothing may run then.
+        seconds: its part of a run of 12 minutes; 0 if it runs only where it is named. otherwise, then: what follows
+            where it fails, and where it passes. meanwhile: other stages run at the same time. alone: it measures, so
+            nothing may run then.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Stage:
     function: str
     seconds: int
     otherwise: str
+    then: str
     argument: Any = None
     meanwhile: bool = False
     alone: bool = False
@@ -96,32 +98,57 @@ _SLOW = "No figure of it: see the place in its notes; the other stages stand."
 
 def _decode(gib: int, seconds: int) -> Stage:
     about = f"an answer of 32 layers of Mixtral's width in {gib} GiB"
-    return Stage(f"decode-{gib}", about, "decode", "run", seconds, _SLOW, gib, alone=True)
+    then = f"Compare it with `floe-chat plan mixtral-8x7b --vram {gib}` of this card; the profile says where time goes"
+    return Stage(f"decode-{gib}", about, "decode", "run", seconds, _SLOW, then, gib, alone=True)
 
 
 STAGES = (
-    Stage("smoke", "what only a card shows: graphs, memory, Triton, pinning", "smoke", "run", 40, _WRONG),
+    Stage(
+        "smoke", "what only a card shows: graphs, memory, Triton, pinning", "smoke", "run", 40, _WRONG,
+        "Graphs, memory and Triton work here: the other stages count",
+    ),
     Stage(
         "kernels", "every Triton kernel against float64, every fourth case first", "suite_parts", "kernels", 170,
-        "The failed cases name kernel and size: " + _WRONG, meanwhile=True,
+        "The failed cases name kernel and size: " + _WRONG,
+        "The kernels are right on this card", meanwhile=True,
     ),
     Stage(
         "graphs", "layers in a pool by graphs and one by one: captured, alike, faster", "captured", "run", 90,
         "Run it again after a correction, then tokens; figures without graphs say nothing.",
+        "Speeds of tokens are those of graphs",
     ),
     Stage(
         "gpu-tests", "the tests that need a GPU: links, waits, graphs", "suite_parts", "engine", 60,
         "Run the failed test alone; while links or waits fail, no figure with a pool counts.",
+        "Links and waits are right: figures with a pool count",
     ),
-    Stage("bandwidth", "share of the memory's bandwidth, by operation", "figures", "bandwidth", 50, _SLOW, alone=True),
+    Stage(
+        "bandwidth", "share of the memory's bandwidth, by operation", "figures", "bandwidth", 50, _SLOW,
+        "Shares below a half are kernels to mend; the others go into assets/figures.json by REPORT=", alone=True,
+    ),
     _decode(12, 75),
     _decode(24, 75),
-    Stage("experts", "FloE table 1: a sparse expert and a dense one", "figures", "experts", 45, _SLOW, alone=True),
-    Stage("tokens", "the same tokens as the CPU, at every size of the pool", "same_tokens", "run", 100, _WRONG),
-    Stage("sizes", "every operation against its definition, at full sizes", "full_sizes", "run", 60, _WRONG),
-    Stage("link", "FloE figure 7: share of the link's peak by chunk", "figures", "link", 45, _SLOW, alone=True),
+    Stage(
+        "experts", "FloE table 1: a sparse expert and a dense one", "figures", "experts", 45, _SLOW,
+        "Compare the speedups with table 1 of the paper in BENCHMARKS.md", alone=True,
+    ),
+    Stage(
+        "tokens", "the same tokens as the CPU, at every size of the pool", "same_tokens", "run", 100, _WRONG,
+        "No pool, preset or device changes an answer",
+    ),
+    Stage(
+        "sizes", "every operation against its definition, at full sizes", "full_sizes", "run", 60, _WRONG,
+        "Every operation is right at the sizes of real models",
+    ),
+    Stage(
+        "link", "FloE figure 7: share of the link's peak by chunk", "figures", "link", 45, _SLOW,
+        "The best chunk is the one for engine/offload/links; pinned rows should reach 80 % of the link", alone=True,
+    ),
     *(_decode(gib, 0) for gib in (8, 10, 16)),
-    Stage("peer", "llama.cpp with --n-cpu-moe on the same card", "peer", "run", 0, _SLOW, alone=True),
+    Stage(
+        "peer", "llama.cpp with --n-cpu-moe on the same card", "peer", "run", 0, _SLOW,
+        "Put it next to decode of the same memory in BENCHMARKS.md", alone=True,
+    ),
 )  # fmt: skip
 """Those with seconds take less than 12 minutes in all; what decides whether the others are worth anything is first."""
 

@@ -53,6 +53,11 @@ class Pinned:
             self._starts.append(start)
             done += end - start
 
+    @property
+    def read_only(self) -> bool:
+        """Whether the driver was content with pages that nobody writes, of which it makes no copies."""
+        return bool(self._flags & _READ_ONLY)
+
     def _register(self, start: int, nbytes: int) -> str:
         """Pin some pages; what the driver said to it, or ""."""
         cudart: Any = torch.cuda.cudart()
