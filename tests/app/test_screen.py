@@ -115,9 +115,10 @@ async def put(pilot: Pilot[int], text: str) -> None:
     await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
 
 
-async def test_the_engine_begins_when_the_question_is_painted(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_streams_and_is_summed_up(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine begins when the question is painted."""
     client, seen = HeldClient(tiny_pack), list[str]()
-    async with running(client, max_new_tokens=20) as pilot:
+    async with running(client, max_new_tokens=60) as pilot:
         painted = pilot.app.screen._compositor_refresh  # pyright: ignore[reportPrivateUsage]
         begin = client.begin
 
@@ -132,20 +133,12 @@ async def test_the_engine_begins_when_the_question_is_painted(tiny_pack: Path, m
             begin()
 
         await until(pilot, lambda: status(pilot).state == "ready")
+        assert pilot.app.query(Welcome)
         monkeypatch.setattr(pilot.app.screen, "_compositor_refresh", paint)
         monkeypatch.setattr(client, "begin", begun)
-        await put(pilot, "question")
-        assert seen.count("begun") == 1 and seen.index("painted") < seen.index("begun")
-        await until(pilot, lambda: status(pilot).state == "ready")
-
-
-async def test_answer_streams_and_is_summed_up(tiny_pack: Path) -> None:
-    client = HeldClient(tiny_pack)
-    async with running(client, max_new_tokens=60) as pilot:
-        await until(pilot, lambda: status(pilot).state == "ready")
-        assert pilot.app.query(Welcome)
         for number in (1, 2):
             await put(pilot, f"question {number}")
+            assert seen.count("begun") == number and seen.index("painted") < seen.index("begun")
             await until(pilot, lambda: status(pilot).state == "ready")
         assert not pilot.app.query(Welcome)
         answer = answers(pilot)[0]

@@ -210,9 +210,14 @@ def test_what_is_said_of_names_that_are_none(written: str, said: str) -> None:
     assert command(written) is None and said in unknown(written)
 
 
-async def test_other_programs_commands_do_the_same() -> None:
+async def test_a_complete_answer_is_not_continued_and_other_programs_commands_do_the_same() -> None:
     async with chatting() as (client, pilot):
-        await finish(pilot, client, await ask(pilot, client, "one"))
+        await exchange(pilot, client, "one", "first")
+        await order(pilot, "/more")
+        await until(pilot, lambda: "This answer is complete" in shown(pilot))
+        await order(pilot, "/last")
+        await until(pilot, lambda: "This is the last chat" in shown(pilot))
+        assert len(client.asked) == 1
         await order(pilot, "/retry")
         await until(pilot, lambda: len(client.asked) == 2)
         await finish(pilot, client, 2)
@@ -227,17 +232,7 @@ async def test_other_programs_commands_do_the_same() -> None:
         await until(pilot, lambda: isinstance(pilot.app.screen, ModelsScreen))
 
 
-async def test_a_complete_answer_is_not_continued() -> None:
-    async with chatting() as (client, pilot):
-        await exchange(pilot, client, "one", "first")
-        await order(pilot, "/more")
-        await until(pilot, lambda: "This answer is complete" in shown(pilot))
-        await order(pilot, "/last")
-        await until(pilot, lambda: "This is the last chat" in shown(pilot))
-        assert len(client.asked) == 1
-
-
-async def test_a_preset_that_a_model_lacks_says_why(tiny_pack: Path) -> None:
+async def test_a_preset_that_a_model_lacks_says_why_and_without_a_card_nothing_can_be_placed(tiny_pack: Path) -> None:
     client = ChatClient(tiny_pack, device="cpu")
     async with app_for(client).run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: status(pilot).state == "ready", seconds=60)
@@ -248,6 +243,9 @@ async def test_a_preset_that_a_model_lacks_says_why(tiny_pack: Path) -> None:
         await until(pilot, lambda: status(pilot).preset == "FloE 80 %")
         await pilot.press("f3")
         await until(pilot, lambda: status(pilot).preset == "High")
+        await pilot.press("f4", "up", "enter")
+        await until(pilot, lambda: "no card shares them" in screen_text(pilot))
+        assert "◂ all in one place ▸" in screen_text(pilot) and client.placement == "auto"
 
 
 async def test_commands_without_an_argument_show_what_there_is(tmp_path: Path) -> None:

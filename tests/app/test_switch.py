@@ -78,16 +78,6 @@ async def test_where_experts_are_is_chosen_in_the_chat(tiny_pack: Path) -> None:
     client.close()
 
 
-async def test_without_a_card_nothing_can_be_placed(tiny_pack: Path) -> None:
-    client = ChatClient(tiny_pack, device="cpu")
-    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: status(pilot).state == "ready")
-        await pilot.press("f4", "up", "enter")
-        await until(pilot, lambda: "no card shares them" in screen_text(pilot))
-        assert "◂ all in one place ▸" in screen_text(pilot) and client.placement == "auto"
-
-
 async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path) -> None:
     history, client = History(None), ChatClient(tiny_pack)
     app = FloeChatApp(client, sampling=Sampling(temperature=0, seed=1), max_new_tokens=6, history=history)
