@@ -332,11 +332,13 @@ def test_a_layer_joined_with_its_neighbours_is_each_of_them(
 )
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("apart", "tokens", "rows", "columns"), [
-    (False, 1, 17, 130), (False, 3, launch.MANY_ROWS + 3, 65), (False, 9, 4, 64), (True, 11, 70, 33), (False, 0, 3, 8)
+    (False, 1, 17, 130), (False, 3, 35, 65), (False, 9, 4, 64), (True, 11, 7, 33), (True, 3, 35, 8), (False, 0, 3, 8)
 ])  # fmt: skip
 def test_plain_weights_are_torchs(
-    apart: bool, tokens: int, rows: int, columns: int, across: bool, numbers: str, given: str, device: torch.device
-) -> None:
+    apart: bool, tokens: int, rows: int, columns: int, across: bool, numbers: str, given: str, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launch, "MANY_ROWS", 32)
     shape = (tokens, rows, columns) if apart else (rows, columns)
     weight = torch.randn(shape, device=device).to(getattr(torch, numbers))
     weight = weight.mT.contiguous().mT if across else weight
