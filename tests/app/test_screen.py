@@ -399,22 +399,18 @@ async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.Mon
         assert "latin1" not in text_of(line)
 
 
-async def test_what_is_nested_deep_is_seen() -> None:
+async def test_a_link_is_copied_instead_of_opened_and_what_is_nested_deep_is_seen() -> None:
     text = (
         "\n".join(f"{'  ' * depth}- level{depth}" for depth in range(16)) + "\n\n" + "> - " * 20 + "level16\n\nlevel17"
     )
     async with chatting(size=(60, 70)) as (client, pilot):
-        await exchange(pilot, client, "hi", text)
-        await until(pilot, lambda: all(f"level{at}" in shown(pilot) for at in range(text.count("level"))))
-
-
-async def test_a_link_is_copied_instead_of_opened() -> None:
-    async with chatting() as (client, pilot):
         await exchange(pilot, client, "hi", "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)")
-        await until(pilot, lambda: "end of turn" in screen_text(pilot))  # the last that moves the answer's lines
+        await until(pilot, lambda: "of turn" in screen_text(pilot))  # the last that moves the answer's lines
         for kind, column, address in ((TextList, 7, "https://a.example/ x"), (Paragraph, 5, "https://b.example")):
             await click(pilot, answers(pilot)[-1].query_one(kind), offset=(column, 0))
             await until(pilot, lambda address=address: pilot.app.clipboard == address)
+        await exchange(pilot, client, "hi", text)
+        await until(pilot, lambda: all(f"level{at}" in shown(pilot) for at in range(text.count("level"))))
 
 
 # The panel, the layouts and the pages over the chat
@@ -504,8 +500,16 @@ async def thoughtful(
     await finish(pilot, client, request)
 
 
-async def test_thinking_is_one_line_that_opens() -> None:
+async def test_thinking_is_one_line_that_opens_and_an_answer_without_has_none() -> None:
     async with chatting((80, 24)) as (client, pilot):
+        await thoughtful(pilot, client, "", "Thawed.")
+        assert "Thought" not in screen_text(pilot)
+        await order(pilot, "/thinking")
+        await see(pilot, "No answer here has thinking")
+        await pilot.press("ctrl+up")
+        await pilot.pause()
+        assert "show_thinking" not in answers(pilot)[-1].actions
+        await pilot.press("escape")
         request = await ask(pilot, client)
         client.say(ThoughtDelta(request, "They ", 1))
         await see(pilot, "Thinking, 1 token ▸", "● thinking", absent="They")
@@ -525,17 +529,6 @@ async def test_thinking_is_one_line_that_opens() -> None:
         await see(pilot, "tokens ▸", absent="They ask")
         await pilot.press("escape", "ctrl+o")
         await until(pilot, lambda: pilot.app.clipboard == "Frozen water.")
-
-
-async def test_an_answer_without_thinking_has_no_line() -> None:
-    async with chatting() as (client, pilot):
-        await thoughtful(pilot, client, "")
-        assert "Thought" not in screen_text(pilot)
-        await order(pilot, "/thinking")
-        await see(pilot, "No answer here has thinking")
-        await pilot.press("ctrl+up")
-        await pilot.pause()
-        assert "show_thinking" not in answers(pilot)[-1].actions
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
