@@ -202,8 +202,8 @@ def test_what_is_launched_compiles_without_spills(
             assert sum("HMMA" in one for one in loop) == 64 and len(loop) <= 800
             assert sum("LDG.E.U8" in one for one in loop) <= 4
         if not {"general", "group16", "many"} & set(case.split("-")):
-            # 16 bytes a thread is what makes them run at memory speed; the others are neurons, slots, limits, units, and
-            # for each of down's records its factor, place, scale, zero and high bits.
+            # 16 bytes a thread is what makes them run at memory speed; the others are neurons, slots, limits, units,
+            # and for each of down's records its factor, place, scale, zero and high bits.
             narrow = {"gemv_kernel": 12, "product_kernel": 12, "down_kernel": 17}
             streaming = [need for need in mine if need.kernel in narrow]
             assert all(need.wide_loads and need.narrow_loads <= narrow[need.kernel] for need in streaming), streaming
