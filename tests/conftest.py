@@ -52,7 +52,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Leave out what only `make test-all` runs, before an item is made of it.
 
     Of a test's cases stay those that bring a value of some axis (a size, an instruction set, a family) for the first
-    time: each value is tried, not each combination.
+    time: each value is tried, not each combination. Of a test marked `some(N)`, whose cases other tests have too, stay
+    N of these.
     """
     yield
     cases = metafunc._calls  # pyright: ignore[reportPrivateUsage]
@@ -65,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         if not values <= seen and not any(mark.name == "thorough" for mark in case.marks):
             kept.append(case)
             seen |= values
+    for most in (mark.args[0] for mark in metafunc.definition.iter_markers("some") if mark.args[0] < len(kept)):
+        kept = [kept[number * len(kept) // most] for number in range(most)]
     cases[:] = kept or cases[:1]  # without any, pytest would make a test without arguments
 
 

@@ -82,6 +82,7 @@ def lines_of(widget: Widget) -> list[str]:
     return [strip.text.rstrip() for strip in strips[widget.region.y : widget.region.bottom]]
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", TEXTS)
 async def test_pieces_make_the_whole(name: str) -> None:
     text, drawn = TEXTS[name], random.Random(name)

@@ -439,6 +439,7 @@ def test_a_hangup_ends_it_in_order_and_keeps_what_came(long_winded: Path) -> Non
     assert answer.state == "stopped" and answer.text == came.decode()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has pipes of a page")
 def test_a_signal_ends_it_while_nobody_reads(long_winded: Path) -> None:
     import fcntl

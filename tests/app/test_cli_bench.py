@@ -247,6 +247,7 @@ HYBRIDS = {
 _SAMPLE = "qwen3_5_moe", "gpt_oss"  # experts with biases, and a model within another
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "family", [family if family in _SAMPLE else pytest.param(family, marks=pytest.mark.thorough) for family in HYBRIDS]
 )

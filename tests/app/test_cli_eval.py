@@ -66,6 +66,7 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint:
         assert kl == pytest.approx(row["kl_mean"], rel=5e-3)
 
 
+@pytest.mark.thorough
 def test_where_experts_are_changes_no_figure(tiny_pack: Path, text: Path) -> None:
     def found(mix: str) -> dict[str, Any]:
         how = ("--device", "sim:rtx3060-12gb", "--mix", mix, "--json")

@@ -154,6 +154,7 @@ def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tasks: Path) -> 
     assert figures["No sparsity"]["value"] != figures["Fast"]["value"], "each preset is measured"
 
 
+@pytest.mark.thorough
 def test_every_dial_of_eval_is_measured(tiny_pack: Path, tasks: Path) -> None:
     def measured(*options: str) -> dict[str, float]:
         ran = run_harness(tiny_pack, tasks, "--tasks", "tiny_text", "--limit", "1", "--json", *options)

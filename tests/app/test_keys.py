@@ -54,6 +54,7 @@ def wrong(pilot: Pilot[int]) -> list[str]:
     return [key for key in USUAL if key in words]
 
 
+@pytest.mark.thorough
 async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
     assert set(GIVEN) == set(OWN)
     async with ready(ScriptedClient(), size=(120, 40), settings=settings_with(GIVEN, tmp_path)) as pilot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from floe_chat.app.client.interface import TextDelta, ThoughtDelta
 from floe_chat.app.history import History
 from floe_chat.app.screens.others import OthersScreen
@@ -208,6 +209,7 @@ def head(history: History) -> str:
     return history.message(newest.head).text
 
 
+@pytest.mark.thorough
 async def test_a_second_press_by_accident_loses_nothing_and_a_held_key_asks_for_three(tmp_path: Path) -> None:
     """1 goes on with the answer as if the key had been pressed once; Escape leaves all that came."""
     client, history = ScriptedClient(), History(tmp_path / "history.db")
@@ -258,6 +260,7 @@ async def test_a_second_press_by_accident_loses_nothing_and_a_held_key_asks_for_
         assert saved(history) == [*states, ("delta", "complete")]
 
 
+@pytest.mark.thorough
 async def test_what_is_queued_follows_the_picked_answer_and_another_model_stops_them(tmp_path: Path) -> None:
     async with chatting(WIDE) as (client, pilot):
         await answered(pilot, client)

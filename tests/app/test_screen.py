@@ -437,6 +437,7 @@ async def test_layouts_and_the_panel_key() -> None:
             assert panel.display or strip.display
 
 
+@pytest.mark.thorough
 async def test_a_held_panel_shows_nothing_newer() -> None:
     async with chatting() as (client, pilot):
         request = await ask(pilot, client)

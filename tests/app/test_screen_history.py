@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from floe_chat.app.client.interface import PromptTurn, TextDelta
 from floe_chat.app.history import (
     Attachment,
@@ -137,6 +138,7 @@ async def test_what_is_loaded_above_does_not_end_the_following() -> None:
         await until(pilot, lambda: "line 49" in screen_text(pilot))
 
 
+@pytest.mark.thorough
 async def test_thousands_of_messages_are_a_window() -> None:
     client = ScriptedClient()
     async with at_the_end_of(client, 3000) as pilot:

@@ -513,6 +513,7 @@ async def test_fields_are_gone_through_explained_checked_and_saved(tmp_path: Pat
         await finish(pilot, client, request, "cancelled")
 
 
+@pytest.mark.thorough
 async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("[keys]\n" + "".join(f'{action} = "?"\n' for action in OWN))
@@ -532,6 +533,7 @@ async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_pa
         await see(pilot, f"line {len(OWN) + 1}: keys.{list(OWN)[-1]}")
 
 
+@pytest.mark.thorough
 async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_pack: Path) -> None:
     catalog.models_folder().mkdir(parents=True)
     (catalog.models_folder() / "tiny").symlink_to(tiny_pack)

@@ -275,6 +275,7 @@ def here(tiny_pack: Path) -> ChatClient:
     return ChatClient(catalog.models_folder() / "mine")
 
 
+@pytest.mark.thorough
 async def test_there_and_back_in_one_chat(here: ChatClient, tmp_path: Path) -> None:
     settings, history = tmp_path / "settings.toml", History(None)
     change(settings, {})

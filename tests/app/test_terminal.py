@@ -162,6 +162,7 @@ def test_a_signal_ends_it_although_saving_needs_what_it_interrupts(name: str, fi
     assert (ended.returncode, ended.stdout) == (128 + getattr(signal, name), "")
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_it_before_there_is_a_screen(endless: list[str]) -> None:
     with Window(endless) as window:
         window.until("starting")

@@ -130,6 +130,7 @@ def test_lanes_end_together(trace: Trace, together: int) -> None:
     assert played.apart <= 0.1 and played.apart == pytest.approx(np.mean(stage.apart))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lane", "factor"),
     [

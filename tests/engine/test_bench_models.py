@@ -124,6 +124,7 @@ def test_a_synthetic_model_has_the_published_layers(name: str) -> None:
     assert f"{2 * period} to" in caught.value.hint
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -189,6 +189,7 @@ def test_presets_are_the_cheapest_points_within_their_loss() -> None:
     assert {name: p.setting for name, p in alone.items()} == {"High": OWN, "Balanced": OWN, "Fast": OWN}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("intermediate", [96, 37])
 @pytest.mark.parametrize("widths", [True, False])
 def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate: int, widths: bool) -> None:

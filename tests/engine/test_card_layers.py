@@ -73,6 +73,7 @@ def graphed(model: Any) -> FusedDecoder:
 SPECIAL = ("mixtral-odd", "mixtral-sliding", "olmoe-biased-clipped", "qwen2_moe-mixed", "phimoe-longrope")
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(
     "name",
     [name if "-" not in name or name in SPECIAL else pytest.param(name, marks=pytest.mark.thorough) for name in MODELS],

@@ -137,6 +137,7 @@ def ends(pieces: Sequence[int]) -> list[int]:
     return (torch.tensor(pieces).cumsum(0) - 1).tolist()
 
 
+@pytest.mark.some(22)
 @pytest.mark.parametrize("case", families.MODELS, indirect=True)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 @pytest.mark.usefixtures("isa")
@@ -162,6 +163,7 @@ def together(loaded: LoadedModel, texts: list[list[int]], steps: int) -> Tensor:
     return torch.stack(logits)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("count", [4, 3, 2])
 @pytest.mark.parametrize("by", ["all layers at once", "each layer", "torch", "a pool", "a virtual card"])
 def test_texts_together(case: Case, by: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +208,7 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
         case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
 
 
+@pytest.mark.some(8)
 def test_a_prompt_takes_no_more_than_was_planned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made of its tokens, without what is not counted by the token; nor is it a small part of the plan."""
     loaded, limit = case.exact, 1 << 13
@@ -256,6 +259,7 @@ def test_an_answer_grows_past_that_length(case: Case) -> None:
     assert len(ids) == 70
 
 
+@pytest.mark.some(8)
 def test_other_questions_and_answers_after_the_same_beginning(case: Case) -> None:
     """The cache keeps the common part, whatever layers wrote it; where a prompt ends there is a copy of states."""
     preset = case.exact.control.preset
@@ -292,6 +296,7 @@ def test_what_broke_off_leaves_nothing_wrong(case: Case) -> None:
     case.agree(read(case.exact, ids, kv, [len(ids) - 1 - kept, 1]), case.expected(ids)[-2:])
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["virtual", "throttled"])
 def test_offloaded(case: Case, kind: str, share: float) -> None:
@@ -343,6 +348,7 @@ def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     pooled(predict=True)
 
 
+@pytest.mark.some(6)
 def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:
     """The reference computes with the weights that the pack's codes stand for, neuron by neuron in the pack's order."""
     pieces = [DECODE_TOKENS + 3, 1, 1, 1, 1]

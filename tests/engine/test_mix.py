@@ -66,6 +66,7 @@ def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -
     return load(pack, None, device, silent, vram=vram, parts=Parts(mix=mix, **parts))[0]  # type: ignore[arg-type]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("device", "mix"),
     [("throttled:1gb" if at in (1, 6, 10) else "sim:rtx3060-12gb", mix) for at, mix in enumerate(MIXES)],

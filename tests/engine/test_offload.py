@@ -68,6 +68,7 @@ def expected(answered: tuple[list[int], dict[str, Answer]]) -> dict[str, Answer]
     return answered[1]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("kind", "predict", "cpu", "preset"),

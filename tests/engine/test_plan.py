@@ -384,6 +384,7 @@ def names(found: list[plan.Plan], stands: str = "") -> list[str]:
     return [one.entry.name for one in found if not stands or plan.standing(one.entry, one.chosen) == stands]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ram", "vram", "name"),
     [

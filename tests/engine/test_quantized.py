@@ -109,6 +109,7 @@ SKIPPING = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("preset", SKIPPING.values(), ids=SKIPPING)
 @pytest.mark.parametrize("length", [1, DECODE_TOKENS, DECODE_TOKENS + 1, 40])
 def test_logits_are_those_of_the_rounded_weights(

@@ -71,6 +71,7 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
     return needs.dense + needs.up + memory.nbytes() + shared.memory.ring.nbytes
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "conversations"), [(DEVICES[1], 6), pytest.param(DEVICES[0], 7, marks=pytest.mark.thorough)]

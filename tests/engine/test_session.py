@@ -198,6 +198,7 @@ def test_what_no_check_can_rule_out_ends_the_answer_alone(
     assert isinstance(engine.end_of(2), Finished)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("reported", "meaning"),
     [

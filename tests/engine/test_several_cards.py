@@ -97,6 +97,7 @@ def opened(
         loaded.close()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("device", "division", "mix", "predictor", "rows"),
     [

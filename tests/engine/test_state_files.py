@@ -87,6 +87,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return pack
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("family", "kv_bits"),
     [
@@ -274,6 +275,7 @@ BAD: dict[str, tuple[Callable[[Path], object], bool]] = {
 }
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize(("spoil", "deleted"), BAD.values(), ids=BAD)
 def test_a_bad_file_is_read_again_and_nothing_is_lost(
     pack: Path, good: Good, spoil: Callable[[Path], object], deleted: bool, caplog: pytest.LogCaptureFixture

@@ -54,6 +54,7 @@ def seeded() -> None:
 both_ways = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_librarys(name: str) -> None:
     """Token by token and in chunks, compiled and by torch's operations."""

@@ -62,6 +62,7 @@ def read(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, list[Any]]:
     return torch.cat(logits), [dataclasses.asdict(layer) for layer in loaded.telemetry.layers]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ def test_the_dial_loses_little_and_more_the_farther_it_is_turned() -> None:
     assert found[-1] < 0.1, "layers have vanished"
 
 
+@pytest.mark.thorough
 def test_what_the_dials_are_said_to_lose_is_what_they_lose() -> None:
     """The estimate is of heldout.md, on which the demo's dials were measured one by one."""
     loaded = open_model(asset("demo", "packed"))

@@ -197,6 +197,7 @@ def room(_ram: int) -> int:
     return 40_000
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("way", "name", "bits"),
     [
@@ -227,6 +228,7 @@ def test_logits_are_those_of_all_keys_and_values(
     assert moved and any(0 < there == cut for cut, there in kept), "of what has left a window, some came back"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("way", "name"), [(compiled, "gemma4_text"), (by_torch, "mixtral-sliding"), (compiled, "qwen2_moe-mixed")]
 )

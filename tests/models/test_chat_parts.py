@@ -315,6 +315,7 @@ def live_told(parts: list[Part]) -> LiveTold:
     return found
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", LIVE)
 def test_calls_are_found_in_any_pieces(name: str) -> None:
     text, expected = LIVE[name]

@@ -330,6 +330,7 @@ def whole(folder: Path, published: Path) -> bool:
     return all((folder / name).read_bytes() == (published / name).read_bytes() for name in SHARDS)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     "faults",
     [
@@ -447,6 +448,7 @@ def test_sizes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path, fault:
     assert isinstance(refused_download(tmp_path, FAST), HubError)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("fault", "word"),
     [

@@ -72,6 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("parts", "ordered"), [(4, False), (2, True)], ids=["as they are", "by importance"])
 @pytest.mark.parametrize("name", EXACT_ONES)
 def test_transformers_answers_the_same(tmp_path: Path, name: str, parts: int, ordered: bool) -> None:
@@ -91,6 +92,7 @@ def test_transformers_answers_the_same(tmp_path: Path, name: str, parts: int, or
 PACKED = "mixtral", "qwen3_next", "gpt_oss", "glm4_moe normalized", "lfm2_moe"  # each kind of storage and router
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PACKED else pytest.mark.thorough) for name in EXACT_ONES]
 )

@@ -118,6 +118,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 LISTED = ("its manifest states", "another sha256", "is missing")  # what only a listing shows
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_it_says_is_checked_before_anything_large_is_read(
     folder: Path, serve: Callable[[], FakeHub], what: str

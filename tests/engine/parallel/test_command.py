@@ -192,6 +192,7 @@ def test_process_0_ends(start: Start):
     assert "process 1 of 2 serves process 0" in group.stderr(1)
 
 
+@pytest.mark.thorough
 def test_a_pass_that_fails_in_process_0(start: Start):
     group = start(2, stall=3)
     given = {"new": 5, "into": "/dev/null", "rule": {}, "fresh": True}

@@ -30,10 +30,10 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 SHARED_TESTS = "operations", "attend", "latent_one", "state_one", "select", "listed"  # with the CPU's kernels
-# Of tests that take seconds under the interpreter, the cases of `make test`; of all others, all.
+# Of tests that take seconds under the interpreter, the cases of `make test`, none of one; of all others, all.
 SAMPLE = {
     "a_token_is_the_cpus": "nothing",
-    "a_token_with_rows_in_a_pool": "0.2-skips]",
+    "a_token_with_rows_in_a_pool": "with_all_alone",
     "moe_step_is_both": "4_8_2-torch.float32 or 8_3_16",
     "sparse_swiglu_is": "2_2_3-torch.float32_22_None or 4_8_2-torch.float16 or 8_3_16 or 16_16_8",
     "reaches_its_own_token": "gelu",
@@ -202,8 +202,8 @@ def test_what_is_launched_compiles_without_spills(
             assert sum("HMMA" in one for one in loop) == 64 and len(loop) <= 800
             assert sum("LDG.E.U8" in one for one in loop) <= 4
         if not {"general", "group16", "many"} & set(case.split("-")):
-            # 16 bytes a thread is what makes them run at memory speed; the others are neurons, slots, limits, units, and
-            # for each of down's records its factor, place, scale, zero and high bits.
+            # 16 bytes a thread is what makes them run at memory speed; the others are neurons, slots, limits, units,
+            # and for each of down's records its factor, place, scale, zero and high bits.
             narrow = {"gemv_kernel": 12, "product_kernel": 12, "down_kernel": 17}
             streaming = [need for need in mine if need.kernel in narrow]
             assert all(need.wide_loads and need.narrow_loads <= narrow[need.kernel] for need in streaming), streaming

@@ -65,6 +65,7 @@ DEFAULTS = {"head_dim": 10, "n_group": 1, "topk_group": 1, "norm_topk_prob": Tru
 """What the file states where the checkpoint leaves it out."""
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_file_is_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Its weights bit for bit, and each field that is computed with."""
@@ -91,6 +92,7 @@ def test_a_file_is_its_checkpoint(name: str, tmp_path: Path) -> None:
 PACKED = ("mixtral", "qwen3_next", "deepseek_v2", "gemma4_text")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PACKED else pytest.mark.thorough) for name in CONVERTED]
 )

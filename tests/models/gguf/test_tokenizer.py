@@ -124,6 +124,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return families.make("mixtral", tmp_path_factory.mktemp("source"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_the_original(kind: str, source: Path, tmp_path: Path) -> None:
     make, write = KINDS[kind]
