@@ -282,8 +282,8 @@ class Device:
 
     @property
     def _card(self) -> Any:
-        """Torch's module of devices of this kind. `torch.Event`, and waits of `torch.accelerator`, would make a context on
-        torch's current card too.
+        """Torch's module of devices of this kind. `torch.Event`, and waits of `torch.accelerator`, would make a context
+        on torch's current card too.
         """
         return torch.get_device_module(self.place)
 
