@@ -52,8 +52,9 @@ def to_host(tensors: Sequence[Tensor]) -> Copy:
     copied, events = list(tensors), list[Any]()
     for device in devices:
         copied = moved(copied, lambda tensor: not tensor.is_cpu and tensor.device == device, _started)  # noqa: B023
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        card = torch.get_device_module(device)
+        event = card.Event()
+        event.record(card.current_stream(device))
         events.append(event)
     return Copy(copied, events[0] if len(events) == 1 else _All(events))
 

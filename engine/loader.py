@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels import maker
 from ..kernels import operations as kernels
 from ..kernels.backend import BFLOAT16_FROM
 from ..kernels.weights import LinearWeights
@@ -89,7 +90,7 @@ class LoadedModel:
         """Device memory that torch holds; None without a GPU."""
         if not self.device.startswith("cuda"):
             return None
-        return sum(torch.cuda.memory_reserved(place) for place in self.places)
+        return sum(torch.get_device_module(place).memory_reserved(place) for place in self.places)
 
 
 def load(
@@ -233,7 +234,7 @@ def computed_type(places: Sequence[str], manifest: Manifest) -> torch.dtype:
     """
     if places[0] == "cpu":
         return torch.float32
-    old = any(torch.cuda.get_device_capability(place) < BFLOAT16_FROM for place in places)
+    old = not maker.is_amd() and not all(maker.reaches(place, BFLOAT16_FROM) for place in places)
     return torch.float16 if old and not manifest.family.wide else manifest.float16
 
 

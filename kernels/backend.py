@@ -88,9 +88,10 @@ def choose(device: torch.device | str) -> Backend:
         return _cpu()
     if kind != "cuda":
         raise ValueError(f"no kernels for device {str(device)!r}; valid are cpu, cuda and cuda:N")
-    if not torch.cuda.is_available():
+    cards = torch.get_device_module(kind)
+    if not cards.is_available():
         raise ValueError("torch sees no CUDA device")
-    there = torch.cuda.device_count()
+    there = cards.device_count()
     if number and not (number.isdecimal() and int(number) < there):
         raise ValueError(f"no CUDA device {number!r}; torch sees {there}, from cuda:0 on")
     return _cuda(int(number or 0))
@@ -99,7 +100,7 @@ def choose(device: torch.device | str) -> Backend:
 def foreseen(index: int) -> tuple[str, str]:
     """Name and reason of the backend that a GPU gets if its first kernel runs; the GPU itself is not touched."""
     of = maker.architecture(index)
-    if not maker.is_amd() and torch.cuda.get_device_capability(index) < TRITON_FROM:
+    if not maker.is_amd() and not maker.reaches(index, TRITON_FROM):
         needed = ".".join(map(str, TRITON_FROM))
         return "reference", f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
     try:
@@ -108,7 +109,7 @@ def foreseen(index: int) -> tuple[str, str]:
         return "reference", f"plain torch, because Triton cannot be imported: {error}"
     if maker.is_amd():
         return "triton", f"Triton kernels for {of}, untested: no card of AMD has run them"
-    wide = torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
+    wide = maker.reaches(index, BFLOAT16_FROM)
     return "triton", f"Triton kernels for {of}{'' if wide else ', in float16, since it multiplies bfloat16 slowly'}"
 
 
@@ -145,7 +146,7 @@ def _cuda(index: int) -> Backend:
     from . import triton
 
     # Older cards, and those of AMD, multiply whole experts by their libraries, one after another.
-    grouped = not maker.is_amd() and torch.cuda.get_device_capability(index) >= BFLOAT16_FROM
+    grouped = maker.reaches(index, BFLOAT16_FROM)
     return Backend(
         name=name,
         device=device,

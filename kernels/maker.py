@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
@@ -30,3 +32,15 @@ def architecture(index: int) -> str:
         return str(torch.cuda.get_device_properties(index).gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability(index)
     return f"compute capability {major}.{minor}"
+
+
+def reaches(card: torch.device | str | int, capability: tuple[int, int]) -> bool:
+    """Whether a card is one of NVIDIA's, and of this compute capability or newer; the card is not touched."""
+    return not is_amd() and torch.cuda.get_device_capability(card) >= capability
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    # Under the interpreter any number will do; a small one keeps it quick.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,14 @@ FOREIGN = {
     "kernels": {"click", "textual", "transformers", "tokenizers", "safetensors"},
     "models": {"click", "textual"},
     "engine": {"click", "textual", "tokenizers", "safetensors"},
+}
+
+# Who calls what only CUDA and ROCm have; all others ask `torch.accelerator`, or the module of their device's kind.
+OF_CUDA = {
+    "engine/decoder/graphs.py",
+    "engine/machine/gpus.py",
+    "engine/offload/links/cuda_link.py",
+    "kernels/maker.py",
 }
 
 
@@ -87,6 +96,12 @@ def test_a_layer_knows_only_the_libraries_of_its_kind(package: str) -> None:
     assert len(files) >= 4
     known = {str(path.relative_to(ROOT)): sorted(FOREIGN[package] & set(imported(path))) for path in files}
     assert {path: names for path, names in known.items() if names} == {}
+
+
+def test_torchs_names_for_cuda_alone_are_in_few_files() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    named = re.compile(r"torch\.cuda|from torch import.*\bcuda\b")
+    assert {path.relative_to(ROOT).as_posix() for path in files if named.search(path.read_text("utf-8"))} == OF_CUDA
 
 
 def test_every_folder_of_modules_is_installed() -> None:

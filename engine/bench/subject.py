@@ -139,8 +139,7 @@ class Subject:
         prefill = first = 0.0
         last = began
         for step in steps:
-            if self.device != "cpu":
-                torch.cuda.synchronize(self.device)  # a prompt's step ends before the device does
+            torch.get_device_module(self.device).synchronize(self.device)  # a prompt's step ends before the device does
             now = step.at or time.perf_counter()
             if step.token is None:
                 prefill = now - began

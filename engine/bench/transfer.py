@@ -8,7 +8,7 @@ To a GPU rows go staged, packed into a buffer that is copied, and in place, wher
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def run(
     told = facts(
         chosen,
         threads=threads,
-        gpu=torch.cuda.get_device_name(gpu) if gpu else f"none: {no_gpu}",
+        gpu=torch.get_device_module(gpu).get_device_name(gpu) if gpu else f"none: {no_gpu}",
         sizes=shapes.describe(),
         runs=runs,
         warm_up=WARM,
@@ -130,32 +130,26 @@ def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
     target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, device=gpu)
     large = torch.empty(rows.data[0].shape, dtype=torch.uint8, pin_memory=cuda)
     landing = torch.empty(large.shape, dtype=torch.uint8, device=gpu)
-    streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(max(STREAMS))]
-
-    def on(stream: Any) -> Any:
-        return torch.cuda.stream(stream) if cuda else nullcontext()
-
-    def finish() -> None:
-        if cuda:
-            torch.cuda.synchronize(gpu)
+    card = torch.get_device_module(gpu)
+    streams: list[Any] = [card.Stream(gpu) for _ in range(max(STREAMS))]
 
     def at_once(_turn: int) -> int:
         landing.copy_(large, non_blocking=True)
-        finish()
+        card.synchronize(gpu)
         return large.nbytes
 
     def from_torch(turn: int) -> int:
         target.copy_(rows.data[turn % experts].index_select(0, chosen))
-        finish()
+        card.synchronize(gpu)
         return target.nbytes
 
     def in_chunks(turn: int, chunk: int, count: int) -> int:
         parts = zip(chosen.split(chunk), buffer.split(chunk), target.split(chunk), strict=True)
         for index, (wanted, packed, place) in enumerate(parts):
             kernels.gather_rows(rows, turn % experts, wanted, packed)
-            with on(streams[index % count]):
+            with card.stream(streams[index % count]):
                 place.copy_(packed, non_blocking=True)
-        finish()
+        card.synchronize(gpu)
         return target.nbytes
 
     figures = [Figure(LINK, at_once), Figure(NAIVE, from_torch, LINK)]
@@ -174,19 +168,17 @@ def in_place(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
     """The GPU's kernels read pinned rows in place, chunk after chunk; measured in the same rounds as `copying`."""
     experts, neurons, nbytes = rows.data.shape
     chosen = chosen_of(neurons)
-    cuda = gpu != "cpu"
     target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, device=gpu)
-    wanted = chosen.to(gpu)
-    streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(IN_PLACE_STREAMS)]
+    wanted, card = chosen.to(gpu), torch.get_device_module(gpu)
+    streams: list[Any] = [card.Stream(gpu) for _ in range(IN_PLACE_STREAMS)]
     # Without argument checks, which would wait for the GPU to read values.
     gather = kernels.choose(gpu).gather_rows
 
     def read(turn: int, chunk: int) -> int:
         for index, (those, place) in enumerate(zip(wanted.split(chunk), target.split(chunk), strict=True)):
-            with torch.cuda.stream(streams[index % len(streams)]) if cuda else nullcontext():
+            with card.stream(streams[index % len(streams)]):
                 gather(rows, turn % experts, those, place)
-        if cuda:
-            torch.cuda.synchronize(gpu)
+        card.synchronize(gpu)
         return target.nbytes
 
     return [

@@ -108,6 +108,29 @@ def pinned(size: Sequence[int], **how: Any) -> Tensor:
         return torch.empty(size, **how)
 
 
+def register(device: torch.device, start: int, nbytes: int, flags: int) -> str:
+    """Pin pages of RAM for a GPU; what the driver said to it, or ""."""
+    cudart: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        error = cudart.cudaHostRegister(start, nbytes, flags)
+    if not int(error):
+        return ""
+    with contextlib.suppress(RuntimeError):  # CUDA reports it again at the next check after a launch: this one
+        torch.ones(1, device=device)
+        torch.cuda.synchronize(device)
+    return str(cudart.cudaGetErrorString(error))
+
+
+def unregister(device: torch.device, starts: Sequence[int]) -> None:
+    """Unpin pages of RAM, once a GPU has finished all its work."""
+    with contextlib.suppress(RuntimeError):  # a failed device no longer reads
+        torch.cuda.synchronize(device)
+    cudart: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for start in starts:
+            cudart.cudaHostUnregister(start)
+
+
 def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...], str]:
     """All devices that the driver knows, and why there are none or some are missing.
 

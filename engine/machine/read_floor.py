@@ -38,13 +38,13 @@ def reader(device: str) -> Callable[[], tuple[float, int]] | None:
 
 def _copier(device: str) -> Callable[[], tuple[float, int]]:
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    target, card = torch.empty_like(source), torch.get_device_module(device)
 
     def copy() -> tuple[float, int]:
-        torch.cuda.synchronize()
+        card.synchronize(device)
         start = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize()
+        card.synchronize(device)
         return time.perf_counter() - start, 2 * source.nbytes
 
     return copy

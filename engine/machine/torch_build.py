@@ -48,9 +48,8 @@ def remedy(library: ModuleType | Any | None = None) -> str:
     """
     if platform.system() == "Darwin" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
-    if not maker.without() and torch.cuda.is_available():
-        there = range(torch.cuda.device_count())
-        able = maker.is_amd() or any(torch.cuda.get_device_capability(at) >= TRITON_FROM for at in there)
+    if found := gpus.of_torch()[0]:
+        able = maker.is_amd() or any(_numbers(gpu.capability) >= TRITON_FROM for gpu in found)
         return _of_triton() if able else ""
     known, _ = gpus.of_driver(library)
     able = [gpu for gpu in known if not gpu.capability or _numbers(gpu.capability) >= TRITON_FROM]

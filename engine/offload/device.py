@@ -178,10 +178,10 @@ class Device:
         if self.place == "cpu":
             return Brought(lambda: (up, None))
         if self._side is None:
-            self._side = torch.cuda.Stream(self.place)
+            self._side = self._card.Stream(self.place)
 
         def sent() -> tuple[SignalWeights, Mark]:
-            with torch.inference_mode(), torch.cuda.stream(self._side):
+            with torch.inference_mode(), self._card.stream(self._side):
                 return up.mapped(self._to_device), self.mark()
 
         return Brought(self._bringing.submit(sent).result)
@@ -190,7 +190,7 @@ class Device:
         """The up projections: what computes next waits for them."""
         up, ready = brought.there()
         if ready is not None:
-            stream = torch.cuda.current_stream(self.place)
+            stream = self._card.current_stream(self.place)
             stream.wait_event(ready)
             for part in up.parts().values():
                 part.record_stream(stream)
@@ -200,8 +200,8 @@ class Device:
         """This point in the device's work, for `reached`."""
         if self.place == "cpu":
             return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.place))
+        event = self._card.Event()
+        event.record(self._card.current_stream(self.place))
         return event
 
     def reached(self, mark: Mark) -> None:
@@ -266,8 +266,7 @@ class Device:
 
     def finish(self) -> None:
         """The host waits until the device has finished all its work."""
-        if self.place != "cpu":
-            torch.cuda.synchronize(self.place)
+        self._card.synchronize(self.place)
 
     def wait(self, transfer: Transfer) -> float:
         """Wait until the rows are there for the next computation; returns the seconds waited."""
@@ -280,6 +279,13 @@ class Device:
         self._bringing.shutdown()
         if self._kept is not None:
             self.rates.save(self._kept)
+
+    @property
+    def _card(self) -> Any:
+        """Torch's module of devices of this kind. `torch.Event`, and waits of `torch.accelerator`, would make a context
+        on torch's current card too.
+        """
+        return torch.get_device_module(self.place)
 
     def _to_device(self, packed: Tensor) -> Tensor:
         return packed.pin_memory().to(self.place, non_blocking=True)

@@ -70,7 +70,7 @@ class DeviceMemory:
         self._bytes = self._new(0)
         self.rows = self._bytes.view(0, self.row_bytes)
         if self.rows.is_cuda:
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
 
     def renew(self, capacity: int) -> None:
         """Make room for this many rows, returning all old memory first; the lent part survives, rows do not."""

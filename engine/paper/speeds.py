@@ -15,6 +15,7 @@ from ..bench import transfer
 from ..bench.kernels.gpu_expert import SPARSITIES, Expert, Stopwatch, make_expert, one_call
 from ..bench.measure import Figure, measure
 from ..bench.synthetic import need_memory, shapes_of
+from ..machine import gpus
 from ..machine.conditions import cpu
 from ..machine.load import BUSY, Others
 from ..machine.random_weights import Shapes
@@ -78,7 +79,8 @@ def _step(expert: Expert, sparsity: float, device: str) -> Callable[[int], objec
 def floe_t1(study: Study) -> Made:
     """One expert at a published model's width, in 16 bits as in the paper and in the pack's bits."""
     wide, timer = shapes(study), _Timer()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    there = gpus.of_torch()[0]
+    device = "cuda" if there else "cpu"
     widths = study.loaded.packed.manifest.widths
     rows: dict[str, Cells] = {}
     for up, other in ((16, 16), (widths.up, max(widths.gate, widths.down))):
@@ -93,7 +95,7 @@ def floe_t1(study: Study) -> Made:
         else:
             found = timer.seconds(works)
         rows[f"here, up {up} bits, rows {other}"] = tuple(1e3 * seconds for seconds in found.values())
-    where = torch.cuda.get_device_name() if device == "cuda" else cpu()
+    where = there[0].name if there else cpu()
     grid = Grid("ms of one expert", tuple(f"{sparsity:.0%}" for sparsity in SPARSITIES), rows)
     speedup = {name: tuple((row[0] or 0.0) / (cell or 1.0) for cell in row) for name, row in rows.items()}
     gains = Grid("times as fast as with nothing left out", grid.columns, speedup)
@@ -108,9 +110,9 @@ def floe_f7(study: Study) -> Made:
     rows = transfer.rows_of(wide, 16, experts)
     moved = transfer.chosen_of(wide.neurons).numel()
     chunks = [*(chunk for chunk in transfer.CHUNKS if chunk < moved), moved]
-    gpu = "cuda" if torch.cuda.is_available() else None
+    there = gpus.of_torch()[0]
     study.told.step("Moving rows")
-    figures = transfer.copying(rows, chunks, gpu) if gpu else transfer.packing(rows, chunks)
+    figures = transfer.copying(rows, chunks, "cuda") if there else transfer.packing(rows, chunks)
     found = measure(figures, warm=_WARM, runs=_RUNS)
     cells: dict[str, Cells] = {
         row.name: (row.ms, row.gb_s, None if row.of_floor is None else 100 * row.of_floor, row.speedup)
@@ -118,7 +120,7 @@ def floe_f7(study: Study) -> Made:
         if row.floor
     }
     grid = Grid("", ("ms", "GB/s", "% of the floor", "times torch's own"), cells)
-    way = f"to {torch.cuda.get_device_name()}" if gpu else f"packing alone on {cpu()}, since there is no CUDA device"
+    way = f"to {there[0].name}" if there else f"packing alone on {cpu()}, since there is no CUDA device"
     return Made(f"random rows of {_wide(study)}'s width, {way}", (grid,), notes=timer.notes())
 
 

@@ -99,7 +99,7 @@ class Group:
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else an operation that fails ends the process
             self._card = own
             if own is not None:
-                torch.cuda.set_device(own)
+                torch.accelerator.set_device_index(own)
             self.everyone = self.line(range(self.size))
 
     def tell(self, message: Message) -> None:

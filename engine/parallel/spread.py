@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from ...models.errors import FloeError, UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ..events import SpreadBy
+from ..machine import gpus
 from ..planning.device_choice import DeviceChoice
 from .divided import Divided
 from .group import Group
@@ -64,8 +64,8 @@ class Spread:
             raise UsageError(
                 f"Several processes cannot compute on {device}", "It is a test device.", "Use --device cpu or cuda."
             )
-        if device in ("auto", "cuda") and torch.cuda.is_available():
-            return f"cuda:{self.group.place.local % torch.cuda.device_count()}"
+        if device in ("auto", "cuda") and (there := gpus.of_torch()[0]):
+            return f"cuda:{self.group.place.local % len(there)}"
         return device
 
     def check(self, choices: Sequence[DeviceChoice]) -> None:

@@ -92,9 +92,10 @@ class DeviceChoice:
         Called before anything is put on the GPU. Without it the limit would apply only to the pool.
         """
         if self.cap is not None:
-            there = self.cap + torch.cuda.memory_allocated(self.place)
-            share = min(1.0, there / torch.cuda.mem_get_info(self.place)[1])
-            torch.cuda.set_per_process_memory_fraction(share, self.place)
+            card = torch.get_device_module(self.place)
+            there = self.cap + card.memory_allocated(self.place)
+            share = min(1.0, there / card.mem_get_info(self.place)[1])
+            card.set_per_process_memory_fraction(share, self.place)
 
 
 def choose(

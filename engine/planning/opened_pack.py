@@ -85,7 +85,7 @@ class UsableGpu:
         index = int(place.partition(":")[2] or 0)
         there = machine.here(found, rates.Measured.load(rates.kept_file()), index)
         known = next((gpu.vram_free for gpu in found.gpus if gpu.index == index), None)
-        if used or known is None or torch.cuda.memory_reserved(place):
+        if used or known is None or torch.get_device_module(place).memory_reserved(place):
             return cls(place, gpus.free(place), there)
         return cls(place, max(0, known - CUDA_CONTEXT), there)
 

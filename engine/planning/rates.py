@@ -283,7 +283,7 @@ def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]
     yield STATES, lambda: {STATES: best_rate(state_work())}
     shapes = Shapes(MIXTRAL.hidden, _BATCH_NEURONS)
     yield "prompt 4 bit", lambda: {"prompt 4 bit": batch_rate(shapes, 4)}
-    if torch.cuda.is_available():
+    if gpus.of_torch()[0]:
         place = "cuda:0"
         yield PINNED, lambda: {PINNED: link_rate(place, pinned=True)}
         yield PAGEABLE, lambda: {PAGEABLE: link_rate(place, pinned=False)}
@@ -367,5 +367,4 @@ def _x_bits() -> int:
 
 
 def _finish(place: str) -> None:
-    if place != "cpu":
-        torch.cuda.synchronize(place)
+    torch.get_device_module(place).synchronize(place)

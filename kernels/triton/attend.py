@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import maker
 from ..activation import FUNCTIONS
 from ..entries import CODES
 from ..mixers.grouped import Heads, KeptTokens
@@ -179,5 +180,5 @@ def splits_of(device: torch.device, programs: int) -> int:
     """Into how many splits positions are cut, of so many programs each: a power of two. Fixed, since it is part of a
     captured launch.
     """
-    wanted = PROGRAMS_PER_PROCESSOR * launch.processors(device)
+    wanted = PROGRAMS_PER_PROCESSOR * maker.processors(device)
     return min(MOST_SPLITS, triton.next_power_of_2(-(-wanted // programs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -44,19 +43,12 @@ def block_of(words: int, widest: int = WORDS) -> int:
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    # Under the interpreter any number will do; a small one keeps it quick.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@cache
 def cores(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton multiplies numbers of 16 bits by tensor cores: from compute capability 8.0 on. Its interpreter
     knows no such product of bfloat16, and on AMD's cards it lacks registers for ours.
     """
     if device.type == "cuda":
-        return not maker.is_amd() and dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+        return dtype.itemsize == 2 and maker.reaches(device, (8, 0))
     return dtype == torch.float16 or (dtype == torch.bfloat16 and not knobs.runtime.interpret)
 
 
@@ -74,12 +66,12 @@ def least(device: torch.device, rule: Rule) -> Tensor:
 
 def slices_of(device: torch.device, programs: int) -> int:
     """Into how many slices the neurons of a call are cut when each slice takes `programs` programs: a power of two."""
-    return min(MAX_SLICES, triton.next_power_of_2(-(-WAVES * processors(device) // max(1, programs))))
+    return min(MAX_SLICES, triton.next_power_of_2(-(-WAVES * maker.processors(device) // max(1, programs))))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launches go to this device and its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def spread(

@@ -58,4 +58,4 @@ class FakeCuda:
 
     def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
         assert error == 1
-        return self.refused
+        return self.refused or "not supported"

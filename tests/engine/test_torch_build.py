@@ -7,12 +7,14 @@ import platform
 import shutil
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.machine import hardware, torch_build
+from floe_chat.engine.machine.gpus import Gpu
 
 from .fake_nvml import device, library
 
@@ -131,9 +133,9 @@ def test_what_triton_compiles_with_is_named_with_the_command_that_brings_it(
 ) -> None:
     """A fresh system has a driver, and neither a compiler nor Python's headers: the first prompt failed there."""
     a_torch(monkeypatch, "2.13.0+cu130", "13.0", works=True)
-    capability, there, schemes = [(8, 6)], {"gcc": "/usr/bin/gcc"}, sysconfig.get_scheme_names()
-    monkeypatch.setattr(torch.cuda, "device_count", capability.__len__)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.__getitem__)
+    cards, there = [Gpu("Test card", "8.6", 12 << 30, None, 0)], {"gcc": "/usr/bin/gcc"}
+    schemes = sysconfig.get_scheme_names()
+    monkeypatch.setattr(torch_build.gpus, "of_torch", lambda: (tuple(cards), ""))
     monkeypatch.setattr(shutil, "which", there.get)
     monkeypatch.setattr(sysconfig, "get_paths", {key: {"include": str(tmp_path)} for key in schemes}.get)
     monkeypatch.delenv("CC", raising=False)
@@ -154,7 +156,7 @@ def test_what_triton_compiles_with_is_named_with_the_command_that_brings_it(
     assert torch_build.remedy(a_card()) == ""
     monkeypatch.setattr(importlib.util, "find_spec", {"pip": "pip"}.get)
     assert command(torch_build.remedy(a_card())).endswith("-m pip install triton-windows")
-    capability[0] = (7, 0)
+    cards[0] = replace(cards[0], capability="7.0")
     assert torch_build.remedy(a_card()) == ""  # it would not run there
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -295,12 +295,6 @@ def test_what_a_layer_left_uncounted_is_read_with_what_the_next_one_waits_for(
     def started(packed: Tensor) -> Tensor:
         return packed.as_subclass(Tensor).clone()
 
-    def recorded(_stream: object) -> None:
-        pass
-
-    event = SimpleNamespace(record=recorded, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", str)
     monkeypatch.setattr("floe_chat.engine.host_copies._started", started)
     with offloaded(loaded, PLAIN, 0.5, predict=False), torch.inference_mode():
         loaded.telemetry.count(count, torch.tensor([3, 4]).as_subclass(Elsewhere))
@@ -335,8 +329,9 @@ def test_tensors_of_two_devices_are_on_the_host_once_both_are_that_far(monkeypat
     def started(packed: Tensor) -> Tensor:
         return packed.as_subclass(Tensor).clone()
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    for module in (torch.cpu, torch.cuda):
+        monkeypatch.setattr(module, "Event", Event)
+        monkeypatch.setattr(module, "current_stream", str)
     monkeypatch.setattr("floe_chat.engine.host_copies._started", started)
     given = torch.tensor([1.5]).as_subclass(Elsewhere), torch.tensor([7]).as_subclass(OnSecond), torch.tensor([2])
     copy = host_copies.to_host(given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from ....kernels import operations as kernels
 from ....kernels import reference
 from ....kernels.weights import ExpertRows
 from ....models.errors import FloeError
+from ...decoder import graphs
 from ...machine import gpus
 from ...machine.random_weights import MIXTRAL, Shapes
 from ...planning.rates import UNREACHED
@@ -58,17 +60,11 @@ class _Bench:
         seconds = self.watch.seconds(lambda run: work(run % self.shapes.experts), runs, warm_up)
         return Timed(name, seconds, [nbytes] * len(seconds), self.copy.name, _DENSE if peer else None)
 
-    def replayed(self, work: Callable[[int], object]) -> Callable[[int], object]:
+    def replayed(self, work: Callable[[int], Any]) -> Callable[[int], object]:
         """`work` of every expert as a CUDA graph."""
-        graphs: list[torch.cuda.CUDAGraph] = []
-        work(0)  # compiles first, which is impossible during a capture
-        torch.cuda.synchronize()
-        for expert in range(self.shapes.experts):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work(expert)
-            graphs.append(graph)
-        return lambda expert: graphs[expert].replay()
+        place = torch.device(self.device)
+        made = [graphs.capture(lambda at=at: (work(at),), place) for at in range(self.shapes.experts)]
+        return lambda expert: made[expert].replay()
 
 
 def run(
@@ -104,11 +100,11 @@ def run(
             sections.append(_zero_copy(bench, expert))
         del expert
         if device == "cuda":
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
     facts: dict[str, str | int] = {
         "kernels": backend.name,
         "reason": backend.reason,
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else device,
+        "gpu": gpus.of_torch()[0][0].name if device == "cuda" else device,
         "sizes": shapes.describe(),
         "values": str(dtype).removeprefix("torch."),
         "runs": RUNS,

@@ -38,7 +38,7 @@ class Stopwatch:
 
     def seconds(self, work: Callable[[int], object], runs: int = RUNS, warm_up: int = WARM_UP) -> list[float]:
         """Seconds of each of the `runs` calls work(0), work(1), ..."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
+        events = [[torch.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for run in range(-warm_up, runs):
             self._flush.zero_()
             if run >= 0:
@@ -46,7 +46,7 @@ class Stopwatch:
             work(run + warm_up)
             if run >= 0:
                 events[run][1].record()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 

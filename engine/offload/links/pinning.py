@@ -6,17 +6,15 @@ driver fetches all of them, keeps them in RAM as this process's own, and gives t
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....kernels import operations as kernels
-from ...machine import hardware
+from ...machine import gpus, hardware
 
 SHARE = 0.75  # share of free RAM that may be pinned: nothing else can use it while the model is loaded
 # cudaHostRegisterPortable: every device may read it. ...ReadOnly: none writes, or the driver would give this process a
@@ -60,26 +58,16 @@ class Pinned:
 
     def _register(self, start: int, nbytes: int) -> str:
         """Pin some pages; what the driver said to it, or ""."""
-        cudart: Any = torch.cuda.cudart()
-        while True:
-            with torch.cuda.device(self._device):
-                error = cudart.cudaHostRegister(start, nbytes, self._flags)
-            if not int(error):
-                return ""
-            _forget_error(self._device)
+        while refused := gpus.register(self._device, start, nbytes, self._flags):
             if self._flags == _PORTABLE:
-                return str(cudart.cudaGetErrorString(error))
+                break
             self._flags = _PORTABLE
+        return refused
 
     def release(self) -> None:
         """Unpin the pages, once the device has finished all its work; a second call does nothing."""
         if self._starts:
-            with contextlib.suppress(RuntimeError):  # a failed device no longer reads
-                torch.cuda.synchronize(self._device)
-            cudart: Any = torch.cuda.cudart()
-            for start in self._starts:
-                with torch.cuda.device(self._device):
-                    cudart.cudaHostUnregister(start)
+            gpus.unregister(self._device, self._starts)
             self._starts.clear()
         self._tensors.clear()
 
@@ -117,10 +105,3 @@ def why_not(place: str, nbytes: int) -> str:
             f"{nbytes / 2**30:.1f} GB of rows would have to be pinned, and {room / 2**30:.1f} GB of RAM may be{limit}"
         )
     return ""
-
-
-def _forget_error(device: torch.device) -> None:
-    """CUDA reports an error a second time, at the next check after a launch; this is that check."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
-        torch.cuda.synchronize(device)
