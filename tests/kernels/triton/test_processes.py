@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from floe_chat.engine.offload.cards import GROUPED_LAUNCHES, LAUNCHES
+from floe_chat.engine.offload.cards import GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.kernels.triton import launch
 
@@ -118,6 +118,7 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
 
     found = compiling.launched("3/4/4-bfloat16-many-step")
     assert len(found) == GROUPED_LAUNCHES
+    assert len(compiling.launched("3/4/4-bfloat16-many-alone-step")) == STREAMED_LAUNCHES
     assert not [name for name in found if name.removeprefix("aten::").startswith(REFUSED)]
     monkeypatch.setattr(compiling, "EXPERTS", 128)
     assert compiling.launched("3/4/4-bfloat16-many-step") == found
