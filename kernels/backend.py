@@ -39,6 +39,7 @@ class Backend:
         linear_joined: `linear` with what is before and behind it, in its own launches. None if there is no such thing.
         experts_swiglu: `moe_step` for many tokens, where that is faster than `expert_swiglu` of each. None if not
             available. grouped: whether it serves any number of calls for each expert, and the host waits for nothing.
+        expert_at_once: `expert_swiglu` of an only expert, uncounted, without a wait. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
             of `route`, `plain`, `attend_one`, `latent_one`, `delta_one`, `convolve_one`, `round_matrix` and of the
             operations of `listed.py` are always checked there.
@@ -71,6 +72,7 @@ class Backend:
     experts_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     linear_joined: Callable[..., Tensor] | None = None
     experts_swiglu: Callable[..., tuple[Tensor, Tensor]] | None = None
+    expert_at_once: Callable[..., Tensor] | None = None
     grouped: bool = False
     up_list: Callable[[Tensor, SignalWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     matrix_type: torch.dtype = torch.float32
@@ -161,6 +163,7 @@ def _cuda(index: int) -> Backend:
         experts_step=triton.experts_step,
         expert_swiglu=triton.expert_swiglu,
         experts_swiglu=triton.experts_swiglu if grouped else None,
+        expert_at_once=triton.expert_at_once if grouped else None,
         grouped=grouped,
         linear=triton.linear,
         plain=triton.plain,

@@ -40,6 +40,7 @@ FIND_LAUNCHES = LAUNCHES["list_active"] + 4  # in a pool, behind these: threshol
 SUM_LAUNCHES = LAUNCHES["add_listed"] + 1  # in a graph of their own, with what the host has listed
 DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
 GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
+STREAMED_LAUNCHES, ADD_LAUNCHES = 2, 3  # of one expert that streams; its tokens gathered, weighted and added
 SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
 SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors

@@ -214,10 +214,8 @@ class Device:
     ) -> Tensor:
         """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
         backend = kernels.choose(x.device)
-        if backend.grouped and (at_once := backend.experts_swiglu) is not None:  # nobody waits for its counts
-            each = torch.arange(len(x), device=x.device)
-            calls = Calls(each, torch.zeros_like(each), torch.ones_like(thresholds))
-            return at_once(x, up, rows, calls, thresholds, products, x_bits)[0]
+        if backend.expert_at_once is not None:
+            return backend.expert_at_once(x, up, rows, thresholds, products, x_bits)
         return self._one(x, up, rows, 0, (thresholds, products), x_bits)[0]
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:

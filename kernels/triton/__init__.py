@@ -18,7 +18,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one, latent_one
-from .dense import expert_swiglu, experts_swiglu, linear, linear_joined, plain
+from .dense import expert_at_once, expert_swiglu, experts_swiglu, linear, linear_joined, plain
 from .listed import add_listed, list_active
 from .operations import (
     experts_step,
@@ -39,6 +39,7 @@ __all__ = [
     "attend_one",
     "convolve_one",
     "delta_one",
+    "expert_at_once",
     "expert_swiglu",
     "experts_step",
     "experts_swiglu",

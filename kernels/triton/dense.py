@@ -7,6 +7,9 @@ tensors stay below `SCRATCH` bytes, so prefill fits where decoding fits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -98,16 +101,8 @@ def experts_swiglu(
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    device, (tokens, hidden), (experts, neurons) = x.device, x.shape, rows.data.shape[:2]
-    launch.check_device(device)
-    launch.check_weights(device, "signal.q", signal.q)
-    launch.check_weights(device, "rows", rows.data)
-    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
-    launch.check_reachable(device, "signal.scale", scale)
-    launch.check_reachable(device, "signal.zero", zero)
-    vector = signal_vector(signal.layout, signal.q, scale, zero)
-    other, down = record_vectors(rows.layout, rows.data)
-    count, cores, x = calls.experts.numel(), launch.cores(device, x.dtype), x.contiguous()
+    device, (tokens, hidden), experts = x.device, x.shape, len(rows.data)
+    count = calls.experts.numel()
     counts = torch.zeros(count, 2, dtype=torch.int64, device=device)
     if not count:
         return torch.zeros_like(x), counts
@@ -117,35 +112,102 @@ def experts_swiglu(
     order, starts = _sorted(calls.experts, left_out, numbers[: experts + 1])
     own, ends = _sorted(calls.tokens, left_out, numbers[: tokens + 1])
     places = torch.full((count,), -1, dtype=torch.int32, device=device)
+    parts = torch.empty(slice_of(x, count, rows.data.shape[1]), hidden, dtype=x.dtype, device=device)
+    columns = launch.block_of(hidden, 1024)
+    tables = _Tables(calls.tokens, calls.weights, order, starts, places, counts)
+    for first, end in _slices(x, signal, rows, tables, thresholds, down_thresholds, parts):
+        with launch.on(device):
+            grouped_sum_kernel[(tokens, triton.cdiv(hidden, columns))](
+                parts, own, ends, places, y, first, end, hidden, columns
+            )  # fmt: skip
+    return y.to(x.dtype), counts
+
+
+def expert_at_once(
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+    x_bits: int = 22,
+) -> Tensor:
+    """`expert_swiglu` of the only expert of `signal` and `rows`, not counted: y (B, H). x keeps all its bits.
+
+    Two launches for each slice of tokens within `SCRATCH`, and the host waits for none.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for _ in _slices(x, signal, rows, None, thresholds, down_thresholds, y):
+        pass
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Calls as the grouped kernels read them, see there."""
+
+    tokens: Tensor
+    weights: Tensor
+    order: Tensor
+    starts: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+def _slices(
+    x: Tensor,
+    signal: SignalWeights,
+    rows: ExpertRows,
+    tables: _Tables | None,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None,
+    parts: Tensor,
+) -> Iterator[tuple[int, int]]:
+    """Compute parts, slice by slice of the sorted calls: the first and the end of each. Without tables there is one
+    expert, call i is of token i, and parts (B, H) takes all slices.
+    """
+    device, hidden, (experts, neurons) = x.device, x.shape[1], rows.data.shape[:2]
+    launch.check_device(device)
+    launch.check_weights(device, "signal.q", signal.q)
+    launch.check_weights(device, "rows", rows.data)
+    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
+    launch.check_reachable(device, "signal.scale", scale)
+    launch.check_reachable(device, "signal.zero", zero)
+    vector = signal_vector(signal.layout, signal.q, scale, zero)
+    other, down = record_vectors(rows.layout, rows.data)
+    count, cores, x, alone = thresholds.numel(), launch.cores(device, x.dtype), x.contiguous(), tables is None
+    if tables is None:
+        starts = launch.every(device)
+        tables = _Tables(starts, x, starts, starts, starts, starts)
     roomy = cores and vector.fast and other.fast and down.fast
     most, wide = (MOST_CALLS, WIDE) if roomy else (FEWEST_CALLS, WIDE // 2)
     block = max(FEWEST_CALLS, min(most, triton.next_power_of_2(count // experts)))
     size = slice_of(x, count, neurons)
     h = torch.empty(size, neurons, dtype=x.dtype, device=device)
-    parts = torch.empty(size, hidden, dtype=x.dtype, device=device)
     biases = x if signal.bias is None else signal.bias.contiguous()
     functions = FUNCTIONS.index(signal.layout.function), FUNCTIONS.index(rows.layout.function)
-    shape = experts, neurons, block, triton.next_power_of_2(experts), wide
-    magic, columns = launch.magic(device), launch.block_of(hidden, 1024)
-    for first in range(0, count, size):
+    shape = experts, neurons, block, max(2, triton.next_power_of_2(experts)), wide, alone
+    magic = launch.magic(device)
+    for first in range(0, count, max(1, size)):
         end = min(count, first + size)
         tiles = (end - first) // block + min(experts, end - first)
         with launch.on(device):
             grouped_product_kernel[(tiles, triton.cdiv(neurons, wide))](
-                *(x, calls.tokens, order, starts, signal.q, scale.view(torch.uint8), zero.view(torch.uint8), biases),
-                *(rows.data, magic, thresholds, thresholds if down_thresholds is None else down_thresholds, places),
-                *(h, counts, first, end, vector, other, *functions, signal.bias is not None, rows.layout.bias_at),
+                *(x, tables.tokens, tables.order, tables.starts, signal.q, scale.view(torch.uint8)),
+                *(zero.view(torch.uint8), biases, rows.data, magic, thresholds),
+                *(thresholds if down_thresholds is None else down_thresholds, tables.places, h, tables.counts),
+                *(first, end, vector, other, *functions, signal.bias is not None, rows.layout.bias_at),
                 *(down_thresholds is not None, cores, *shape),
                 num_stages=1,
             )
             grouped_down_kernel[(tiles, triton.cdiv(hidden, CHUNK))](
-                *(h, order, starts, rows.data, magic, calls.weights, parts, first, end, down, cores, *shape),
+                *(h, tables.order, tables.starts, rows.data, magic, tables.weights),
+                *(parts[first:end] if alone else parts, first, end, down, cores, *shape),
                 num_stages=1,
             )
-            grouped_sum_kernel[(tokens, triton.cdiv(hidden, columns))](
-                parts, own, ends, places, y, first, end, hidden, columns
-            )  # fmt: skip
-    return y.to(x.dtype), counts
+        yield first, end
 
 
 def _sorted(keys: Tensor, left_out: Tensor, each: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,19 +51,25 @@ def grouped_product_kernel(
     V: tl.constexpr, W: tl.constexpr, FUNCTION: tl.constexpr, OTHER_FUNCTION: tl.constexpr,
     BIASED: tl.constexpr, BIAS_AT: tl.constexpr, SECOND: tl.constexpr, CORES: tl.constexpr,
     EXPERTS: tl.constexpr, NEURONS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """h (end - first, NEURONS) of sorted calls: the products of both projections, 0 where a threshold is not reached.
 
     `order` says which calls the sorted ones are; places (P,) and counts (P, 2) are of the calls in their own order:
     where each is among the sorted ones, and its neurons, added to what is there. V, W: vectors of the signal and of the
-    other projection; BIAS_AT: bytes from a record's start to the bias of the latter.
+    other projection; BIAS_AT: bytes from a record's start to the bias of the latter. ALONE: one expert, whose call i is
+    of token i; then tokens, order, places and counts are not used.
     """
     expert, call, live = tile_of(starts, first, end, EXPERTS, TOKENS, LANES)
     if expert < EXPERTS:
-        place = tl.load(order + call, mask=live, other=0)
-        if tl.program_id(1) == 0:
-            tl.store(places + place, call, mask=live)
-        token = tl.load(tokens + place, mask=live, other=0)
+        if ALONE:
+            place = call.to(tl.int64)
+            token = place
+        else:
+            place = tl.load(order + call, mask=live, other=0)
+            if tl.program_id(1) == 0:
+                tl.store(places + place, call, mask=live)
+            token = tl.load(tokens + place, mask=live, other=0)
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         there = n < NEURONS
         row = expert * NEURONS + tl.minimum(n, NEURONS - 1)
@@ -88,20 +94,20 @@ def grouped_product_kernel(
             kept = active & ((tl.abs(both) < second) == 0)
         both = tl.where(kept, both, 0.0).to(h.dtype.element_ty)
         tl.store(h + (call - first)[:, None] * NEURONS + n[None, :], both, mask=real)
-        tl.atomic_add(counts + 2 * place, tl.sum(active.to(tl.int32), 1).to(tl.int64), mask=live)
-        tl.atomic_add(counts + 2 * place + 1, tl.sum(kept.to(tl.int32), 1).to(tl.int64), mask=live)
+        if not ALONE:
+            tl.atomic_add(counts + 2 * place, tl.sum(active.to(tl.int32), 1).to(tl.int64), mask=live)
+            tl.atomic_add(counts + 2 * place + 1, tl.sum(kept.to(tl.int32), 1).to(tl.int64), mask=live)
 
 
 @device_code("first", "end")
 def grouped_down_kernel(
     h, order, starts, rows, magic, weights, parts, first, end,
     D: tl.constexpr, CORES: tl.constexpr, EXPERTS: tl.constexpr, NEURONS: tl.constexpr,
-    TOKENS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """parts (end - first, H) of sorted calls: h times down, weighted."""
+    """parts (end - first, H) of sorted calls: h times down, weighted unless ALONE."""
     expert, call, live = tile_of(starts, first, end, EXPERTS, TOKENS, LANES)
     if expert < EXPERTS:
-        place = tl.load(order + call, mask=live, other=0)
         start = tl.program_id(1) * DEEP
         column = start + tl.arange(0, DEEP)
         own = h + (call - first)[:, None] * NEURONS
@@ -112,7 +118,9 @@ def grouped_down_kernel(
             part = tl.load(own + n[None, :], mask=live[:, None] & there[None, :], other=0.0)
             row = expert * NEURONS + tl.minimum(n, NEURONS - 1)
             y += times(part, load_tile(rows, rows, rows, row, start, magic, D), CORES)
-        y *= tl.load(weights + place, mask=live, other=0.0).to(tl.float32)[:, None]
+        if not ALONE:
+            place = tl.load(order + call, mask=live, other=0)
+            y *= tl.load(weights + place, mask=live, other=0.0).to(tl.float32)[:, None]
         at = (call - first)[:, None] * D.n + column[None, :]
         tl.store(parts + at, y.to(parts.dtype.element_ty), mask=live[:, None] & (column < D.n)[None, :])
 

@@ -59,6 +59,12 @@ def magic(device: torch.device) -> Tensor:
 
 
 @cache
+def every(device: torch.device) -> Tensor:
+    """Where the sorted calls of an only expert begin and end, however many there are, in device memory."""
+    return torch.tensor([0, 2**31 - 1], dtype=torch.int32, device=device)
+
+
+@cache
 def least(device: torch.device, rule: Rule) -> Tensor:
     """The weights, relative to their mean, below which each part of an expert is left out, in device memory."""
     return torch.tensor(rule.least(), dtype=torch.float64, device=device)

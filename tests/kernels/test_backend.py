@@ -82,7 +82,8 @@ def test_each_gpu_gets_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [one.name for one in chosen] == ["triton", "triton", "reference", "triton", "triton"]
     assert [one.device for one in chosen] == ["cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert [one.experts_swiglu is not None for one in chosen] == [one.grouped for one in chosen]
+    for at_once in ([one.experts_swiglu for one in chosen], [one.expert_at_once for one in chosen]):
+        assert [one is not None for one in at_once] == [one.grouped for one in chosen]
     assert [one.grouped for one in chosen] == [True, True, False, True, False]
     assert "7.5 or newer" in chosen[2].reason and "7.0" in chosen[2].reason
     for absent in ("cuda:4", "cuda:-1", "cuda:x"):

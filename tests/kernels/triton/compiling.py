@@ -176,6 +176,10 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         many = Calls(torch.arange(count) // 2, torch.arange(count) % EXPERTS, torch.zeros(count, dtype=dtype))
         tokens, every = torch.empty(count // 2, hidden, dtype=dtype), torch.zeros(count)
         with Launches(launches) if "step" in options else nullcontext():
+            if "alone" in options:
+                one = stored.one(0), ExpertRows(layout, rows.data[:1])
+                kernels.expert_at_once(tokens, *one, every[: len(tokens)])
+                return
             kernels.experts_swiglu(tokens, stored, rows, many, every, every)
         return
     if "step" in options:

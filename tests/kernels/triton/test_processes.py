@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from floe_chat.engine.offload.cards import GROUPED_LAUNCHES, LAUNCHES
+from floe_chat.engine.offload.cards import GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.kernels.triton import launch
 
@@ -118,6 +118,7 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
 
     found = compiling.launched("3/4/4-bfloat16-many-step")
     assert len(found) == GROUPED_LAUNCHES
+    assert len(compiling.launched("3/4/4-bfloat16-many-alone-step")) == STREAMED_LAUNCHES
     assert not [name for name in found if name.removeprefix("aten::").startswith(REFUSED)]
     monkeypatch.setattr(compiling, "EXPERTS", 128)
     assert compiling.launched("3/4/4-bfloat16-many-step") == found
@@ -146,6 +147,7 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
         pytest.param("2/4/3-bfloat16-general", "86", id="general path", marks=pytest.mark.thorough),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("3/4/4-bfloat16-many", "86", id="a prompt's experts"),
+        pytest.param("3/4/4-bfloat16-alone-many", "80 86 89 90 120", id="one expert's", marks=pytest.mark.thorough),
         pytest.param("2/4/3-float16-many", "80 89 90 100 120", id="a prompt's, others", marks=pytest.mark.thorough),
         pytest.param("4/8/16-bfloat16-gate-clamped-wide-many", "86", id="their biases", marks=pytest.mark.thorough),
         pytest.param("2/4/3-bfloat16-group16-many", "86", id="a prompt's, small groups", marks=pytest.mark.thorough),
@@ -182,7 +184,8 @@ def test_what_is_launched_compiles_without_spills(
     if case.startswith("latent"):
         expected = {"spread_kernel", "gemv_kernel", "down_kernel", "latent_kernel", "join_kernel"}
     if case.endswith("many"):
-        expected = {"grouped_product_kernel", "grouped_down_kernel", "grouped_sum_kernel"}
+        expected = {"grouped_product_kernel", "grouped_down_kernel"}
+        expected |= set() if "alone" in case else {"grouped_sum_kernel"}
     if case.endswith("all"):
         expected |= {"begin_kernel", "copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
         expected |= {"compact_kernel", "plain_kernel", "choose_kernel", "spread_normed_kernel"}

@@ -201,6 +201,14 @@ def test_all_experts_at_once_are_the_step(
     monkeypatch.setattr(dense, "SCRATCH", 17 * x.element_size() * (size[1] + size[2]))
     sliced, same = kernels.experts_swiglu(*given, seconds)
     assert torch.equal(same, counts) and relative_rms(sliced.cpu(), y.cpu().double()) <= rounded
+    each = limits[:tokens], None if products is None else products[:tokens]
+    alone, _, _ = reference.expert_swiglu(x.double(), layer.stored, layer.rows, 0, *each)
+    one = there.stored.one(0), replace(there.rows, data=there.rows.data[:1])
+    second_limits = None if seconds is None else seconds[:tokens]
+    for most in (dense.SCRATCH, 2**30):  # in slices, too
+        monkeypatch.setattr(dense, "SCRATCH", most * 5 // 17)
+        y = kernels.expert_at_once(given[0], *one, given[4][:tokens], second_limits)
+        assert y.dtype == dtype and relative_rms(y.cpu(), alone) <= rounded
 
 
 def test_memory_of_all_experts_at_once_is_bounded() -> None:
