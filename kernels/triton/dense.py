@@ -51,20 +51,12 @@ def expert_swiglu(
         ValueError: weights that the device of x cannot read.
     """
     device, (tokens, hidden), neurons = x.device, x.shape, rows.data.shape[1]
-    launch.check_device(device)
-    launch.check_weights(device, "signal.q", signal.q)
-    launch.check_weights(device, "rows", rows.data)
-    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
-    launch.check_reachable(device, "signal.scale", scale)
-    launch.check_reachable(device, "signal.zero", zero)
-    vector = signal_vector(signal.layout, signal.q, scale, zero)
-    other, down = record_vectors(rows.layout, rows.data)
+    scales, vector, other, down = _read(device, signal, rows)
     # v, other · x, their product and what silu makes on the way: five numbers per token and neuron, two of them wide.
     block = block_rows(x, neurons, hidden + 8 * tokens)
     scratch = torch.empty(min(block, neurons), hidden, dtype=x.dtype, device=device)
     y = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)  # active, and those that reach the second threshold
-    scales = scale.view(torch.uint8), zero.view(torch.uint8)
     for start in range(0, neurons if tokens else 0, block):
         count, first = min(block, neurons - start), expert * neurons + start
         part = slice(start, start + count)
@@ -156,6 +148,20 @@ class _Tables:
     counts: Tensor
 
 
+def _read(
+    device: torch.device, signal: SignalWeights, rows: ExpertRows
+) -> tuple[tuple[Tensor, Tensor], Vector, Vector, Vector]:
+    """Scales and zeros of the signal as bytes, and how it and both halves of a record are read, once checked."""
+    launch.check_device(device)
+    launch.check_weights(device, "signal.q", signal.q)
+    launch.check_weights(device, "rows", rows.data)
+    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
+    launch.check_reachable(device, "signal.scale", scale)
+    launch.check_reachable(device, "signal.zero", zero)
+    vector = signal_vector(signal.layout, signal.q, scale, zero)
+    return (scale.view(torch.uint8), zero.view(torch.uint8)), vector, *record_vectors(rows.layout, rows.data)
+
+
 def _slices(
     x: Tensor,
     signal: SignalWeights,
@@ -169,14 +175,7 @@ def _slices(
     expert, call i is of token i, and parts (B, H) takes all slices.
     """
     device, hidden, (experts, neurons) = x.device, x.shape[1], rows.data.shape[:2]
-    launch.check_device(device)
-    launch.check_weights(device, "signal.q", signal.q)
-    launch.check_weights(device, "rows", rows.data)
-    scale, zero = signal.scale.contiguous(), signal.zero.contiguous()
-    launch.check_reachable(device, "signal.scale", scale)
-    launch.check_reachable(device, "signal.zero", zero)
-    vector = signal_vector(signal.layout, signal.q, scale, zero)
-    other, down = record_vectors(rows.layout, rows.data)
+    scales, vector, other, down = _read(device, signal, rows)
     count, cores, x, alone = thresholds.numel(), launch.cores(device, x.dtype), x.contiguous(), tables is None
     if tables is None:
         starts = launch.every(device)
@@ -195,8 +194,8 @@ def _slices(
         tiles = (end - first) // block + min(experts, end - first)
         with launch.on(device):
             grouped_product_kernel[(tiles, triton.cdiv(neurons, wide))](
-                *(x, tables.tokens, tables.order, tables.starts, signal.q, scale.view(torch.uint8)),
-                *(zero.view(torch.uint8), biases, rows.data, magic, thresholds),
+                *(x, tables.tokens, tables.order, tables.starts, signal.q, *scales, biases, rows.data, magic),
+                thresholds,
                 *(thresholds if down_thresholds is None else down_thresholds, tables.places, h, tables.counts),
                 *(first, end, vector, other, *functions, signal.bias is not None, rows.layout.bias_at),
                 *(down_thresholds is not None, cores, *shape),

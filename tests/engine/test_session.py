@@ -228,9 +228,9 @@ def test_a_card_that_fails_for_good_ends_answers_with_a_sentence_and_nothing_els
             patch.setattr(of, name, refused)
         patch.setattr(LoadedModel, "close", refused)
         engine.send(asking(1, PROMPT), asking(2, PROMPT), Load(str(tiny_pack), None, "auto"))
-        told = [explained(engine.end_of(1)), explained(engine.end_of(2)), explained(engine.until(Failed, request=None))]
-        assert all("no longer answers" in each.title and meaning in each.cause for each in told)
-        assert all("\n" not in each.cause and "Start floe-chat again" in each.hint for each in told)
+        said = [explained(engine.end_of(1)), explained(engine.end_of(2)), explained(engine.until(Failed, request=None))]
+        assert all("no longer answers" in each.title and meaning in each.cause for each in said)
+        assert all("\n" not in each.cause and "Start floe-chat again" in each.hint for each in said)
         assert 1 < len(failed) <= 6  # the answer, the question whether it is lost, and memory that is given back
     engine.load(tiny_pack)
     engine.send(asking(3, PROMPT, tokens=2))
