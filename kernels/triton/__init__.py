@@ -6,8 +6,8 @@ Sizes are fixed rather than tuned at run time: the first token would pay for tun
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
 `latent.py`, `recurrent.py`, `routing.py`, `grouped.py`, `selection.py` and `moving.py` are the kernels, `sparse.py`,
-`operations.py`, `listed.py`, `dense.py`, `attend.py`, `recur.py` and `routed.py` launch them. Without a GPU they run
-under TRITON_INTERPRET=1, for tests.
+`operations.py`, `listed.py`, `dense.py`, `attend.py` and `recur.py` launch them. Without a GPU they run under
+TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .operations import (
     land,
     moe_step,
     pool_scatter,
+    route,
     select,
     signal_gemv,
     sparse_swiglu,
     up_list,
 )
 from .recur import convolve_one, delta_one
-from .routed import route
 
 __all__ = [
     "add_listed",

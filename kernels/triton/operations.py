@@ -14,11 +14,13 @@ from torch import Tensor
 from ..codes import CHUNK
 from ..layouts import SignalLayout
 from ..rule import Rule
-from ..step import ExpertLayer
+from ..step import ExpertLayer, Router
 from ..types import Active, Calls, Limits, Work, digits_of
 from ..weights import ExpertRows, SignalWeights
 from . import launch
+from .dense import FEW, plain
 from .moving import copy_kernel, land_kernel
+from .routing import choose_kernel
 from .selection import begin_kernel, select_kernel
 from .sparse import Into, List, fill, find, moved, swiglu
 from .vectors import signal_vector
@@ -53,6 +55,34 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
         None if limits.product is None else products,
         None if limits.late is None else late,
     )
+
+
+def route(hidden: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """See `kernels.route`. By torch's operations for many tokens; so is the choice in groups and by SparseMixer.
+
+    Raises:
+        ValueError: tensors that are not on the device.
+    """
+    tokens, experts, device = len(hidden), len(router.weight), hidden.device
+    if tokens > FEW:
+        return router(hidden)
+    logits = plain(hidden, router.weight, router.bias, torch.float32 if router.precise else None)
+    if router.groups > 1 or router.kind == "sparsemixer":
+        return router.chosen(logits)
+    index = torch.empty(tokens, router.top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(tokens, router.top_k, dtype=router.dtype, device=device)
+    scored = router.scores is not None and tokens <= len(router.scores)
+    if not tokens:
+        return index, weights
+    with launch.on(device):
+        choose_kernel[(tokens,)](
+            *(logits, _or(router.correction, logits), _or(router.factors, logits), _or(router.scores, logits)),
+            *(index, weights, router.scale, experts, router.top_k, router.kind == "sigmoid"),
+            *(router.correction is not None, router.norm_topk_prob, router.factors is not None, scored),
+            *(triton.next_power_of_2(experts), triton.next_power_of_2(router.top_k)),
+            num_warps=1,
+        )
+    return index, weights
 
 
 def signal_gemv(x: Tensor, signal: SignalWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
@@ -273,4 +303,5 @@ def _copy(device: torch.device, source: Tensor, target: Tensor, index: Tensor, f
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor that a kernel may be given where it reads none."""
     return other if tensor is None else tensor
