@@ -31,7 +31,7 @@ from floe_chat.kernels.mixers.grouped import Heads, KeptTokens
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import ExpertLayer, Router
-from floe_chat.kernels.triton import attend, dense, launch, operations, recur, routed, sparse, vectors
+from floe_chat.kernels.triton import attend, dense, launch, operations, recur, sparse, vectors
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, Norm, Projection, SignalWeights
@@ -103,7 +103,7 @@ def recorded(case: str) -> list[Launch]:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=64 if "latent" in case else 32))
         patches.enter_context(mock.patch.object(launch, "cores", cores))
-        for module in (launch, operations, sparse, dense, attend, recur, routed):
+        for module in (launch, operations, sparse, dense, attend, recur):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
