@@ -119,7 +119,7 @@ async def test_a_saved_chat_makes_one_prompt(noting: Callable[[], Noting]) -> No
     async with app.run_test() as pilot:
         await until(pilot, lambda: status(pilot).state == "ready" and "Call it" in screen_text(pilot), 120)
         await order(pilot, "And now?")
-        await until(pilot, lambda: bool(shown.asked), 120)
+        await until(pilot, lambda: bool(shown.prompts), 120)  # sent after it was prepared
     assert history.close()
 
     assert asking.asked == plain.asked == shown.asked == [TURNS]
