@@ -268,8 +268,8 @@ def check_attention(case: str, loops: list[list[str]]) -> None:
     multiplied = [loop for loop in loops if any("HMMA" in one for one in loop)]
     assert len(multiplied) == (0 if case.endswith("32") else len(loops) - (case == "attend-bfloat16"))
     for loop in multiplied:
-        wide = sum("LDG" in one and ".128" in one for one in loop)  # of entries, 16 bytes for each of 32 threads
-        assert 4 * 32 * 16 * wide / len(loop) >= 16  # bytes a clock, of four instructions each
+        read = sum(int(bits) // 8 for one in loop for bits in re.findall(r"LDG\S*\.(64|128)", one))  # of a thread
+        assert 4 * 32 * read / len(loop) >= 16  # bytes a clock, of four instructions of 32 threads
         assert sum("SHFL" in one for one in loop) <= 20  # by sums alone 256
 
 
