@@ -41,6 +41,7 @@ SUM_LAUNCHES = LAUNCHES["add_listed"] + 1  # in a graph of their own, with what 
 DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
 GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
 STREAMED_LAUNCHES, ADD_LAUNCHES = 2, 3  # of one expert that streams; its tokens gathered, weighted and added
+EXPERT_LAUNCHES = 21  # of one expert, on a card that takes them one by one
 SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
 SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors
@@ -72,7 +73,8 @@ class Card:
 
     Attributes:
         name: as sim:NAME has it. title: as its maker writes it. host: the machine around it, in words.
-        node_s: between two kernels of a CUDA graph. clocks_s: of all its multiprocessors, in a second.
+        node_s: between two kernels of a CUDA graph. clocks_s: of all its multiprocessors, in a second. grouped: whether
+            a prompt's experts are computed at once (compute capability 8.0).
     """
 
     name: str
@@ -89,6 +91,7 @@ class Card:
     host: str = ""
     node_s: float = 0.0
     clocks_s: float = 0.0
+    grouped: bool = True
 
     def graph_s(self, nbytes: float, flops: float, nodes: int, launches: int = 1) -> float:
         """As `gpu_s`, of a CUDA graph: one launch, none for a part of it, and less between its kernels."""
@@ -241,4 +244,5 @@ def _card(name: str, own: Mapping[str, Any], host: Mapping[str, Any], common: Ma
         title=own["title"],
         host=host["about"],
         clocks_s=own["sms"] * own["clock_hz"],
+        grouped=own["year"] >= 2020 and own["series"] != "GeForce RTX 20",  # the others are Turing's, 7.5
     )

@@ -153,7 +153,9 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
     vram, name = 0, found.cpu
     if usable:
         vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
+        old, amds = _older(usable[0], BFLOAT16_FROM), usable[0].capability.startswith("gfx")
         speeds = _with_gpu(speeds, known, told, usable[0].name)
+        speeds = dataclasses.replace(speeds, grouped=not old and not amds)
         if (free := usable[0].vram_free) is not None and free < FREE * vram:
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
         if found.system.startswith("Windows"):
@@ -162,7 +164,7 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
             told["pinned"] = (
                 f"{HALF_PINNED}, here {memory(found.pinnable)}: a GPU cannot read more rows than that in RAM."
             )
-        if _older(usable[0], BFLOAT16_FROM):
+        if old:
             told["old"] = f"The {usable[0].name} computes in float16, since it multiplies bfloat16 slowly."
     else:
         old = [
@@ -359,4 +361,5 @@ def speeds_of(card: Card, disk: float) -> Speeds:
         gpu_flops=card.gpu_flops * cards.REACHED,
         launch=card.launch_s,
         node=card.node_s,
+        grouped=card.grouped,
     )

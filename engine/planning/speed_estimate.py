@@ -120,7 +120,8 @@ class Speeds:
         disk: large reads. states: of gated delta rules, that the CPU brings a token further.
         link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read where its memory is the
             limit. clocks: of all its multiprocessors; 0 if they are not known. gpu_flops: what its products reach.
-            launch: one kernel. node: between two of a CUDA graph. host and the like: see `measured_figures.Figures`.
+            launch: one kernel. node: between two of a CUDA graph. grouped: see `Card`. host and the like: see
+            `measured_figures.Figures`.
     """
 
     read: float
@@ -135,6 +136,7 @@ class Speeds:
     gpu_flops: float = 2e13
     launch: float = 5e-6
     node: float = 1.5e-6
+    grouped: bool = True
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)

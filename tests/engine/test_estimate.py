@@ -131,6 +131,11 @@ def test_on_a_gpu_a_state_is_read_and_written_and_sometimes_copied() -> None:
     assert 2 * more < seconds[1] - seconds[0] < 3.5 * more
 
 
+def test_a_prompts_experts_one_by_one_take_longer() -> None:
+    whole, old = Held(gpu=True, pool=1.0), dataclasses.replace(CARD, grouped=False)
+    assert prefill(TAKES, BALANCED, old, whole) < prefill(TAKES, BALANCED, CARD, whole)
+
+
 def test_nothing_better_makes_it_slower() -> None:
     for _ in range(60):
         speeds, gpu = some_speeds(), RANDOM.random() < 0.7

@@ -3,7 +3,7 @@
 A case is SIGNAL/OTHER/DOWN-DTYPE[-OPTION], for example 2/4/4-bfloat16-all or, for x of 8 bits, 2/4/4-bfloat16-coarse;
 or attend-DTYPE, state-DTYPE or latent-DTYPE, with -few for the first kind of model alone, or -plain for a latent
 vector where no tensor cores are used.
-With -many, the experts of a whole prompt instead of a token's.
+With -many, the experts of a whole prompt instead of a token's; with -alone one expert of them, with -each by itself.
 Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
 """
 
@@ -176,6 +176,9 @@ def call_operations(case: str, launches: list[Launch]) -> None:
         many = Calls(torch.arange(count) // 2, torch.arange(count) % EXPERTS, torch.zeros(count, dtype=dtype))
         tokens, every = torch.empty(count // 2, hidden, dtype=dtype), torch.zeros(count)
         with Launches(launches) if "step" in options else nullcontext():
+            if "each" in options:
+                kernels.expert_swiglu(tokens, stored, rows, 1, every[: len(tokens)])
+                return
             if "alone" in options:
                 one = stored.one(0), ExpertRows(layout, rows.data[:1])
                 kernels.expert_at_once(tokens, *one, every[: len(tokens)])

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from floe_chat.engine.offload.cards import GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
+from floe_chat.engine.offload.cards import EXPERT_LAUNCHES, GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
 from floe_chat.engine.planning.measured_figures import figures
-from floe_chat.kernels.triton import launch
+from floe_chat.kernels.triton import dense, launch
 
 from ...engine.fake_card import REFUSED
 
@@ -48,7 +48,7 @@ SAMPLE = {
     "a_step_is_the_formula": "odd",
     "a_step_that_selects": "all",
     "joined_with_its_neighbours": "640-rms-dtype1 or 640-layer or 17-64-rms or 5-130 or 4-64",
-    "all_experts_at_once_are": "odd or float16",
+    "all_experts_at_once_are": "odd or bfloat16",
 }
 # Instructions of capability 8.6 for a code of so many bits, all in the loop counted, with x of 15 and of 8 bits.
 MOST_FOR_A_CODE = {"15": {2: 1.45, 3: 1.85, 4: 1.4, 8: 1.15}, "8": {2: 1.15, 3: 1.6, 4: 1.1, 8: 0.9}}
@@ -122,6 +122,8 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
     assert not [name for name in found if name.removeprefix("aten::").startswith(REFUSED)]
     monkeypatch.setattr(compiling, "EXPERTS", 128)
     assert compiling.launched("3/4/4-bfloat16-many-step") == found
+    monkeypatch.setattr(dense, "SCRATCH", 1 << 40)  # all neurons at once
+    assert len(compiling.launched("3/4/4-bfloat16-many-each-step")) == EXPERT_LAUNCHES
 
 
 @pytest.mark.parametrize(
