@@ -41,7 +41,7 @@ SUM_LAUNCHES = LAUNCHES["add_listed"] + 1  # in a graph of their own, with what 
 DENSE_LAUNCHES = 10  # before experts: a sum, norm and projection, attention, projection and sum, norm, router
 GROUPED_LAUNCHES = 15  # of all experts of a layer for a prompt, however many they are (`kernels/triton/dense.py`)
 STREAMED_LAUNCHES, ADD_LAUNCHES = 2, 3  # of one expert that streams; its tokens gathered, weighted and added
-EXPERT_LAUNCHES = 21  # of one expert, on a card that takes them one by one
+ALONE_LAUNCHES = 21  # of one expert, on a card that takes them one by one
 SHARED_LAUNCHES, GATE_LAUNCHES = 6, 4  # that a shared expert adds to those, and a gate that scales it
 LATENT_LAUNCHES, ASKED_LAUNCHES = 3, 2  # that a latent vector adds, and one of queries, with its norm
 SANDWICH_LAUNCHES = 9  # that norms behind a layer's parts add, with the router's own norm and factors
@@ -125,6 +125,11 @@ class Card:
             ram_bytes_s=self.cpu_bytes_s,
             touched=TOUCHED["staged" if math.isfinite(self.pack_bytes_s) else "in place"],
         )
+
+
+def expert_launches(*, grouped: bool) -> int:
+    """Of one expert that streams in a prompt; grouped: see `Card`."""
+    return (STREAMED_LAUNCHES if grouped else ALONE_LAUNCHES) + ADD_LAUNCHES
 
 
 def named(text: str, *, study: bool = False) -> Card:

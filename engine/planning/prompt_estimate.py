@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...kernels.mixers.delta import CHUNK
 from ...models.catalog_entry import Recurrent
 from ..offload import missing_rows
-from ..offload.cards import ADD_LAUNCHES, DENSE_LAUNCHES, EXPERT_LAUNCHES, GROUPED_LAUNCHES, STREAMED_LAUNCHES
+from ..offload.cards import DENSE_LAUNCHES, GROUPED_LAUNCHES, expert_launches
 from ..offload.lane_rates import Rates
 from ..offload.mix import ExpertsPlace
 from .footprint import Footprint
@@ -64,8 +64,9 @@ def prompt_layer(
     ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
     flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
     reading = (takes.attention + ups + rows) / speeds.gpu
-    launches = (STREAMED_LAUNCHES if speeds.grouped else EXPERT_LAUNCHES) + ADD_LAUNCHES
-    launches = DENSE_LAUNCHES + (GROUPED_LAUNCHES if place == "gpu" and speeds.grouped else launches * sizes.experts)
+    launches = DENSE_LAUNCHES + sizes.experts * expert_launches(grouped=speeds.grouped)
+    if place == "gpu" and speeds.grouped:
+        launches = DENSE_LAUNCHES + GROUPED_LAUNCHES
     if isinstance(sizes.recurrent, Recurrent):
         launches += sizes.recurrent.layers / sizes.layers * (RULE_LAUNCHES + CHUNK_LAUNCHES * tokens / CHUNK)
     compute = max(flops / speeds.gpu_flops, reading) + launches * speeds.launch

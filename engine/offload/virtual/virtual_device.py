@@ -17,7 +17,16 @@ from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, SignalWeights
 from ...host_copies import Copy
 from ..asked import Asked
-from ..cards import CHUNK_BYTES, DENSE_LAUNCHES, FIND_LAUNCHES, LAUNCHES, PREFIX, SUM_LAUNCHES, Card
+from ..cards import (
+    CHUNK_BYTES,
+    DENSE_LAUNCHES,
+    FIND_LAUNCHES,
+    LAUNCHES,
+    PREFIX,
+    SUM_LAUNCHES,
+    Card,
+    expert_launches,
+)
 from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
 from ..links.link import Link
@@ -285,7 +294,7 @@ class VirtualDevice(Device):
         neurons = rows.data.shape[1]
         nbytes = neurons * rows.layout.nbytes + up.bytes_per_expert()
         with self.clock.aside():
-            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
+            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), expert_launches(grouped=self.card.grouped))
             return super().expert(x, up, rows, thresholds, products, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:

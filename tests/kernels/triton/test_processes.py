@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from floe_chat.engine.offload.cards import EXPERT_LAUNCHES, GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
+from floe_chat.engine.offload.cards import ALONE_LAUNCHES, GROUPED_LAUNCHES, LAUNCHES, STREAMED_LAUNCHES
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.kernels.triton import dense, launch
 
@@ -123,7 +123,7 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
     monkeypatch.setattr(compiling, "EXPERTS", 128)
     assert compiling.launched("3/4/4-bfloat16-many-step") == found
     monkeypatch.setattr(dense, "SCRATCH", 1 << 40)  # all neurons at once
-    assert len(compiling.launched("3/4/4-bfloat16-many-each-step")) == EXPERT_LAUNCHES
+    assert len(compiling.launched("3/4/4-bfloat16-many-each-step")) == ALONE_LAUNCHES
 
 
 @pytest.mark.parametrize(
