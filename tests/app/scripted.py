@@ -377,8 +377,7 @@ def composer(pilot: Pilot[int]) -> Composer:
 async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> int:
     """Send a question; returns its request's number."""
     before = len(client.asked)
-    await write(pilot, text)
-    await pilot.press("enter")
+    await order(pilot, text)
     await until(pilot, lambda: len(client.asked) > before and status(pilot).state.startswith("reading"))
     return len(client.asked)
 
