@@ -32,7 +32,6 @@ from .scripted import (
     screen_text,
     stats,
     status,
-    text_of,
     until,
     write,
 )
@@ -173,6 +172,7 @@ async def test_the_quality_of_a_chat_is_chosen_on_its_page() -> None:
         assert client.wanted == ["Fast"] and len(client.dialled) == 1
 
 
+@pytest.mark.thorough
 async def test_pages_can_be_used_on_the_smallest_screen() -> None:
     async with chatting(size=(SMALLEST.width, SMALLEST.height)) as (client, pilot):
         request = await ask(pilot, client)
