@@ -8,17 +8,21 @@ from typing import Any, ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
+from textual.content import Content
 from textual.screen import ModalScreen, Screen
+from textual.selection import Selection
 from textual.widgets import Input, Static
 
 from ..actions import COMMANDS, Place
 from ..text.plain_text import one_line
+from ..widgets.common.hanging_list import Hanging
 from ..widgets.common.hints import Page, hints
 from ..widgets.common.keys import closing, keys_in, keys_of
 from ..widgets.panel.meanings import TERMS
 from .chat.chat import ChatScreen
 
+_NAME_WIDTH = 23
 HelpSection = tuple[str, Iterable[tuple[str, str]]]
 _COPYING = ("Ctrl+C", "Copy the selected text; without one, stop the answer; twice, quit")
 
@@ -36,13 +40,16 @@ class SearchHelp(Input):
     ]
 
 
-class HelpEntry(Horizontal):
-    """A name and its meaning."""
+class HelpEntry(Static):
+    """A name and its meaning. One widget: three for each of a hundred entries would open half a second later."""
 
     def __init__(self, name: str, text: str) -> None:
-        meaning = Static(text, classes="meaning", markup=False)
-        super().__init__(Static(name, classes="name", markup=False), meaning, classes="row")
+        self._entry = Hanging(Content.styled(f"{name:<{_NAME_WIDTH}}", "$primary"), Content(text))
+        super().__init__(self._entry)
         self.words = f"{name} {text}".lower()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        return selection.extract(self._entry.folded(self.size.width).plain), "\n"
 
 
 class HelpScreen(ModalScreen[None]):

@@ -150,7 +150,7 @@ class SettingsScreen(ModalScreen[None]):
             why = "there is no pool of rows" if field.setting in _OF_A_POOL else "all experts are in one place"
             said = f"No effect where the last answer was computed: {why}. {said}"
         where = f"[{field.setting}] in {self._file}" if self._file else "Not saved: there is no settings file here"
-        self._meaning.update(f"{said}\n{where}")
+        self._meaning.update(f"{said}\n{where}", layout=False)  # its size is fixed
         self._meaning.remove_class("-wrong")
 
     def _save(self, field: Field) -> bool:
@@ -184,7 +184,7 @@ class SettingsScreen(ModalScreen[None]):
 
     def _refuse(self, field: Field, reason: str) -> bool:
         field.add_class("-wrong")
-        self._meaning.update(printable(reason))
+        self._meaning.update(printable(reason), layout=False)
         self._meaning.add_class("-wrong")
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,8 @@ from textual._compositor import Compositor
 from textual._context import visible_screen_stack
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
+from textual.message import Message
+from textual.message_pump import MessagePump
 from textual.screen import Screen
 from textual.strip import Strip
 
@@ -44,10 +46,13 @@ def looked_up_once() -> Iterator[None]:
     """What Textual finds out for each application, widget or call, and what is the same each time, is found out once.
 
     Every application has the same style sheets: each is parsed once for each theme. The hash of a rule, which is asked
-    for hundreds of times per widget, is the one of any object. A function has the parameters of its code.
+    for hundreds of times per widget, is the one of any object. A function has the parameters of its code. A class that
+    has no method for a kind of message, as most have none for most, never has one.
     """
     parse, parsed = Stylesheet._parse_rules, dict[object, Any]()  # pyright: ignore[reportPrivateUsage]
     count, counted = _callback._count_parameters, dict[object, int]()  # pyright: ignore[reportPrivateUsage]
+
+    find, handling = MessagePump._get_dispatch_methods, dict[object, bool]()  # pyright: ignore[reportPrivateUsage]
 
     def parse_once(self: Stylesheet, css: str, read_from: tuple[str, str], *given: Any, **named: Any) -> Any:
         variables = frozenset(self._variables.items())  # pyright: ignore[reportPrivateUsage]
@@ -64,8 +69,20 @@ def looked_up_once() -> Iterator[None]:
             counted[code] = count(function)
         return counted[code]
 
+    def find_once(self: MessagePump, name: str, message: Message) -> Iterable[Any]:
+        key = type(self), type(message), name
+        if key not in handling:
+            own = [vars(kind) for kind in type(self).__mro__]
+            handling[key] = any(
+                name in one or f"_{name}" in one or not one.get("_decorated_handlers", {}).keys().isdisjoint(kinds)
+                for kinds in [type(message).__mro__]
+                for one in own
+            )
+        return find(self, name, message) if handling[key] else ()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stylesheet, "_parse_rules", parse_once)
+        patch.setattr(MessagePump, "_get_dispatch_methods", find_once)
         patch.setattr(RuleSet, "__hash__", object.__hash__)
         patch.setattr(_callback, "_count_parameters", count_once)
         yield

@@ -27,7 +27,7 @@ from floe_chat.models import catalog
 from textual.pilot import Pilot
 
 from .made_up import ENTRIES, FOUND, HARDWARE, MODELS, TREES, WISH, ask_for_terms, progress, running, survey
-from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, order, stats, status, until, write
+from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, holds, order, stats, status, until, write
 from .wizardry import shown
 
 ANSWER = """An **expert** is one of several small networks in each layer. For every token the router picks two of them:
@@ -361,5 +361,5 @@ async def still(pilot: Pilot[int]) -> None:
     before, same = "", 0
     while same < 2:
         await pilot.pause(0.04)
-        now = shown(pilot)
+        now = holds(lambda: shown(pilot))
         before, same = now, same + 1 if now == before else 0

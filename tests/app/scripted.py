@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from floe_chat.app.client.chat_client import ChatClient
@@ -38,6 +38,7 @@ from textual.pilot import Pilot
 from textual.strip import Strip
 from textual.widget import Widget
 
+_Seen = TypeVar("_Seen")
 LOADED = Loaded(
     model="scripted",
     folder="/models/scripted",
@@ -281,8 +282,8 @@ class Drawn:
 drawn = Drawn()
 
 
-def holds(condition: Callable[[], bool]) -> bool:
-    """Whether it does, by what was drawn last."""
+def holds(condition: Callable[[], _Seen]) -> _Seen:
+    """Whether it does, or what it sees, by what was drawn last."""
     drawn.waiting = True
     try:
         return condition()
@@ -377,8 +378,7 @@ def composer(pilot: Pilot[int]) -> Composer:
 async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> int:
     """Send a question; returns its request's number."""
     before = len(client.asked)
-    await write(pilot, text)
-    await pilot.press("enter")
+    await order(pilot, text)
     await until(pilot, lambda: len(client.asked) > before and status(pilot).state.startswith("reading"))
     return len(client.asked)
 

@@ -82,7 +82,7 @@ def lines_of(widget: Widget) -> list[str]:
     return [strip.text.rstrip() for strip in strips[widget.region.y : widget.region.bottom]]
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", TEXTS)
 async def test_pieces_make_the_whole(name: str) -> None:
     text, drawn = TEXTS[name], random.Random(name)
@@ -125,6 +125,7 @@ def table(*rows: str) -> str:
     return "\n".join((rows[0], "|---" * (rows[0].count("|") - 1) + "|", *rows[1:]))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("width", [40, 76, 116])
 @pytest.mark.parametrize("columns", [1, 3, 8, 30])
 async def test_no_word_of_a_table_is_hidden(columns: int, width: int) -> None:
@@ -194,6 +195,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("text", ["\n", "# Heading", "- point", "```\ncode\n", "| a |\n|---|\n| b |\n"])
 async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> None:
     app = Shown(record(""), live=True)
@@ -208,6 +210,7 @@ async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> N
         assert "…" not in "".join(seen(app)) and "end." in "".join(seen(app))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("begun", ["Some words", "- one\n- some words", "## Some words"])
 async def test_more_words_are_painted_without_a_layout(begun: str, layouts: list[object]) -> None:
     app = Shown(record(""), live=True)

@@ -91,6 +91,7 @@ async def test_only_a_setup_that_moves_is_watched() -> None:
 # Repaints take few lines of what they do not touch, and paint what Textual would
 
 
+@pytest.mark.thorough
 async def test_a_ground_draws_what_textual_would_draw() -> None:
     async with chatting(size=(120, 24)) as (client, pilot):
         for number in range(3):
@@ -106,6 +107,7 @@ async def test_a_ground_draws_what_textual_would_draw() -> None:
 
 
 @pytest.mark.usefixtures("painted")
+@pytest.mark.thorough
 async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     client, rendered = ScriptedClient(), dict[str, int]()
     async with ready(client) as pilot:
@@ -127,6 +129,7 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
     assert {rendered[one.__name__] for one in (ChatScreen, Transcript, AnswerTurn, PerformancePanel)} == {1}
 
 
+@pytest.mark.thorough
 async def test_the_text_field_is_as_high_as_its_text() -> None:
     async with ready(ScriptedClient()) as pilot:
         composer = pilot.app.screen.query_one(Composer)

@@ -72,6 +72,7 @@ async def test_rows_come_and_go_with_the_model() -> None:
         await until(pilot, lambda: "virtual" not in screen_text(pilot))
 
 
+@pytest.mark.thorough
 async def test_an_answer_has_one_speed() -> None:
     async with chatting(size=(120, 50)) as (client, pilot):
         request = await ask(pilot, client)
@@ -98,6 +99,7 @@ async def test_keys_reach_the_end_of_the_column() -> None:
         assert composer(pilot).text == "on"
 
 
+@pytest.mark.thorough
 async def test_a_hidden_panel_gives_the_keys_back() -> None:
     async with ready(ScriptedClient(), size=(120, 36)) as pilot:
         await pilot.press("tab")
@@ -115,6 +117,7 @@ async def test_a_hidden_panel_gives_the_keys_back() -> None:
         assert isinstance(pilot.app.focused, Composer)
 
 
+@pytest.mark.thorough
 async def test_the_map_of_experts_follows_the_terminal() -> None:
     async with chatting(size=(80, 24)) as (client, pilot):
         request = await ask(pilot, client)
@@ -134,6 +137,7 @@ def drawn(pilot: Pilot[int]) -> list[str]:
     return [line.plain for line in heat.render().split("\n")]
 
 
+@pytest.mark.thorough
 async def test_experts_are_predicted_beside_their_neurons() -> None:
     async with chatting(size=(60, 20)) as (client, pilot):
         request = await ask(pilot, client)
@@ -158,6 +162,7 @@ async def test_experts_are_predicted_beside_their_neurons() -> None:
         await until(pilot, lambda: "all 38 % — — — —" in [" ".join(line.split()) for line in drawn(pilot)])
 
 
+@pytest.mark.thorough
 async def test_of_a_split_the_page_says_where_each_layer_is() -> None:
     async with chatting(size=(100, 30)) as (client, pilot):
         request = await ask(pilot, client)

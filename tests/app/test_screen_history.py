@@ -131,6 +131,7 @@ async def at_the_end_of(client: ScriptedClient, count: int) -> AsyncGenerator[Pi
         yield pilot
 
 
+@pytest.mark.thorough
 async def test_what_is_loaded_above_does_not_end_the_following() -> None:
     async with at_the_end_of(ScriptedClient(), 40) as pilot:
         await until(pilot, lambda: len(shown(pilot)) > PAGE)
@@ -224,6 +225,7 @@ def noted(file: Path) -> list[Unsent]:
     return [question for questions in found.values() for question in questions]
 
 
+@pytest.mark.thorough
 async def test_what_was_not_sent_is_noted_as_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     client, history = ScriptedClient(), History(file)
@@ -367,6 +369,7 @@ async def test_every_version_is_kept() -> None:
         assert [message.text for message in client.asked[4]] == ["one", "first", "two", "other", "three"]
 
 
+@pytest.mark.thorough
 async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_before() -> None:
     async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first")
@@ -384,6 +387,7 @@ async def test_an_answer_stopped_before_its_first_word_gives_way_to_the_one_befo
         assert [turn.text for turn in client.asked[3]] == ["one", "first", "next"]
 
 
+@pytest.mark.thorough
 async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
     async with chatting() as (client, pilot):
         await exchange(pilot, client, "one", "first answer")

@@ -217,15 +217,6 @@ def listed(published: Path, monkeypatch: pytest.MonkeyPatch, place: str = PACK) 
     monkeypatch.setattr("floe_chat.app.cli.plan.here", lambda: machine_of(12 << 30))
 
 
-def test_a_listed_model_comes_as_its_ready_pack(
-    hub: FakeHub, ready: Path, published: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed(published, monkeypatch)
-    done = run_cli("setup", "tiny", "--yes")
-    assert done.code == 0 and f"tiny: {PACK} into" in done.err, done.err
-    assert is_copy(catalog.models_folder() / "tiny", ready) and hub.sent("model-0") == 0
-
-
 def test_plans_name_it(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed(published, monkeypatch)
     told = " ".join(run_cli("plan", "tiny").out.split())
@@ -294,7 +285,7 @@ def test_what_the_hubs_own_cache_has_is_not_fetched_again(hub: FakeHub, ready: P
     assert (snapshot / "layer_00.safetensors").exists()
 
 
-@pytest.mark.parametrize("from_folder", [False, True])
+@pytest.mark.parametrize("from_folder", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_damage_is_repaired_from_the_pack_itself(hub: FakeHub, ready: Path, from_folder: bool) -> None:
     folder = set_up(PACK).wish.folder
     for name in ("layer_01.safetensors", "tokenizer.json"):
@@ -339,7 +330,7 @@ def same_weights(folder: Path, expected: dict[str, str]) -> bool:
     )
 
 
-def test_fetched_packed_checked(hub: FakeHub, undisturbed_checkpoint: dict[str, str]) -> None:
+def test_fetched_packed_checked_and_not_again(hub: FakeHub, undisturbed_checkpoint: dict[str, str]) -> None:
     with Setup(wish(REPO)) as running:
         ended(running.start())
         now = running.progress()
@@ -352,8 +343,15 @@ def test_fetched_packed_checked(hub: FakeHub, undisturbed_checkpoint: dict[str, 
     assert catalog.find("tiny") == running.wish.folder and unfinished() == []
     with pytest.raises(UsageError, match="already a model called tiny"):
         wish(REPO)
+    write_note(running.wish)  # as if it had been left just before its end
+    (begun,) = unfinished()
+    before, asked = digest(begun.folder), len(hub.requests)
+    with Setup(begun) as again:
+        assert ended(again.start()).error is None
+    assert digest(begun.folder) == before and len(hub.requests) == asked and unfinished() == []
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_left_and_taken_up_again(hub: FakeHub, undisturbed_checkpoint: dict[str, str]) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
         start_until(running, "Packing layer 2")
@@ -408,17 +406,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     assert running.error is not None and "5 bit" in running.error.title
 
 
-def test_left_between_packing_and_the_end(hub: FakeHub) -> None:
-    with Setup(wish(REPO)) as running:
-        assert ended(running.start()).error is None
-    write_note(running.wish)
-    (begun,) = unfinished()
-    before, asked = digest(begun.folder), len(hub.requests)
-    with Setup(begun) as again:
-        assert ended(again.start()).error is None
-    assert digest(begun.folder) == before and len(hub.requests) == asked and unfinished() == []
-
-
 def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
     with Setup(wish(REPO)) as running:
         assert ended(running.start()).error is None
@@ -438,6 +425,7 @@ def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
     assert 0 < hub.sent("model-") - all_of_it < all_of_it  # not what only the other layer needs
 
 
+@pytest.mark.thorough
 def test_the_command(hub: FakeHub) -> None:
     runner = CliRunner()
     asked = runner.invoke(cli, ["setup", REPO], standalone_mode=False)
@@ -559,6 +547,7 @@ def test_a_file_is_set_up_and_left_alone(
     assert digest(files["F16"].parent) == before
 
 
+@pytest.mark.thorough
 def test_any_part_of_a_split_file_names_the_model(files: dict[str, Path], undisturbed_file: dict[str, str]) -> None:
     parts = sorted(files["parts"].parent.glob("split-*.gguf"))
     wanted = wish(str(parts[-1]))
@@ -569,6 +558,7 @@ def test_any_part_of_a_split_file_names_the_model(files: dict[str, Path], undist
     assert [name for name in found if found[name] != undisturbed_file[name]] == ["manifest.json"]  # the file's name
 
 
+@pytest.mark.thorough
 def test_what_was_rounded_before_is_said(files: dict[str, Path]) -> None:
     kind = "Q4_0"
     said = f"Weights of this file are {kind}; packed again at 3/4/4 they are rounded twice. Q8_0 or F16 keeps more."
@@ -615,6 +605,7 @@ def test_what_cannot_be_set_up_is_refused_at_once(files: dict[str, Path], tmp_pa
 # The note of a setup that was begun: what is continued and given up by it, and what is never used or deleted
 
 
+@pytest.mark.thorough
 def test_given_up_leaves_nothing(hub: FakeHub) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
         start_until(running, "Packing layer 1")
@@ -789,6 +780,7 @@ def quantized(method: str) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": method, "bits": 4}}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -831,6 +823,7 @@ def as_integers(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {name: tensor.to(torch.int8) if part in name else tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -41,33 +41,42 @@ _TOGETHER = (
     *(("wizard-machine", "wizard-choice", "wizard-folder", "wizard-token"),),
     ("wizard-working", "wizard-done", "wizard-failed"),
 )
-_ALONE = ("chat-loading", "chat-reading", "chat-streaming", "chat-thought", "chat-error", "wizard-resume")
+_ALONE = ("chat-loading", "chat-reading", "chat-error")
+_SHOWN_ELSEWHERE = ("chat-streaming", "chat-thought", "wizard-resume")
 
 
-@pytest.mark.parametrize("names", [*_TOGETHER, *((name,) for name in _ALONE)], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(*_TOGETHER, *((name,) for name in _ALONE)),
+        *(pytest.param((name,), marks=pytest.mark.thorough) for name in _SHOWN_ELSEWHERE),
+    ],
+    ids=lambda names: names[0],
+)
 async def test_each_screen_looks_as_it_did_and_can_be_read(
     names: tuple[str, ...], every_case: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first theme, or in every one."""
+    """In the first theme and one size, a scene in the large one and the next in the small one; or in all of them."""
     seen: dict[str, str] = {}
     faint = set[str]()
     async with showing(names[0], _SIZES[0], monkeypatch) as stage:
         pilot = stage.pilot
-        for name in names:
-            if name != names[0]:
+        for at, name in enumerate(names):
+            sizes = _SIZES[:1] if name == "too-small" else _SIZES if every_case else (_SIZES[at % 2],)
+            if at:
                 await pilot.resize_terminal(*_SIZES[0])
                 await stage.show(name)
-            seen[f"{name}-{_SIZES[0][0]}x{_SIZES[0][1]}"] = kept(pilot, name)
-            faint |= too_faint(pilot)
-            for theme in THEMES if every_case and name != "palette" else ():
-                pilot.app.theme = theme.name
-                await pilot.pause()
+            for size in sizes:
+                if size != _SIZES[0]:
+                    await pilot.resize_terminal(*size)
+                    await still(pilot)
+                seen[f"{name}-{size[0]}x{size[1]}"] = kept(pilot, name)
                 faint |= too_faint(pilot)
-            if name != "too-small":
-                await pilot.resize_terminal(*_SIZES[1])
-                await still(pilot)
-                seen[f"{name}-{_SIZES[1][0]}x{_SIZES[1][1]}"] = kept(pilot, name)
-    assert {name for group in _TOGETHER for name in group} | {*_ALONE} == SCENES.keys()
+                for theme in THEMES if every_case and name != "palette" else ():
+                    pilot.app.theme = theme.name
+                    await pilot.pause()
+                    faint |= too_faint(pilot)
+    assert {name for group in _TOGETHER for name in group} | {*_ALONE, *_SHOWN_ELSEWHERE} == SCENES.keys()
     for key, text in seen.items():
         file = _FILES / f"{key}.txt"
         if _RENEW in os.environ:
@@ -87,25 +96,32 @@ def kept(pilot: Pilot[int], name: str) -> str:
 # The palette, and terminals of few colours or none, can be read too
 
 
-@pytest.mark.parametrize(("scene", "chosen"), [("chat-commands", "/preset"), ("palette", "Attach")])
-async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
-    scene: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    async with showing(scene, (120, 36), monkeypatch) as stage:
+    async with showing("chat-commands", (120, 36), monkeypatch) as stage:
         pilot = stage.pilot
-        await pilot.press("down")
-        await pilot.pause()
-        said = list(drawn(pilot))
-        assert said and all(front.is_default and back.is_default for _text, front, back in said)
-        pieces = [(text, style) for strip in drawn_lines(pilot) for text, style, _control in strip if style is not None]
-        assert chosen in " ".join(text for text, style in pieces if style.reverse or (style.underline and style.bold))
+        for key, chosen in (("", "/preset"), ("ctrl+p", "Attach")):
+            if key:
+                await pilot.press(key)
+                await stage.see("Search for commands")
+            await pilot.press("down")
+            await pilot.pause()
+            said = list(drawn(pilot))
+            assert said and all(front.is_default and back.is_default for _text, front, back in said)
+            styled = [
+                (text, style) for strip in drawn_lines(pilot) for text, style, _control in strip if style is not None
+            ]
+            assert chosen in " ".join(
+                text for text, style in styled if style.reverse or (style.underline and style.bold)
+            )
 
 
 # Without the colours of a theme's own: what the terminal makes of them is not known, but never two alike.
 
 
-async def test_every_theme_can_be_read_also_with_16_colours(every_case: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_theme_can_be_read_also_with_16_colours_or_the_terminals_own(
+    every_case: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, lost = [one.name for one in THEMES], set[str]()
     async with showing("panel-full", (120, 36), monkeypatch) as stage:
         pilot = stage.pilot
@@ -120,20 +136,15 @@ async def test_every_theme_can_be_read_also_with_16_colours(every_case: bool, mo
                 await until(pilot, lambda: "Answer again" in shown(pilot))
                 lost |= too_faint(pilot)
                 await pilot.press("escape")
-    assert not lost, "\n".join(sorted(lost))
-
-
-async def test_the_terminals_own_colours_stay_on_its_own_ground(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A colour of ours under the terminal's own text could be any: whoever has dark letters could not read them."""
-    async with showing("chat-streaming", (120, 36), monkeypatch) as stage:
-        pilot = stage.pilot
         for theme in ("ansi-dark", "ansi-light"):
             pilot.app.theme = theme
             await pilot.pause()
             said = [(text, front, back) for text, front, back in drawn(pilot) if any(map(str.isalnum, text))]
             assert any("def expert" in text for text, _front, _back in said)
+            # On a colour of ours the terminal's own text could be any: dark letters could not be read.
             mixed = {text.strip() for text, front, back in said if front.is_default and back.triplet is not None}
             assert not mixed, (theme, mixed)
+    assert not lost, "\n".join(sorted(lost))
 
 
 # How well what is on the screen can be read: the contrast of each piece of text as it is drawn, by WCAG 2.2

@@ -31,7 +31,7 @@ from textual.pilot import Pilot
 from ..helpers import make_checkpoint, make_pack
 from .model_server import ANSWER, ModelServer, Reply, models, recorded, refusing, said, serving, unused_port
 from .scripted import composer, order, screen_text, status, until, write
-from .wizardry import see, shown
+from .wizardry import paste, see, shown
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ async def test_where_experts_are_is_chosen_in_the_chat(tiny_pack: Path) -> None:
     client.close()
 
 
+@pytest.mark.thorough
 async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path) -> None:
     history, client = History(None), ChatClient(tiny_pack)
     app = FloeChatApp(client, sampling=Sampling(temperature=0, seed=1), max_new_tokens=6, history=history)
@@ -178,7 +179,7 @@ async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Pat
     client.close()
 
 
-@pytest.mark.parametrize("start", ["first", "named"])
+@pytest.mark.parametrize("start", ["first", pytest.param("named", marks=pytest.mark.thorough)])
 async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path, tmp_path: Path) -> None:
     """And not to who named a model."""
     settings = tmp_path / "config" / "settings.toml"
@@ -378,7 +379,9 @@ async def test_a_server_is_added_and_removed_on_the_screen(here: ChatClient) -> 
             await write(pilot, "lab")
             await pilot.press("enter")
             await see(pilot, "The address is missing")
-            await pilot.press("tab", *server.url, "tab", *"far", "tab", *"sk-1")
+            await pilot.press("tab")
+            paste(pilot, server.url)
+            await pilot.press("tab", *"far", "tab", *"sk-1")
             assert "sk-1" not in shown(pilot)
             await pilot.press("enter")
             await see(pilot, "lab remote http://127.0.0.1", "Its model far answers. A key is saved.")

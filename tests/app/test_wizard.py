@@ -50,17 +50,6 @@ async def to_progress(pilot: Pilot[int]) -> None:
     await see(pilot, "Download", "Pack", "Check")
 
 
-async def test_from_the_machine_to_the_first_chat(published: Path, hub: FakeHub, setups: Setups) -> None:
-    async with around(wizard(setups, published)) as pilot:
-        await see(pilot, "This machine", "read at 33.1 GB/s", "no GPU", "speed was measured")
-        await to_progress(pilot)
-        await see(pilot, "tiny is ready", "Enter chats with it")
-        await pilot.press("enter")
-        await until(pilot, lambda: results(pilot) == ["tiny"])
-    assert PackedModel.open(catalog.find("tiny")).manifest.source.name == REPO
-    assert unfinished() == [] and setups.setup is None
-
-
 async def test_terms_have_to_be_accepted_first(
     published: Path, tmp_path: Path, setups: Setups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +319,7 @@ async def test_two_keys_from_the_plan_to_the_chat(published: Path, hub: FakeHub,
     assert (catalog.find("tiny") / "manifest.json").exists()
 
 
+@pytest.mark.thorough
 async def test_packing_it_here_is_the_next_line(published: Path, hub: FakeHub, setups: Setups) -> None:
     async with around(offering(setups, published), (60, 24)) as pilot:
         await to_choice(pilot)

@@ -18,13 +18,17 @@ class Hanging(Visual):
         self._before, self._lines = before, lines
 
     def render_strips(self, width: int, height: int | None, style: Style, options: RenderOptions) -> list[Strip]:
-        return Content("\n").join(self._folded(width)).render_strips(width, height, style, options)
+        return self.folded(width).render_strips(width, height, style, options)
 
     def get_optimal_width(self, rules: RulesMap, container_width: int) -> int:
         return self._indent + max(line.get_optimal_width(rules, container_width) for line in self._lines)
 
     def get_height(self, rules: RulesMap, width: int) -> int:
         return len(list(self._folded(width)))
+
+    def folded(self, width: int) -> Content:
+        """The lines in so many columns."""
+        return Content("\n").join(self._folded(width))
 
     @property
     def _indent(self) -> int:
