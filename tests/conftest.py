@@ -83,9 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """As many threads of torch's after a test as before: sums depend on that, and some tests set it."""
-    torch = sys.modules.get("torch")
+    torch, modules = sys.modules.get("torch"), len(sys.modules)
     before = torch and torch.get_num_threads()
     done = yield
+    if len(sys.modules) > modules + 200:
+        gc.freeze()  # as `pytest_collection_finish` does; what transformers has is imported by the first test with it
     if torch and torch.get_num_threads() != before:
         torch.set_num_threads(before)
     return done
@@ -105,6 +107,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Frozen, what libraries hold would be reported as leaks at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -209,6 +209,7 @@ def _unknown(text: str) -> UsageError:
     )
 
 
+@functools.cache
 def _letters(text: str) -> str:
     return re.sub(
         r"nvidia|geforce|gpu|edition|mobile", lambda word: "laptop" if word[0] == "mobile" else "", _signs(text)

@@ -68,7 +68,12 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.fixture(params=["cpu", pytest.param("throttled:4gb", marks=pytest.mark.thorough), "sim:rtx3060-12gb"])
+@pytest.fixture(
+    params=[
+        "cpu",
+        *(pytest.param(place, marks=pytest.mark.thorough) for place in ("throttled:4gb", "sim:rtx3060-12gb")),
+    ]
+)
 def engine(request: pytest.FixtureRequest, tiny_pack: Path) -> Iterator[Engine]:
     """With a rule that skips nothing, by which a last bit of noise decides nothing."""
     with Engine() as engine:
@@ -86,6 +91,11 @@ def alone(engine: Engine, number: int, command: Generate) -> list[int]:
     return engine.tokens_of(number)
 
 
+@pytest.mark.parametrize(
+    "engine",
+    ["cpu", "sim:rtx3060-12gb", pytest.param("throttled:4gb", marks=pytest.mark.thorough)],
+    indirect=True,
+)
 def test_four_together_are_each_alone(engine: Engine, widths: list[int]) -> None:
     samplings = [GREEDY, WARM, Sampling(temperature=0.7, seed=3, repetition_penalty=1.2), GREEDY]
     lengths = [30, 7, 12, 25]
@@ -154,10 +164,10 @@ def test_a_common_beginning_is_computed_once(engine: Engine, widths: list[int]) 
     assert max(widths) == 3
 
 
-@pytest.mark.parametrize("parked", [0, 1 << 30])
+@pytest.mark.parametrize("parked", [0, pytest.param(1 << 30, marks=pytest.mark.thorough)])
 def test_a_seed_repeats_whatever_was_computed_before(tiny_pack: Path, widths: list[int], parked: int) -> None:
     """To the last bit, by a rule that leaves out what is small."""
-    first, said = prompt_of(4, PREFILL_CHUNK + 90), 80
+    first, said = prompt_of(4, PREFILL_CHUNK + 90), 40
     with Engine() as engine:
         engine.send(Load(str(tiny_pack), "Balanced", "cpu", parked=parked))
         engine.until(Loaded)

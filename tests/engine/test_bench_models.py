@@ -124,6 +124,7 @@ def test_a_synthetic_model_has_the_published_layers(name: str) -> None:
     assert f"{2 * period} to" in caught.value.hint
 
 
+@pytest.mark.thorough
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
@@ -180,6 +181,7 @@ def test_the_layers_that_stand_for_all_leave_whole_periods(
     assert Subject("", model, manifest, manifest, manifest, 0, "cpu").fewest == fewest
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
 def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:

@@ -44,6 +44,7 @@ def run(
         )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path: Path, family: str) -> None:
     source = make_checkpoint(tmp_path / "source", family=family)
@@ -57,6 +58,7 @@ def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path
     assert plain.taken == other.taken == WHOLE
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("signal", ["up", "gate"])
 @pytest.mark.parametrize("widths", [(2, 4, 4), (16, 3, 16)])
 def test_widths_are_those_of_a_pack(

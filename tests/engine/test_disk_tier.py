@@ -18,7 +18,7 @@ from .driver import answer, open_model, silent
 from .margins import clear_prompt, prompt_of
 from .offloading import SKIPPING, needs_of
 
-SHARES = (0.0, 0.5)
+SHARES = (0.0, pytest.param(0.5, marks=pytest.mark.thorough))
 """Of the memory between the least that works and all of the pack."""
 PROMPTS = [prompt_of(seed, 9)[1:] for seed in range(3, 63)]
 """Short, since so many neurons come close to thresholds; with no token in common, which may bring one to its own."""
@@ -52,7 +52,7 @@ def asked(pack: Path) -> tuple[list[int], list[int]]:
     """A prompt without a close decision, and its answer from RAM; by sums that do not hang on what comes together."""
     whole = open_model(pack)
     whole.control.preset = SKIPPING
-    return clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens, PROMPTS)
+    return clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=6).tokens, PROMPTS)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -68,7 +68,7 @@ def test_answers_are_those_of_a_pack_in_ram(
     assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
     loaded.control.preset = SKIPPING
     for _ in range(2):
-        assert answer(loaded, prompt, max_new_tokens=12).tokens == want
+        assert answer(loaded, prompt, max_new_tokens=6).tokens == want
     assert loaded.offload.moved()[0] > 0
     loaded.close()
 

@@ -200,14 +200,8 @@ def seconds(parts: tuple[Part, ...]) -> float:
     return sum(part.best.seconds for part in parts)
 
 
-@pytest.mark.parametrize(
-    "cards",
-    [
-        ("3060", "3090@8gb"),
-        ("4060@5gb", "4060"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.some(1)
+@pytest.mark.parametrize("cards", [("3060", "3090@8gb"), ("4060@5gb", "4060")], ids=" ".join)
 def test_no_other_division_is_faster(cards: tuple[str, ...]) -> None:
     found = divided(*cards).parts()
     assert [layer for part in found for layer in part.layers] == [*range(32)] and all(part.layers for part in found)

@@ -107,6 +107,7 @@ def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_chec
     assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.02)
 
 
+@pytest.mark.thorough
 def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_checkpoint: Path) -> None:
     def of(*, lenient: bool) -> Evaluation:
         told = Told(unread, unread)
@@ -136,6 +137,7 @@ def test_a_preset_set_by_hand_is_that_preset(tiny_pack: Path, tiny_checkpoint: P
     assert replace(named, preset="Custom") == by_hand
 
 
+@pytest.mark.thorough
 def test_substitution_is_measured_as_the_frontier_measures_it(exact_pack: Path, tiny_checkpoint: Path) -> None:
     """Two simulations: routers of transformers' modules that answer otherwise, and candidates side by side."""
     told, rule = Told(unread, unread), Rule(alpha=0.6)

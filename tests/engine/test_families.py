@@ -137,8 +137,11 @@ def ends(pieces: Sequence[int]) -> list[int]:
     return (torch.tensor(pieces).cumsum(0) - 1).tolist()
 
 
-@pytest.mark.some(22)
-@pytest.mark.parametrize("case", families.MODELS, indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.thorough if name in VARIANTS[1:4] else ()) for name in families.MODELS],
+    indirect=True,
+)
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 @pytest.mark.usefixtures("isa")
 def test_in_ram(case: Case, pieces: list[int]) -> None:
@@ -163,7 +166,7 @@ def together(loaded: LoadedModel, texts: list[list[int]], steps: int) -> Tensor:
     return torch.stack(logits)
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("count", [4, 3, 2])
 @pytest.mark.parametrize("by", ["all layers at once", "each layer", "torch", "a pool", "a virtual card"])
 def test_texts_together(case: Case, by: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +191,15 @@ def test_texts_together(case: Case, by: str, count: int, monkeypatch: pytest.Mon
 
 
 # With long rope, with yarn, and others, for which that length is none.
-LONGER = pytest.mark.parametrize("case", ["phimoe", "deepseek_v2", "qwen3_next", "gemma4"], indirect=True)
+LONGER = pytest.mark.parametrize(
+    "case", ["phimoe", "deepseek_v2", "qwen3_next", pytest.param("gemma4", marks=pytest.mark.thorough)], indirect=True
+)
 
 
 @LONGER
 def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
     """Long rope turns all of a longer text otherwise, also what is cached; a shorter one then turns it back."""
-    pieces = [40, 20, 1, 1, 1, 1, 1, 1, 1, 1]
+    pieces = [40, 22, 1, 1, 1, 1]
     ids, kv = case.prompt(sum(pieces)), KVCache()
     got = read(case.exact, ids, kv, pieces)
     case.agree(got, torch.stack([case.expected(ids[: end + 1])[-1] for end in ends(pieces)]))
@@ -208,7 +213,7 @@ def test_past_the_length_that_rope_was_made_for(case: Case) -> None:
         case.agree(read(case.exact, ids, kv, [51 - kept]), case.expected(ids[:51])[-1:])
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 def test_a_prompt_takes_no_more_than_was_planned(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made of its tokens, without what is not counted by the token; nor is it a small part of the plan."""
     loaded, limit = case.exact, 1 << 13
@@ -251,15 +256,15 @@ def test_ropes_tables_are_made_in_parts(case: Case, monkeypatch: pytest.MonkeyPa
 @LONGER
 def test_an_answer_grows_past_that_length(case: Case) -> None:
     """Its tokens are drawn several at a time, and each is the likeliest by transformers' logits."""
-    ids = case.prompt(58)
-    for token in answer(case.exact, ids, max_new_tokens=12).tokens:
+    ids = case.prompt(61)
+    for token in answer(case.exact, ids, max_new_tokens=6).tokens:
         logits = case.expected(ids)[-1]
         assert float(logits[token]) >= float(logits.max()) - 1e-4, "or as likely, but for noise"
         ids.append(token)
-    assert len(ids) == 70
+    assert len(ids) == 67
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(4)
 def test_other_questions_and_answers_after_the_same_beginning(case: Case) -> None:
     """The cache keeps the common part, whatever layers wrote it; where a prompt ends there is a copy of states."""
     preset = case.exact.control.preset
@@ -276,6 +281,7 @@ def test_other_questions_and_answers_after_the_same_beginning(case: Case) -> Non
     case.agree(read(case.exact, first, kv, [len(first) - kept]), case.expected(first)[-1:])
 
 
+@pytest.mark.some(6)
 def test_what_broke_off_leaves_nothing_wrong(case: Case) -> None:
     """A pass that is cancelled in its last layer has changed what the others keep."""
     ids, kv, control = case.prompt(25), KVCache(), case.exact.control
@@ -296,7 +302,7 @@ def test_what_broke_off_leaves_nothing_wrong(case: Case) -> None:
     case.agree(read(case.exact, ids, kv, [len(ids) - 1 - kept, 1]), case.expected(ids)[-2:])
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["virtual", "throttled"])
 def test_offloaded(case: Case, kind: str, share: float) -> None:
@@ -308,20 +314,20 @@ def test_offloaded(case: Case, kind: str, share: float) -> None:
 
 
 # In step_models.py are others, in which experts are not in a pool.
-MORE_ON_A_CARD = ("gpt_oss", "lfm2_moe", "granitemoe", "glm4_moe_lite")
+MORE_ON_A_CARD = ("qwen3_next", "gpt_oss", "lfm2_moe", "granitemoe", "glm4_moe_lite")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma4", "qwen3_next", "deepseek_v2"),
+        *("gemma4", "deepseek_v2"),
         *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE_ON_A_CARD),
     ],
     indirect=True,
 )
 def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a whole token, and one of each layer with its rows in a pool, also where it looks ahead."""
-    exact, pieces = case.exact, [DECODE_TOKENS + 3, 1, 1, 1, DECODE_TOKENS + 1, 1, 1, 1]
+    exact, pieces = case.exact, [DECODE_TOKENS + 3, 1, 1, DECODE_TOKENS + 1, 1, 1]
     ids = case.prompt(sum(pieces))
     expected = case.expected(ids)[ends(pieces)]
 
@@ -342,13 +348,13 @@ def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(exact, "decoder", choose(exact.model, exact.window))
         case.agree(read(exact, ids, KVCache(), pieces), expected)
-        assert card.replays == 6
+        assert card.replays == 4
     pooled(predict=False)
-    assert card.replays > 6 + 6 * len(exact.telemetry.layers)
+    assert card.replays > 4 + 4 * len(exact.telemetry.layers)
     pooled(predict=True)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:
     """The reference computes with the weights that the pack's codes stand for, neuron by neuron in the pack's order."""
     pieces = [DECODE_TOKENS + 3, 1, 1, 1, 1]
@@ -399,6 +405,7 @@ def _load_codes(case: Case, packed: PackedModel) -> None:
         module.weight = torch.nn.Parameter(weights, requires_grad=False)
 
 
+@pytest.mark.some(8)
 def test_its_routers_can_be_made_to_substitute_or_it_says_why_not(case: Case) -> None:
     ids = torch.tensor([case.prompt(40)])
     preset = Preset("", Rule(alpha=0.9), 22)

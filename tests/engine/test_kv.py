@@ -211,6 +211,7 @@ class Lender:
         return self.memory[self.memory.numel() - self.size :]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -427,6 +428,7 @@ def talk(seed: int, length: int) -> list[int]:
     return [random.Random(seed).randrange(1, 1 << 30) + at for at in range(length)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("borrowing", [False, True])
 def test_two_conversations_in_turn(borrowing: bool) -> None:
     talks = Talks(1 << 30, borrowing=borrowing)
