@@ -111,6 +111,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in TOKENIZERS],

@@ -398,6 +398,7 @@ def test_a_server_without_ranges_is_read_from_start_to_end_on_one_connection(
     assert whole(tmp_path, published)
 
 
+@pytest.mark.thorough
 def test_a_server_without_ranges_that_always_breaks_at_the_same_place_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults.append(Fault("GET /storage/", ignore_range=True, close_after=900_000, times=ALWAYS))
     assert isinstance(refused_download(tmp_path, FAST), TryAgainError)

@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("parts", "ordered"), [(4, False), (2, True)], ids=["as they are", "by importance"])
 @pytest.mark.parametrize("name", EXACT_ONES)
 def test_transformers_answers_the_same(tmp_path: Path, name: str, parts: int, ordered: bool) -> None:

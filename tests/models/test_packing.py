@@ -135,6 +135,7 @@ def test_a_folder_whose_writer_is_gone_is_taken_over(tmp_path: Path, tiny_checkp
     assert PackedModel.open(tmp_path).manifest.unquantized
 
 
+@pytest.mark.thorough
 def test_nothing_of_an_interrupted_pack_survives_into_another_models(tmp_path: Path, tiny_checkpoint: Path) -> None:
     other = make_checkpoint(tmp_path / "other", layers=1, seed=7)
     (other / "generation_config.json").unlink()

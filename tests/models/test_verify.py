@@ -206,6 +206,7 @@ def test_repair_with_another_text_says_so_and_leaves_a_sound_pack(copy: Path, so
     assert PackedModel.open(copy, recheck=True)
 
 
+@pytest.mark.thorough
 def test_a_pack_of_before_is_repaired_with_tables_as_it_has_them(wide_copy: Path, source: Path) -> None:
     """Of the signal alone, not of the signal times the router's weight; its manifest stays one of before."""
     now = PackedModel.open(wide_copy)
