@@ -85,7 +85,9 @@ def main() -> None:
     """Fork for each environment and pipes that come on the socket, which is the standard input."""
     gc.disable()
     from floe_chat.models.tokenizer import chat_worker
+    from floe_chat.models.tokenizer.chat_template import ChatTemplate
 
+    ChatTemplate("")  # Jinja compiles the expressions of its lexer once
     gc.freeze()
     gc.enable()
     ours = socket.socket(fileno=os.dup(0))

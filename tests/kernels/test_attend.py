@@ -56,7 +56,7 @@ def test_it_reads_and_writes_the_entries_of_its_layer(
     case: str, position: int, splits: int, on_backend: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut(monkeypatch, on_backend, splits)
-    for at in (position,) if on_backend.name == "triton" else POSITIONS:
+    for at in (position,) if on_backend.name == "triton" else sorted({position, 8, 150}):
         compare(CASES[case], at, on_backend)
 
 

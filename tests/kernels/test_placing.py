@@ -156,12 +156,15 @@ def same_lists(one: Placed, two: Placed, names: tuple[str, ...]) -> None:
             np.testing.assert_array_equal(want, got, err_msg=f"{name}.{field}")
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
 @pytest.mark.parametrize("capacity", [4, 18, 36, 120, 330, 360])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_compiled_step_leaves_the_tables_of_the_definition(rule: EvictionRule, capacity: int, seed: int) -> None:
+def test_the_compiled_step_leaves_the_tables_of_the_definition(
+    rule: EvictionRule, capacity: int, seed: int, every_case: bool
+) -> None:
     walk = Walk(rule, capacity, seed)
-    for _ in range(80):
+    for _ in range(80 if every_case else 50):
         layer, action, table = walk.dice.randrange(LAYERS), walk.dice.random(), walk.tables[0]
         walk.promised = {*np.flatnonzero(table.marks[:-1] > table.counters[FINDS]).tolist()}
         if action < 0.4:

@@ -22,8 +22,8 @@ each_build = pytest.mark.parametrize(
 )
 
 
-def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path, under: Sequence[str] = ()) -> list[int]:
-    """The numbers that a C++ program in this folder prints. under: a command in front of it."""
+def compiled(program: str, sources: Sequence[Path], flags: list[str], folder: Path) -> Path:
+    """A C++ program of this folder."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
@@ -33,36 +33,43 @@ def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path, u
     if flags and "tsan" in built.stderr:
         pytest.skip("this g++ comes without its thread sanitizer")
     assert built.returncode == 0, built.stderr
+    return folder / program
+
+
+def ran(program: Path, under: Sequence[str] = ()) -> list[int]:
+    """The numbers that it prints. under: a command in front of it."""
     # Where addresses are spread over more bits than the sanitizer's tables have, it ends before main.
     near = ["setarch", "-R"]
     if shutil.which("setarch") is None or subprocess.run([*near, "true"], check=False).returncode:
         near = []
-    found = subprocess.run([*under, *near, str(folder / program)], capture_output=True, text=True, check=False)
+    found = subprocess.run([*under, *near, str(program)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     return list(map(int, found.stdout.split()))
 
 
+@pytest.mark.thorough  # as is this, in test_cpu_native.py
 @each_build
 def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None:
-    first, second, broken = ran("two_callers", [POOL], flags, tmp_path)
+    first, second, broken = ran(compiled("two_callers", [POOL], flags, tmp_path))
     assert broken == 0
     assert min(first, second) > 1
 
 
-@pytest.mark.parametrize("cores", ["all", "one"])
-def test_a_thread_that_waits_spins_only_on_a_core_that_is_free(cores: str, tmp_path: Path) -> None:
-    if cores == "one" and shutil.which("taskset") is None:
+def test_a_thread_that_waits_spins_only_on_a_core_that_is_free(tmp_path: Path) -> None:
+    program = compiled("spinning", [POOL], [], tmp_path)
+    if shutil.which("taskset") is None:
         pytest.skip("needs taskset")
-    first = str(min(os.sched_getaffinity(0))) if cores == "one" else ""
-    count, alone, busy, seen = ran("spinning", [POOL], [], tmp_path, ["taskset", "-c", first] if first else [])
-    assert (cores == "one") <= (count == 1)
-    assert (alone > 2) == (count > 1)
-    assert busy == 2 and seen  # before and behind it
+    one = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    for under in ([], one):
+        count, alone, busy, seen = ran(program, under)
+        assert (under is one) <= (count == 1)
+        assert (alone > 2) == (count > 1)
+        assert busy == 2 and seen  # before and behind it
 
 
 @pytest.mark.thorough  # its every call is tested from Python, in tests/engine
 @each_build
 def test_a_link_keeps_its_promises_to_several_threads(flags: list[str], tmp_path: Path) -> None:
-    finished, dropped, broken = ran("links", [POOL, *sorted(LINKS.glob("*.cpp"))], flags, tmp_path)
+    finished, dropped, broken = ran(compiled("links", [POOL, *sorted(LINKS.glob("*.cpp"))], flags, tmp_path))
     assert broken == 0
     assert finished > 200 and dropped > 5

@@ -12,6 +12,7 @@ that, /plain/owner/name/ is a repository's folder as any web server has it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -98,6 +99,15 @@ class Published:
         return {"sha256": self.sha256, "oid": self.sha256, "size": self.size, "pointerSize": 135}
 
 
+@functools.cache
+def _published(path: Path, _changed: int) -> Published:
+    """Read once, since many tests publish the same files."""
+    data = path.read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    sha256 = hashlib.sha256(data).hexdigest() if path.name.endswith(_LARGE) else None
+    return Published(path, len(data), blob, sha256)
+
+
 class Repository:
     """The files of a folder as one commit."""
 
@@ -105,10 +115,7 @@ class Repository:
         self.name = name
         self.files: dict[str, Published] = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            data, file = path.read_bytes(), path.relative_to(folder).as_posix()
-            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            sha256 = hashlib.sha256(data).hexdigest() if file.endswith(_LARGE) else None
-            self.files[file] = Published(path, len(data), blob, sha256)
+            self.files[path.relative_to(folder).as_posix()] = _published(path, path.stat().st_mtime_ns)
         self.commit = hashlib.sha1("".join(file.etag for file in self.files.values()).encode()).hexdigest()
 
     def tree(self) -> list[dict[str, Any]]:

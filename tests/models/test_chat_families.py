@@ -98,6 +98,7 @@ SPOKEN = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", SPOKEN)
 def test_an_answer_is_split_and_goes_on_where_it_was_cut(name: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)

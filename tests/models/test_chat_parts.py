@@ -203,7 +203,7 @@ def test_channels_are_told_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("made", [tagged, lambda: tagged(opened=True), ChannelParser, lambda: TagParser(None, FORMS)])
-def test_no_text_breaks_it_or_is_lost(made: Callable[[], Parser]) -> None:
+def test_no_text_breaks_it_or_is_lost(made: Callable[[], Parser], every_case: bool) -> None:
     drawn = random.Random(0)
     words = [
         *TAGS,
@@ -222,7 +222,7 @@ def test_no_text_breaks_it_or_is_lost(made: Callable[[], Parser]) -> None:
         " to=a ",
         "final",
     ]
-    for _ in range(2000):
+    for _ in range(2000 if every_case else 400):
         pieces = drawn.choices([*words, *marks, "a", " ", "<", "é"], k=drawn.randint(0, 30))
         parts = parts_of(made(), pieces)
         assert all(part.kind in ("thinking", "answer", "call") for part in parts)
@@ -349,7 +349,7 @@ def test_channels_come_in_pieces_too() -> None:
         assert [part.arguments for part in parts] == ["", *pieces, ""]
 
 
-def test_no_call_in_pieces_breaks_it_or_is_lost() -> None:
+def test_no_call_in_pieces_breaks_it_or_is_lost(every_case: bool) -> None:
     drawn = random.Random(0)
     words = [
         *(form.open for form in FORMS),
@@ -359,7 +359,7 @@ def test_no_call_in_pieces_breaks_it_or_is_lost() -> None:
         '"name": "f", "arguments": ',
     ]
     words += ['{"name": "f", "arguments": {', BEGIN, SEP, END, "[ARGS]", "```json", "\\", "a", " "]
-    for _ in range(1500):
+    for _ in range(1500 if every_case else 400):
         pieces = drawn.choices(words, k=drawn.randint(0, 30))
         parts = parts_of(TagParser(None, FORMS, live=True), pieces)
         assert "".join(part.text for part in parts) == "".join(pieces)

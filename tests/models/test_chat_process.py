@@ -24,7 +24,7 @@ HI = [{"role": "user", "content": "hi"}]
 LONG = [{"role": role, "content": f"{number} and so on"} for number in range(40) for role in ("user", "assistant")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are started as the program does, not forked."""
     monkeypatch.setattr(chat_process, "subprocess", subprocess)
@@ -32,8 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes without end may do so for half a second."""
-    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
+    """What computes without end may do so for a fifth of a second."""
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.2)
 
 
 @pytest.fixture
@@ -67,6 +67,7 @@ def refused(folder: Path, messages: list[dict[str, str]] = HI) -> FloeError:
         opened.close()
 
 
+@pytest.mark.usefixtures("started")
 def test_it_says_what_the_format_itself_would(folder: Path, chat: ChatProcess) -> None:
     own = ChatFormat(folder)
     assert chat.stop_ids == own.stop_ids == (2,) and chat.largest == own.tokens.largest
@@ -82,19 +83,18 @@ def test_it_says_what_the_format_itself_would(folder: Path, chat: ChatProcess) -
         chat.fit([{"role": "narrator", "content": ""}], 100)
 
 
-@pytest.mark.parametrize(
-    ("messages", "found"),
-    [
-        ([{"role": "user", "content": "x" * 300}], TooLong(1 + 300 + len("[INST]  [/INST]"), system=False)),
-        ([{"role": "user", "content": "x" * 3_000_000}], TooLong(None, system=False)),
-        ([{"role": "system", "content": "x" * 3_000_000}, *HI], TooLong(None, system=True)),
-    ],
-    ids=["tokens", "characters", "system"],
+def test_what_cannot_fit_is_not_tokenized(chat: ChatProcess) -> None:
+    found = TooLong(1 + 300 + len("[INST]  [/INST]"), system=False)
+    assert chat.fit([{"role": "user", "content": "x" * 300}], 100) == found
+    assert chat.fit([{"role": "user", "content": "x" * 3_000_000}], 100) == TooLong(None, system=False)
+    assert chat.fit([{"role": "system", "content": "x" * 3_000_000}, *HI], 100) == TooLong(None, system=True)
+
+
+# What computes without end, or takes all memory piece by piece, takes its time; "loops" does so in tests of its own.
+QUICK = (
+    *("panics when it is read", "has no unknown token"),
+    *("writes", "writes much more", "recurses", "writes nothing"),
 )
-def test_what_cannot_fit_is_not_tokenized(chat: ChatProcess, messages: list[dict[str, str]], found: TooLong) -> None:
-    assert chat.fit(messages, 100) == found
-
-
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "panics when it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     "panics at a merge": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}, "added_tokens": []},
@@ -104,19 +104,17 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
         "added_tokens": [],
     },
     "takes all memory": {
-        "normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * (1 << 20)},
+        "normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "🎉" * (1 << 16)},
         "pre_tokenizer": None,
     },
     "has no tokens": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
 }
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("panics at a merge", "has no tokens") else ())
-        for name in TOKENIZERS
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in TOKENIZERS],
 )
 def test_a_tokenizer_that_fails_is_named(folder: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     edit_json(folder / "tokenizer.json", lambda fields: fields.update(TOKENIZERS[name]))
@@ -129,7 +127,7 @@ def test_a_tokenizer_that_fails_is_named(folder: Path, name: str, capfd: pytest.
 
 TEMPLATES = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "writes": "{{ 'a' * 30000000 }}",
+    "writes": "{{ 'a' * 300000 }}",
     "writes much more": "{{ 'a' * 3000000000 }}",
     "writes without end": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
     "fills up": "{{ 'x' | center(1000000000) }}",
@@ -143,10 +141,6 @@ TEMPLATES = {
     "lipsum": "{{ lipsum(n=100000) }}",
     "writes nothing": "{% if false %}anything{% endif %}",
 }
-
-
-# What computes without end takes its time; "loops" does so in tests of its own.
-QUICK = "writes", "doubles", "recurses", "writes nothing"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +162,14 @@ def test_after_a_request_that_ended_the_process_the_next_one_is_answered(folder:
     assert "stopped" in caught.value.cause
     assert opened.fit(HI, 100) == good
     opened.close()
+
+
+def test_reading_a_text_is_limited_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_process, "_OPENING_S", 0.05)
+    monkeypatch.setattr(chat_process, "_CHARACTERS_PER_S", 1e12)
+    with pytest.raises(PackError, match="tokenizer") as caught:
+        encode(folder, "x" * 1_000_000)
+    assert "stopped" in caught.value.cause
 
 
 def test_a_process_that_gets_no_computing_time_is_waited_for(
@@ -207,7 +209,6 @@ def test_where_the_kernel_cannot_limit_computing_time_it_is_looked_at(
         send(pipe, {**asked, "seconds": 0})
 
     monkeypatch.setattr(chat_process, "send", unlimited)
-    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.2)
     monkeypatch.setattr(chat_process, "_LOOK_S", 0.1)
     template(folder, TEMPLATES["loops"])
     error = refused(folder)
@@ -225,6 +226,7 @@ def test_what_is_asked_beside_an_answer_does_not_wait_for_it(chat: ChatProcess) 
     assert chat.count("hello") == 5
 
 
+@pytest.mark.usefixtures("started")
 def test_a_process_that_was_ended_is_explained(chat: ChatProcess) -> None:
     os.kill(number_of(chat), signal.SIGABRT)
     with pytest.raises(PackError) as caught:
@@ -287,17 +289,18 @@ def test_a_decoder_that_makes_a_book_of_a_token_is_refused(folder: Path) -> None
     opened.close()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pipe_in_a_files_place_is_not_waited_for(folder: Path, name: str) -> None:
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    try:
-        ChatProcess(folder).close()
-        assert name == "chat_template.jinja"  # the other file has a template too
-    except PackError as error:
-        assert error.cause
+def test_a_pipe_in_a_files_place_is_not_waited_for(folder: Path) -> None:
+    os.mkfifo(folder / "chat_template.jinja")
+    ChatProcess(folder).close()  # the other file has a template too
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(PackError) as caught:
+            ChatProcess(folder)
+        assert caught.value.cause
 
 
+@pytest.mark.usefixtures("started")
 def test_what_lies_in_the_current_folder_is_not_imported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,7 @@ def test_tokens_may_be_named_in_a_file_of_their_own(folder: Path) -> None:
     ],
 )
 def test_a_token_that_no_file_names_is_asked_of_transformers(
-    family: str, kind: str, unnamed: str, folder: Path, caplog: pytest.LogCaptureFixture
+    family: str, kind: str, unnamed: str, folder: Path, caplog: pytest.LogCaptureFixture, every_case: bool
 ) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
 
@@ -137,6 +137,8 @@ def test_a_token_that_no_file_names_is_asked_of_transformers(
     edit_json(folder / "tokenizer_config.json", change)
     own = same(folder)
     assert own.reason == f"no file names its {unnamed}"
+    if not every_case:  # a process would import transformers again
+        return
     with caplog.at_level(logging.INFO, "floe_chat.models"):
         chat = ChatProcess(folder)  # where transformers has to do with less memory
     fitted = chat.fit(TALK, 500)

@@ -308,6 +308,7 @@ def test_same_names_shapes_and_rope_as_the_librarys(name: str) -> None:
         assert getattr(mine.mlp.gate, "norm_topk_prob", None) == getattr(own.mlp.gate, "norm_topk_prob", None)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 @pytest.mark.parametrize("spec", [PackSpec(), EXACT], ids=["low", "exact"])
 def test_a_chat_computes_what_the_library_does(family: str, spec: PackSpec, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -330,7 +329,7 @@ def whole(folder: Path, published: Path) -> bool:
     return all((folder / name).read_bytes() == (published / name).read_bytes() for name in SHARDS)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "faults",
     [
@@ -399,6 +398,7 @@ def test_a_server_without_ranges_is_read_from_start_to_end_on_one_connection(
     assert whole(tmp_path, published)
 
 
+@pytest.mark.thorough
 def test_a_server_without_ranges_that_always_breaks_at_the_same_place_is_given_up(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults.append(Fault("GET /storage/", ignore_range=True, close_after=900_000, times=ALWAYS))
     assert isinstance(refused_download(tmp_path, FAST), TryAgainError)
@@ -433,6 +433,7 @@ def test_bytes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path) -> Non
     assert not (tmp_path / SHARDS[1]).exists()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -533,66 +534,24 @@ def test_a_folder_that_cannot_be_made_is_told(hub: FakeHub, tmp_path: Path) -> N
 
 
 KILLS = 5
-# Imports once; every line on its input makes it fork a process that downloads.
-PARENT = """
-import os, sys
-from pathlib import Path
-from floe_chat.models.hub.download import Download
-from floe_chat.models.hub.fetch_loop import Patience
-from floe_chat.models.hub.repository import resolve
-from floe_chat.models.hub.hub_request import new_client
-from huggingface_hub import get_token, try_to_load_from_cache
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the other process is forked")
 
-new_client("")
-tuning = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
-for line in sys.stdin:
-    os.environ["HF_ENDPOINT"], folder = line.split()
-    child = os.fork()
-    if child == 0:
-        repo = resolve("floe/tiny")
-        names = [file.name for file in repo.shards()]
-        with Download(repo, names, Path(folder), tuning=tuning) as download:
-            download.start()
-            for name in names:
-                download.wait(name)
+
+def forked(folder: Path) -> int:
+    """A process that downloads all shards, by its number."""
+    if child := os.fork():
+        return child
+    # Whatever happens here, pytest must not go on in two processes.
+    try:
+        fetched(folder, replace(FAST, sync=0.01))
         os._exit(0)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-os._exit(0)  # torch would take its time
-"""
+    finally:
+        os._exit(1)
 
 
-@dataclass
-class Downloader:
-    """Starts processes that download all shards into a folder."""
-
-    parent: subprocess.Popen[str]
-
-    def start(self, hub: FakeHub, folder: Path) -> int:
-        assert self.parent.stdin is not None
-        self.parent.stdin.write(f"{hub.url} {folder}\n")
-        self.parent.stdin.flush()
-        return self._number()
-
-    def ended(self) -> int:
-        """Waits for the process; its exit code, or minus the signal."""
-        return self._number()
-
-    def _number(self) -> int:
-        assert self.parent.stdout is not None
-        return int(self.parent.stdout.readline())
-
-
-@pytest.fixture(scope="module")
-def downloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Downloader]:
-    if not hasattr(os, "fork"):
-        pytest.skip("processes are forked here")
-    environment = {"NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
-    command = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        yield Downloader(parent)
-        assert parent.stdin is not None
-        parent.stdin.close()
+def ended(child: int) -> int:
+    """Waits for the process; its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kept(folder: Path, sizes: dict[str, int]) -> dict[str, list[tuple[int, int]]]:
@@ -607,8 +566,9 @@ def kept(folder: Path, sizes: dict[str, int]) -> dict[str, list[tuple[int, int]]
     return found
 
 
+@needs_fork
 def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
-    hub: FakeHub, published: Path, tmp_path: Path, downloader: Downloader
+    hub: FakeHub, published: Path, tmp_path: Path
 ) -> None:
     hub.faults.append(Fault("GET /storage/", rate=500_000, times=ALWAYS))
     chance = random.Random(17)
@@ -618,13 +578,13 @@ def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
     kills = 0
     for _ in range(KILLS):
         before, hub.requests[:] = kept(folder, sizes), []
-        child = downloader.start(hub, folder)
+        child = forked(folder)
         missing = total - sum(end - start for ranges in before.values() for start, end in ranges)
         until = chance.randrange(min(missing, 300_000) + 1)
         while hub.sent("/storage/") < until:
             tick.wait(0.001)
         os.kill(child, signal.SIGKILL)
-        kills += downloader.ended() == -signal.SIGKILL
+        kills += ended(child) == -signal.SIGKILL
         for request in list(hub.requests):
             if request.storage and request.range:
                 start, end = (int(number) for number in request.range.removeprefix("bytes=").split("-"))
@@ -635,22 +595,20 @@ def test_kills_at_random_moments_lose_only_what_was_not_recorded_yet(
     here = sum(end - start for ranges in kept(folder, sizes).values() for start, end in ranges)
     hub.requests.clear()
     hub.faults.clear()
-    downloader.start(hub, folder)
-    assert downloader.ended() == 0
+    assert ended(forked(folder)) == 0
     assert hub.sent("/storage/") == total - here < total
     assert all((folder / name).read_bytes() == (published / name).read_bytes() for name in SHARDS)
     assert sorted(path.name for path in folder.iterdir() if path.name != "download.lock") == SHARDS
 
 
-def test_a_second_process_is_told_and_a_killed_one_is_in_nobodys_way(
-    hub: FakeHub, tmp_path: Path, downloader: Downloader
-) -> None:
+@needs_fork
+def test_a_second_process_is_told_and_a_killed_one_is_in_nobodys_way(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults.append(Fault("GET /storage/", stall_after=50_000, times=ALWAYS))
-    child, tick = downloader.start(hub, tmp_path / "folder"), threading.Event()
+    child, tick = forked(tmp_path / "folder"), threading.Event()
     while hub.sent("/storage/") < 50_000:
         tick.wait(0.001)
     with pytest.raises(TryAgainError, match="Another floe-chat"):
         Download(resolve(REPO), SHARDS, tmp_path / "folder")
     os.kill(child, signal.SIGKILL)
-    assert downloader.ended() == -signal.SIGKILL
+    assert ended(child) == -signal.SIGKILL
     Download(resolve(REPO), SHARDS, tmp_path / "folder").close()

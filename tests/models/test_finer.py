@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("parts", "ordered"), [(4, False), (2, True)], ids=["as they are", "by importance"])
 @pytest.mark.parametrize("name", EXACT_ONES)
 def test_transformers_answers_the_same(tmp_path: Path, name: str, parts: int, ordered: bool) -> None:
@@ -92,7 +92,7 @@ def test_transformers_answers_the_same(tmp_path: Path, name: str, parts: int, or
 PACKED = "mixtral", "qwen3_next", "gpt_oss", "glm4_moe normalized", "lfm2_moe"  # each kind of storage and router
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PACKED else pytest.mark.thorough) for name in EXACT_ONES]
 )
@@ -120,6 +120,7 @@ def test_routers_that_cannot_are_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_what_is_refused_would_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal of groups is not timidity: without it, the answers differ."""
     source = families.make("glm4_moe", tmp_path / "source")
@@ -282,7 +283,10 @@ def test_folders_that_are_not_ours(tmp_path: Path) -> None:
 class _Killed(BaseException): ...
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["as they are", "by importance"])
+@pytest.mark.parametrize(
+    "ordered",
+    [pytest.param(False, id="as they are", marks=pytest.mark.thorough), pytest.param(True, id="by importance")],
+)
 def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:

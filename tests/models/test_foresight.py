@@ -99,9 +99,9 @@ def test_text_without_a_rule_teaches_nothing() -> None:
 
 
 def test_the_same_lesson_gives_the_same_predictor_also_in_inference_mode() -> None:
-    one = learn(lesson(2000, 5, "network"), 16, seed=3)
+    one = learn(lesson(800, 5, "network"), 16, seed=3)
     with torch.inference_mode():
-        two = learn(lesson(2000, 5, "network"), 16, seed=3)
+        two = learn(lesson(800, 5, "network"), 16, seed=3)
     assert one is not None and two is not None
     assert one[1:] == two[1:]
     for part in ("linear", "inner", "outer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,15 @@ LAYER = "model.language_model.layers.1."
 SCALE, EXPERTS, HEADS = (f"{LAYER}{name}" for name in ("router.scale", "experts.down_proj", "self_attn.k_proj.weight"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.make("gemma4", tmp_path_factory.mktemp("gemma") / "made")
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return families.make("gemma4", tmp_path / "source")
+def source(made: Path, tmp_path: Path) -> Path:
+    """A checkpoint to change."""
+    return Path(shutil.copytree(made, tmp_path / "source"))
 
 
 def change(source: Path, **fields: Any) -> None:

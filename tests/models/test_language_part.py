@@ -60,6 +60,7 @@ def test_what_it_sees_with_is_not_packed(source: Path) -> None:
     assert any(name.startswith("model.visual.") for shard in source.glob("*.safetensors") for name in load_file(shard))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["together", "apart"])
 @pytest.mark.parametrize("kind", [NESTED, ALONE])
 def test_experts_are_read_wherever_they_are_stored(published: Path, tmp_path: Path, kind: str, layout: str) -> None:

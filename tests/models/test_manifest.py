@@ -89,7 +89,7 @@ def changed(fields: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
     return fields
 
 
-def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path) -> None:
+def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path, every_case: bool) -> None:
     fields = manifest_of(pack)
     escaped: list[str] = []
     accepted: list[str] = []
@@ -97,7 +97,8 @@ def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path) -> None:
         original = fields
         for name in path:
             original = original[name]
-        for value in [..., *(wrong for wrong in WRONG if wrong != original)]:
+        values = [..., *(wrong for wrong in WRONG if wrong != original)]
+        for value in values if every_case else values[len(path) % 3 :: 3]:
             (pack / FILE_NAME).write_text(json.dumps(changed(fields, path, value)))
             try:
                 use(pack)

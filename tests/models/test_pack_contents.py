@@ -61,7 +61,12 @@ def worth(index: Tensor, weights: Tensor, expert: int) -> Tensor:
     return relative[mine][:, None] if bool(mine.any()) else torch.ones(len(index), 1)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ("odd-mixtral", "olmoe") else pytest.mark.thorough) for name in MODELS
+    ],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("contents")
     source = make_checkpoint(folder / "source", **MODELS[request.param])
@@ -228,7 +233,8 @@ def linear_names(source: Checkpoint) -> list[str]:
     return [f"model.layers.{n}.{part}" for n in range(source.config.num_hidden_layers) for part in parts] + ["lm_head"]
 
 
-@pytest.mark.parametrize(("model", "bits"), zip(MODELS, (8, 4, 8, 4), strict=True))
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("model", "bits"), zip(MODELS, (4, 4, 8, 4), strict=True))
 def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Path, model: str, bits: int) -> None:
     source = Checkpoint(make_checkpoint(tmp_path / "source", **MODELS[model]))
     manifest = make_pack(source.folder, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=bits))
@@ -250,6 +256,7 @@ def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Pa
             assert 0.01 < relative_rms(back, matrix.float()) < 0.2, name
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", ["odd-mixtral", "olmoe"])
 def test_attention_is_rounded_for_its_inputs(tmp_path: Path, model: str) -> None:
     """What a layer's projections give on the text suffers less than by grids alone."""

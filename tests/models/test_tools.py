@@ -126,6 +126,7 @@ def test_a_call_comes_as_the_family_writes_it(name: str, place: Place) -> None:
     assert told.calls() == [("find", ARGUMENTS)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", FREE)
 def test_nothing_else_may_come(name: str, place: Place) -> None:
     folder = place(name)
@@ -136,6 +137,7 @@ def test_nothing_else_may_come(name: str, place: Place) -> None:
     assert not named.takes(call) and Told(folder, choice="named", named="seek").takes(call.replace("find", "seek"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", FREE)
 def test_several_calls_may_come_unless_one_is_wanted(name: str, place: Place) -> None:
     folder = place(name)
@@ -202,6 +204,7 @@ def test_a_call_or_json(place: Place) -> None:
     assert not Told(folder, schema=schema, choice="auto").takes("Well.")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v31", "glm4_moe", "qwen2_moe"])
 def test_strict_functions_hold_calls_alone(name: str, place: Place) -> None:
     folder = place(name)

@@ -156,14 +156,15 @@ def test_a_dense_tensor_that_is_missing_is_found(copy: Path) -> None:
     assert "k_proj.zero" in damaged(copy)["dense.safetensors"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("how", "files"),
     [
         ("spoilt", ["layer_00.safetensors", "profile.safetensors", "tokenizer.json", "config.json"]),
-        ("missing", ["layer_01.safetensors", "layer_02.safetensors"]),
         ("missing", ["layer_01.safetensors", "dense.safetensors", "profile.safetensors", "tokenizer_config.json"]),
+        ("missing", ["layer_01.safetensors", "layer_02.safetensors"]),
     ],
-    ids=["spoilt", "layers", "missing"],
+    ids=["spoilt", "missing", "layers"],
 )
 def test_repair_brings_back_the_very_bytes(sound: Path, copy: Path, source: Path, files: list[str], how: str) -> None:
     for name in files:
@@ -173,6 +174,7 @@ def test_repair_brings_back_the_very_bytes(sound: Path, copy: Path, source: Path
     assert contents(copy) == contents(sound)
 
 
+@pytest.mark.thorough
 def test_a_pack_rounded_by_hqq_is_repaired_by_hqq(tmp_path: Path, source: Path) -> None:
     folder = tmp_path / "p"
     make_pack(source, folder, PackSpec(up=2, gate=4, down=4, rounding="hqq"))
@@ -204,6 +206,7 @@ def test_repair_with_another_text_says_so_and_leaves_a_sound_pack(copy: Path, so
     assert PackedModel.open(copy, recheck=True)
 
 
+@pytest.mark.thorough
 def test_a_pack_of_before_is_repaired_with_tables_as_it_has_them(wide_copy: Path, source: Path) -> None:
     """Of the signal alone, not of the signal times the router's weight; its manifest stays one of before."""
     now = PackedModel.open(wide_copy)
@@ -247,7 +250,9 @@ def by_bits(found: list[Compared]) -> dict[int, float]:
     [
         (EXACT, {16}),
         (PackSpec(up=2, gate=4, down=3), {2, 3, 4, 8, 16}),
-        (PackSpec(up=2, gate=3, down=4, dense=8, rounding="hqq"), {2, 3, 4, 8, 16}),
+        pytest.param(
+            PackSpec(up=2, gate=3, down=4, dense=8, rounding="hqq"), {2, 3, 4, 8, 16}, marks=pytest.mark.thorough
+        ),
     ],
     ids=["exact", "calibrated", "hqq"],
 )
