@@ -242,6 +242,7 @@ def run_tune(pack: Path, source: Path, *options: str) -> Ran:
     return run_cli("tune", str(pack), "--source", str(source), "--device", "cpu", "--tokens", "64", *options)
 
 
+@pytest.mark.thorough
 def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     before = Manifest.read(own_pack)
     ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text), "--json")

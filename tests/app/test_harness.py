@@ -413,7 +413,7 @@ def test_likelihoods_are_those_of_transformers(
     monkeypatch.setattr(harness_model, "CHUNK", chunk)
     wanted = requests(
         "loglikelihood",
-        *((TEXT[:length], char) for length in range(2, 14) for char in string.ascii_letters + string.punctuation),
+        *((TEXT[:length], char) for length in (2, 7, 13) for char in string.ascii_letters + string.punctuation),
         ("Spaces go to the right  ", "side"),
         ("", TEXT),
         ("", "<s>again"),

@@ -49,7 +49,7 @@ async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: di
         pieces = await client.chat.completions.create(model="demo", messages=user(question), stream=True)
         return question, "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
-    for question, answer in await asyncio.gather(*map(ask, range(9))):
+    for question, answer in await asyncio.gather(*map(ask, range(6))):
         assert answer == expected[question]
 
 
@@ -337,7 +337,7 @@ def test_a_prompt_that_was_read_before_is_not_read_again(demo: Served) -> None:
 def test_an_answer_ends_where_the_context_does(demo: Served) -> None:
     window = demo.desk.loaded.context_window
     # The bias keeps the token that would end it away.
-    body = {"messages": user("token " * (window * 7 // 8)), "logit_bias": {"300": 100}}
+    body = {"messages": user("token " * (window * 15 // 16)), "logit_bias": {"300": 100}}
     *events, last = streamed(demo, {**body, "stream_options": {"include_usage": True}})
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["total_tokens"] in (window, window + 1)
@@ -427,12 +427,13 @@ def test_a_bias_forces_and_forbids(demo: Served, expected: dict[str, str]) -> No
 
 def test_penalties_of_tokens_that_the_answer_has(demo: Served) -> None:
     def repeated(**penalty: float) -> int:
-        body = {"messages": user("?"), "max_tokens": 60, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
+        body = {"messages": user("?"), "max_tokens": 30, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
         tokens = [token["token"] for token in demo.post(body).json()["choices"][0]["logprobs"]["content"]]
         return max(tokens.count(token) for token in tokens)
 
-    assert repeated() > repeated(frequency_penalty=2) > 1
-    assert repeated() >= repeated(presence_penalty=2)
+    without = repeated()
+    assert without > repeated(frequency_penalty=2) > 1
+    assert without >= repeated(presence_penalty=2)
 
 
 SCHEMA: dict[str, Any] = {
@@ -450,24 +451,23 @@ SCHEMA: dict[str, Any] = {
 @pytest.mark.parametrize(("temperature", "stream"), [(0, False), (1.5, True)])
 def test_an_answer_of_a_form(demo: Served, temperature: float, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    for seed in range(1 + stream):
-        reply: Any = demo.client().chat.completions.create(
-            model="demo",
-            messages=user("Name a thing."),
-            response_format=form,
-            temperature=temperature,
-            seed=seed,
-            stream=stream,
-        )
-        if stream:
-            choices = [piece.choices[0] for piece in reply]
-            text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
-        else:
-            text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
-        found = json.loads(text)
-        assert reason == "stop" and list(found) == ["name", "kind", "counts"]
-        assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
-        assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
+    reply: Any = demo.client().chat.completions.create(
+        model="demo",
+        messages=user("Name a thing."),
+        response_format=form,
+        temperature=temperature,
+        seed=0,
+        stream=stream,
+    )
+    if stream:
+        choices = [piece.choices[0] for piece in reply]
+        text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+    else:
+        text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+    found = json.loads(text)
+    assert reason == "stop" and list(found) == ["name", "kind", "counts"]
+    assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
+    assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
 
 
 def test_any_object_is_a_form_and_some_schemas_cannot_be_followed(demo: Served) -> None:
