@@ -468,6 +468,7 @@ def test_a_signal_ends_it_while_the_model_loads(long_winded: Path) -> None:
     assert answers() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe differently")
 def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path) -> None:
     with start(long_winded) as process:
