@@ -504,7 +504,7 @@ command()
 
 def test_an_answer_of_another_process_waits_for_its_input_reads_on_and_imports_nothing_heavy(tiny_pack: Path) -> None:
     first = ask(tiny_pack, LONG, *SHORT, "--json")
-    options = ["--repetition-penalty", "1.1", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "3"]
+    options = ["--repetition-penalty", "1.1", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "3", "--seed", "1"]
     options += ["-m", str(tiny_pack), "--continue", "--json"]
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), "ask", "hi", *options]
     piped = subprocess.PIPE
@@ -514,4 +514,4 @@ def test_an_answer_of_another_process_waits_for_its_input_reads_on_and_imports_n
         process.stdin.close()
         fields = json.loads(process.stdout.read())
         assert fields["answer"] and process.stderr.read().split() == [b"0"]
-    assert fields["reused_tokens"] >= prompt_tokens(first)
+    assert fields["reused_tokens"] == PREFILL_CHUNK < prompt_tokens(first)  # as with any seed
