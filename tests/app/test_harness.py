@@ -414,6 +414,7 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, args, 0, ("task", index, 1)) for index, args in enumerate(arguments)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("chunk", [1024, 100], ids=["one pass", "several passes"])
 def test_likelihoods_are_those_of_transformers(
     both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch

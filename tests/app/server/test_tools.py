@@ -375,6 +375,7 @@ def test_without_tools_a_call_is_text(reciter: Reciter) -> None:
         assert choice.finish_reason == "stop" and not choice.message.tool_calls and "find" in choice.message.content
 
 
+@pytest.mark.thorough
 def test_one_call_if_no_more_are_wanted(reciter: Reciter) -> None:
     name, served = reciter
     named = {"type": "function", "function": {"name": "find"}}
