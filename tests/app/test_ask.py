@@ -137,10 +137,7 @@ def test_a_chat_that_is_continued_is_not_read_again(tiny_pack: Path) -> None:
     brief = ("--temperature", "0", "--max-tokens", "6", "--json")
     first = ask(tiny_pack, LONG, *brief)
     assert reused(first) == 0 and len(files()) == 1
-    asked = ("-m", str(tiny_pack), "And now?", *brief, "--continue")
-    program = [sys.executable, "-m", "floe_chat.app", "ask", *asked]
-    other = subprocess.run(program, capture_output=True, check=True, encoding="utf-8")
-    assert json.loads(other.stdout)["reused_tokens"] >= prompt_tokens(first)
+    assert reused(ask(tiny_pack, "And now?", *brief, "--continue")) >= prompt_tokens(first)
     assert reused(ask(tiny_pack, "More.", *brief, "--continue", "--no-save")) == 0, "nor read where nothing is written"
     again = ask(tiny_pack, "More.", *brief, "--continue", "--seed", "1")  # to come again to the last bit
     assert reused(again) == PREFILL_CHUNK < prompt_tokens(first), "only parts that every prompt is read in"
@@ -426,6 +423,7 @@ def test_an_interrupt_ends_a_running_answer(long_winded: Path, monkeypatch: pyte
     assert [(answer.state, answer.text) for answer in answers()] == [("stopped", ran.out)]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="no such signals to another process on Windows")
 def test_a_hangup_ends_it_in_order_and_keeps_what_came(long_winded: Path) -> None:
     with start(long_winded) as process:
@@ -470,6 +468,7 @@ def test_a_signal_ends_it_while_the_model_loads(long_winded: Path) -> None:
     assert answers() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe differently")
 def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path) -> None:
     with start(long_winded) as process:
@@ -503,12 +502,16 @@ command()
 """
 
 
-def test_an_answer_waits_for_its_input_and_imports_nothing_heavy(tiny_pack: Path) -> None:
+def test_an_answer_of_another_process_waits_for_its_input_reads_on_and_imports_nothing_heavy(tiny_pack: Path) -> None:
+    first = ask(tiny_pack, LONG, *SHORT, "--json")
     options = ["--repetition-penalty", "1.1", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "3", "--seed", "1"]
-    command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), "ask", "hi", "-m", str(tiny_pack), *options]
+    options += ["-m", str(tiny_pack), "--continue", "--json"]
+    command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), "ask", "hi", *options]
     piped = subprocess.PIPE
     with subprocess.Popen(command, stdin=piped, stdout=piped, stderr=piped) as process:
         assert process.stdin and process.stdout and process.stderr
         assert b"waiting for piped input to end" in process.stderr.readline()
         process.stdin.close()
-        assert process.stdout.read().strip() and process.stderr.read().split() == [b"0"]
+        fields = json.loads(process.stdout.read())
+        assert fields["answer"] and process.stderr.read().split() == [b"0"]
+    assert fields["reused_tokens"] == PREFILL_CHUNK < prompt_tokens(first)  # as with any seed

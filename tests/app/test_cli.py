@@ -196,6 +196,7 @@ command()
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "floe-chat: interrupted")
 
 
+@pytest.mark.some(2)
 @pytest.mark.skipif(os.name == "nt", reason="no such shell on Windows")
 @pytest.mark.parametrize(
     ("arguments", "redirection", "code", "told"),

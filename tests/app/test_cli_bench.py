@@ -244,13 +244,8 @@ HYBRIDS = {
 }
 
 
-_SAMPLE = "qwen3_5_moe", "gpt_oss"  # experts with biases, and a model within another
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(
-    "family", [family if family in _SAMPLE else pytest.param(family, marks=pytest.mark.thorough) for family in HYBRIDS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_a_hybrid_is_measured_by_whole_periods(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = HYBRIDS[family]
     layers = {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2}

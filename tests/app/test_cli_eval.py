@@ -101,6 +101,7 @@ def test_published_rules_are_measured_and_say_what_is_not_the_papers(tiny_pack: 
     assert json.loads(asked.out)["preset"] == "FloE 80 %" and "FloE 80 %: the rule of FloE" in asked.err
 
 
+@pytest.mark.thorough
 def test_keys_and_values_of_8_bits_are_compared_with_16(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     arguments = ("--text", str(text), "-p", "High")
     exact, coarse = (
@@ -171,6 +172,7 @@ def test_a_quality_set_by_hand_is_measured(tiny_pack: Path, text: Path) -> None:
     assert both["presets"][1]["rule"] | {"sparsity": 0.64, "drop": 0.4, "weighed": True} == both["presets"][1]["rule"]
 
 
+@pytest.mark.thorough
 def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text: Path, own_folders: Path) -> None:
     arguments = ("--text", str(text), "-p", "High", "--json")
     first = run_eval(tiny_pack, tiny_checkpoint, *arguments)
@@ -242,6 +244,7 @@ def run_tune(pack: Path, source: Path, *options: str) -> Ran:
     return run_cli("tune", str(pack), "--source", str(source), "--device", "cpu", "--tokens", "64", *options)
 
 
+@pytest.mark.thorough
 def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     before = Manifest.read(own_pack)
     ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text), "--json")

@@ -15,6 +15,7 @@ from floe_chat.models.pack.packed_model import PackedModel
 from ..helpers import edit_json, explained, make_checkpoint, run_cli
 
 
+@pytest.mark.thorough
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "mine"
     ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8", "--gate", "3", "--dense", "4")

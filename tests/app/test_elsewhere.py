@@ -155,6 +155,7 @@ def copy(files: dict[str, Path], home: Path, monkeypatch: pytest.MonkeyPatch) ->
     return put(files["Q4_0"], home / ".lmstudio" / "models" / "somebody" / "tiny-GGUF", "tiny-Q4_0.gguf")
 
 
+@pytest.mark.thorough
 def test_it_is_packed_if_the_user_agrees(copy: Path, published: Path, hub: FakeHub) -> None:
     done = run_cli("setup", REPO, "--name", "tiny", *BITS, stdin=b"y\ny\ny\n", terminal=True)
     assert done.code == 0, done.err

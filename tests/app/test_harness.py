@@ -278,12 +278,23 @@ def test_a_task_may_not_reach_the_network_by_itself(tiny_pack: Path, tmp_path: P
     assert "needs the network" in told and "Add --download" in told
 
 
-def test_tasks_that_run_programs_are_refused(tiny_pack: Path, tmp_path: Path) -> None:
-    metrics = [{"metric": "floe/nonesuch", "hf_evaluate": True, "aggregation": "mean"}]
-    own = "code that the model writes", {"unsafe_code": True}
-    for part, change in (own, ("floe/nonesuch, code", {"metric_list": metrics})):
-        write_task(tmp_path, "tiny_unsafe", ANSWER | change, QUESTIONS)
-        assert part in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_unsafe"), 2)
+METRICS = [{"metric": "floe/nonesuch", "hf_evaluate": True, "aggregation": "mean"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"unsafe_code": True}, "code that the model writes"),
+        # It imports the library of metrics first.
+        pytest.param({"metric_list": METRICS}, "floe/nonesuch, code", marks=pytest.mark.thorough),
+    ],
+    ids=["answers", "metric"],
+)
+def test_tasks_that_run_programs_are_refused(
+    tiny_pack: Path, tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
+    write_task(tmp_path, "tiny_unsafe", ANSWER | change, QUESTIONS)
+    assert part in explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_unsafe"), 2)
 
 
 def test_a_library_that_would_run_programs_is_too_old(
@@ -403,6 +414,7 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, args, 0, ("task", index, 1)) for index, args in enumerate(arguments)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("chunk", [1024, 100], ids=["one pass", "several passes"])
 def test_likelihoods_are_those_of_transformers(
     both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -413,7 +425,7 @@ def test_likelihoods_are_those_of_transformers(
     monkeypatch.setattr(harness_model, "CHUNK", chunk)
     wanted = requests(
         "loglikelihood",
-        *((TEXT[:length], char) for length in range(2, 14) for char in string.ascii_letters + string.punctuation),
+        *((TEXT[:length], char) for length in (2, 7, 13) for char in string.ascii_letters + string.punctuation),
         ("Spaces go to the right  ", "side"),
         ("", TEXT),
         ("", "<s>again"),
@@ -432,6 +444,7 @@ def test_likelihoods_are_those_of_transformers(
     assert after_nothing[0] < 0, "theirs stops at a context that is all white space"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("chunk", [1024, 100], ids=["one pass", "several passes"])
 def test_texts_longer_than_the_window_are_read_as_transformers_does(
     both: tuple[PackLM, HFLM], chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +458,7 @@ def test_texts_longer_than_the_window_are_read_as_transformers_does(
     assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)  # sums of up to 1480 terms
 
 
+@pytest.mark.some(1)
 def test_answers_are_those_of_transformers(both: tuple[PackLM, HFLM]) -> None:
     ours, theirs = both
     wanted = requests(

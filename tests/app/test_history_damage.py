@@ -679,6 +679,7 @@ def test_who_writes_is_known_by_machine_number_and_birth() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_two_processes_write_at_once_and_nothing_is_lost(file: Path) -> None:
     both = [run(ADDING, file, name) for name in ("one", "two")]
     for process in both:

@@ -42,6 +42,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", [PACK, REPO])
 def test_set_up_there_and_removed(hub: FakeHub, disk: Path, model: str) -> None:
     done = run_cli("setup", model, "--yes", "--name", "tiny", "--to", str(disk))
@@ -132,6 +133,7 @@ def test_what_is_refused(hub: FakeHub, disk: Path, monkeypatch: pytest.MonkeyPat
     assert running.error is not None and not (catalog.models_folder() / "filed").is_symlink()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("key", "stays"), [("y", True), ("d", False), ("escape", True)])
 async def test_the_screen_asks(
     published: Path, tiny_pack: Path, setups: Setups, disk: Path, key: str, stays: bool

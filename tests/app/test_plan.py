@@ -54,12 +54,14 @@ def test_a_machine_that_is_not_at_hand() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of all listed models takes seconds: these instead."""
-    names = ("mixtral-8x7b-instruct", "mixtral-8x7b", "qwen3-30b-a3b-instruct-2507")
+    names = ("mixtral-8x7b", "qwen3-30b-a3b-instruct-2507")
     monkeypatch.setattr(offers, "__defaults__", (tuple(entry for entry in PUBLISHED if entry.name in names),))
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("asked", [(), ("mixtral-8x7b-instruct",)], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "asked", [pytest.param((), marks=pytest.mark.thorough), ("mixtral-8x7b-instruct",)], ids=["all", "one"]
+)
 def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, asked: tuple[str]) -> None:
     """No word is broken, no figure is lost in a narrow one, and each is plain."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -94,6 +96,7 @@ def test_this_machine_is_measured_once(measured: list[Path]) -> None:
 def test_a_card_needs_no_measuring(measured: list[Path]) -> None:
     fields = planned("mixtral-8x7b-instruct", "--card", "sim:rtx3060-12gb", *BIG)
     assert not measured and fields["machine"]["name"] == "RTX 3060" and fields["chosen"]["place"] == "pool"
+    assert fields["chosen"]["cards"] == []
 
 
 @pytest.mark.usefixtures("no_library")
@@ -102,6 +105,7 @@ def test_a_card_that_shares_a_model_needs_compiled_code() -> None:
     assert any("it was not compiled" in why and "build.py" in why for why in fields["why"])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "name", "card"),
     [
@@ -120,7 +124,7 @@ def test_without_a_model_all_are_ranked() -> None:
     ran, fields = run_cli("plan", *DESCRIBED), planned(*DESCRIBED)
     names = [plan["entry"]["name"] for plan in fields["plans"]]
     rows = [line.split()[0] for line in ran.out.splitlines() if line.startswith("  ")]
-    assert ran.code == 0 and [row for row in rows if row in names] == names and len(names) == 3
+    assert ran.code == 0 and [row for row in rows if row in names] == names and len(names) == 2
     assert f"Recommended: floe-chat setup {names[0]}" in ran.out and fields["recommended"] == names[0]
     assert max(map(len, ran.out.splitlines())) <= 100
     for said in ("at reading speed, best first", "cannot chat", "not measured here"):
@@ -139,6 +143,7 @@ def test_the_list_of_cards() -> None:
     assert max(map(len, ran.out.splitlines())) <= 102
 
 
+@pytest.mark.usefixtures("few")
 def test_nothing_fits_and_what_would_instead() -> None:
     ran = run_cli("plan", "mixtral-8x22b-instruct", "--ram", "16GB", "--disk-free", "1TB")
     assert ran.code == 1 and "does not fit" in ran.out and re.search(r"\w with \d/\d/\d bits works, at about", ran.out)
@@ -213,6 +218,5 @@ def test_two_cards_share_a_model(measured: list[Path]) -> None:
         assert wanted in " ".join(ran.out.split()), wanted
     found = planned("mixtral-8x7b-instruct", "--card", "3090", "--card", "RTX 3060", *BIG)
     assert [card["layers"] for card in found["chosen"]["cards"]] == [31, 1] and found["machine"]["others"]
-    assert planned("mixtral-8x7b-instruct", "--card", "3060", *BIG)["chosen"]["cards"] == []
     refused = run_cli("plan", "mixtral", "--card", "3060", "--card", "none")
     assert refused.code == 2 and "--card none" in refused.err

@@ -27,6 +27,7 @@ def test_two_cards_answer_as_one_does() -> None:
     assert all(card["whole"] + card["pool"] + card["up"] > 0 for card in cards)
 
 
+@pytest.mark.thorough
 def test_device_takes_the_same_names() -> None:
     assert run_cli(*ASKED, "--device", f"{CARD},sim:rtx4060-8gb", "--vram", "9mb").code == 0
 

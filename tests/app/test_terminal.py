@@ -126,8 +126,16 @@ def test_one_terminal_after_the_other(endless: list[str], history: History) -> N
         window.until(lambda text: "it waits" in text and "never sent" in text)
         assert (last_answer(history).state, last_answer(history).stats) == ("stopped", None)
         assert last_answer(history).text.startswith(shown)
+        window.until("● loading")  # which quitting does not wait for
+        window.type(QUIT)
+        assert (window.end(), window.is_as_before(), is_gone(window)) == (0, True, True)
+
+
+@pytest.mark.thorough
+def test_an_interrupt_stops_the_answer_and_a_hangup_the_program(endless: list[str], history: History) -> None:
+    with Window(endless) as window:
         window.until("● ready")
-        begin_answer(window, history, "")
+        begin_answer(window, history, "first")
         window.type("half a thou" + INTERRUPT)
         window.until("● stopped")
         window.until("Press Ctrl+C again")
@@ -137,7 +145,7 @@ def test_one_terminal_after_the_other(endless: list[str], history: History) -> N
         assert (window.end(), is_gone(window)) == (129, True)
     assert last_answer(history).state == "stopped" and last_answer(history).text.startswith(shown)
     asked = [message.text for message in history.messages(history.branch(last_answer(history).parent))]
-    assert asked[0] == "it waits\nnever sent" and asked[-1] == "half a thought" and len(history.conversations()) == 2
+    assert asked[0] == "first" and asked[-1] == "half a thought" and len(history.conversations()) == 1
 
 
 _HOLDING = """
@@ -167,13 +175,6 @@ def test_a_signal_ends_it_before_there_is_a_screen(endless: list[str]) -> None:
     with Window(endless) as window:
         window.until("starting")
         assert (window.end(signal.SIGINT), window.is_as_before(), is_gone(window)) == (130, True, True)
-
-
-def test_quitting_does_not_wait_for_the_model(endless: list[str]) -> None:
-    with Window(endless) as window:
-        window.until("● loading")
-        window.type(QUIT)
-        assert (window.end(), window.is_as_before(), is_gone(window)) == (0, True, True)
 
 
 async def test_quitting_does_not_wait_for_a_download_that_stands_still(

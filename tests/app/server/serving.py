@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from openai.types.chat import ChatCompletionMessageParam
 
-QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router", "a layer", "attention")]
+QUESTIONS = [f"What is {what}?" for what in ("an expert", "a neuron", "a token", "a router")]
 
 
 def user(text: str) -> list[ChatCompletionMessageParam]:

@@ -29,8 +29,6 @@ from .serving import QUESTIONS, Served, serving, user
 
 
 def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
-    from openai import RateLimitError
-
     body = {"model": slow.model, "messages": user("hi"), "temperature": 5, "stream": True, "max_tokens": 30_000}
     url = f"{slow.url}/chat/completions"
     with httpx2.Client(timeout=60) as client:
@@ -38,9 +36,8 @@ def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
         lines = streams[0].__enter__().iter_lines()
         assert next(lines)
         waiting = [slow.desk.take([order()], lambda _, __: None)[0] for _ in range(2)]
-        with pytest.raises(RateLimitError) as caught:
-            slow.client().chat.completions.create(model=slow.model, messages=user("hi"))
-        assert int(caught.value.response.headers["retry-after"]) >= 1
+        refused = slow.post({"messages": user("hi")})
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert slow.metric("floe_refused_total") == 1
         streams[0].__exit__(None, None, None)
         for ticket in waiting:
@@ -63,7 +60,7 @@ async def test_each_client_has_its_turn(demo: Served) -> None:
             if len(ended) == len(names):
                 loop.call_soon_threadsafe(done.set)
 
-    demo.desk.take([order(name.split()[0], 60) for name in names], tell)
+    demo.desk.take([order(name.split()[0], 24) for name in names], tell)
     await asyncio.wait_for(done.wait(), 60)
     assert ended.index("one") < ended.index("many 2")
     assert [name for name in ended if name.startswith("many")] == names[1:4]
@@ -107,8 +104,8 @@ class TestTogether:
     def test_each_is_what_it_is_alone(self, demo: Served) -> None:
         """With its own seed, stop, constraint, limit and preset; two qualities are never computed at once."""
         orders = [
-            replace(order(f"client {number % 3}", 20 + 7 * number), sampling=Sampling(temperature=0.9, seed=number))
-            for number in range(9)
+            replace(order(f"client {number % 3}", 8 + 3 * number), sampling=Sampling(temperature=0.9, seed=number))
+            for number in range(7)
         ]
         orders[2] = replace(orders[2], schema='{"enum": ["yes", "no"]}')
         orders[3] = replace(orders[3], quality="Fast")
@@ -133,6 +130,7 @@ class TestTogether:
             served.until("floe_running", 0)
             assert served.desk.counts.answers == {"failed": 4}
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("moment", ["in the line", "prompt", "first token", "held to a form", "ended"])
     def test_leaving_is_final_at_every_moment(self, long_winded: Path, moment: str) -> None:
         """Even where the tokenizer's process stands still; others go on, and the next is answered as ever."""
@@ -191,7 +189,7 @@ class TestTogether:
 
         names = ["a", "a", "a", "a", "fast", *"aaaaaaaa"]
         orders = [
-            replace(order(f"{at}", 20), quality="Fast" if name == "fast" else None) for at, name in enumerate(names)
+            replace(order(f"{at}", 8), quality="Fast" if name == "fast" else None) for at, name in enumerate(names)
         ]
         demo.desk.take(orders, tell)
         assert done.wait(120) and ended.index("fast") == 4
@@ -444,7 +442,7 @@ def test_one_who_goes_does_not_disturb_those_who_stay(hasty: Served, expected: d
                 reply = await client.chat.completions.create(model="demo", messages=messages, max_tokens=200)
                 return reply.choices[0].message.content or ""
 
-            return await asyncio.gather(*map(ask, range(20)))
+            return await asyncio.gather(*map(ask, range(6)))
 
     assert set(asyncio.run(all_of_them())) == {expected[QUESTIONS[0]]}
     hasty.until("floe_running", 0)

@@ -72,9 +72,9 @@ def runs(process: int) -> bool:
 
 
 @contextmanager
-def answering(pack: Path, port: str, key: Path) -> Generator[tuple[str, subprocess.Popen[str], Iterator[str]]]:
-    """A server in the middle of an answer: where it is, and the lines that are still to come."""
-    with start("--model", str(pack), "--port", port, "--key-file", str(key)) as process:
+def answering(pack: Path, key: Path) -> Generator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """A server in the middle of an answer, and the lines that are still to come."""
+    with start("--model", str(pack), "--port", "0", "--key-file", str(key)) as process:
         url, headers = address(process), {"Authorization": "Bearer a-secret"}
         assert httpx2.get(f"{url}/models", timeout=60).status_code == 401
         model = httpx2.get(f"{url}/models", headers=headers, timeout=60).json()["data"][0]["id"]
@@ -82,30 +82,30 @@ def answering(pack: Path, port: str, key: Path) -> Generator[tuple[str, subproce
         with httpx2.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60) as reply:
             lines = reply.iter_lines()
             assert next(lines)
-            yield url, process, lines
+            yield process, lines
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such signals to another process on Windows")
-def test_killed_it_starts_again_on_the_same_port_and_an_interrupt_ends_it(long_winded: Path, tmp_path: Path) -> None:
-    """Both in the middle of an answer; the files are as before. It answers who sends the key in the file."""
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)])
+def test_a_signal_ends_it_in_the_middle_of_an_answer(number: signal.Signals, long_winded: Path, tmp_path: Path) -> None:
+    """The files are as before. It answers who sends the key in the file."""
     home, before = Path.home(), contents(long_winded)
     (tmp_path / "key").write_text("a-secret\n")
     (tmp_path / "key").chmod(0o600)
-    with answering(long_winded, "0", tmp_path / "key") as (url, process, lines):
+    with answering(long_winded, tmp_path / "key") as (process, lines):
         kept, others = contents(home), children(process.pid)
         assert others or not Path(f"/proc/{process.pid}/task/{process.pid}/children").exists()
-        process.send_signal(signal.SIGKILL)
-        with pytest.raises(httpx2.RemoteProtocolError):  # no end that could be taken for one
-            list(lines)
-        assert process.wait(30) == -signal.SIGKILL
-    port = url.rpartition(":")[2].removesuffix("/v1")
-    with answering(long_winded, port, tmp_path / "key") as (again, process, lines):
-        process.send_signal(signal.SIGINT)
-        *_, last = filter(None, lines)
-        assert "the server is ending" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert again == url and process.wait(30) == 130
-        assert process.stdout and process.stderr and not process.stdout.read()
-        assert process.stderr.read().strip() == "floe-chat: interrupted"
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            with pytest.raises(httpx2.RemoteProtocolError):  # no end that could be taken for one
+                list(lines)
+            assert process.wait(30) == -number
+        else:
+            *_, last = filter(None, lines)
+            assert "the server is ending" in json.loads(last.removeprefix("data: "))["error"]["message"]
+            assert process.wait(30) == 130
+            assert process.stdout and process.stderr and not process.stdout.read()
+            assert process.stderr.read().strip() == "floe-chat: interrupted"
     assert contents(long_winded) == before and contents(home) == kept
     for _ in range(600):  # the process of its tokenizer ends with it
         if not any(map(runs, others)):

@@ -36,6 +36,7 @@ def test_pieces_make_the_answer(demo: Served, expected: dict[str, str]) -> None:
         assert [bool(chunk.usage) for chunk in chunks] == [*(False for _ in chunks[1:]), usage]
 
 
+@pytest.mark.thorough
 async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: dict[str, str]) -> None:
     client = demo.async_client()
 
@@ -49,10 +50,11 @@ async def test_many_at_once_each_get_their_own_answer(demo: Served, expected: di
         pieces = await client.chat.completions.create(model="demo", messages=user(question), stream=True)
         return question, "".join([piece.choices[0].delta.content or "" async for piece in pieces])
 
-    for question, answer in await asyncio.gather(*map(ask, range(9))):
+    for question, answer in await asyncio.gather(*map(ask, range(6))):
         assert answer == expected[question]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stop_ends_the_answer_before_it(demo: Served, expected: dict[str, str], stream: bool) -> None:
     whole = expected[QUESTIONS[0]]
@@ -285,7 +287,7 @@ def streamed(served: Served, body: dict[str, Any], path: str = "/chat/completion
 
 
 def test_any_text_may_be_continued_and_asked(demo: Served) -> None:
-    for text in ("", "\n", "\x00\x1b[2J", "🦙" * 20, "<|im_start|>", "</s><|im_end|>", "{% if %}"):
+    for text in ("", "\n\x00\x1b[2J", "🦙" * 20, "<|im_start|></s><|im_end|>{% if %}"):
         reply = demo.post({"prompt": text, "max_tokens": 3}, "/completions")
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] <= 3, text
         reply = demo.post({"messages": user(text), "max_tokens": 3})
@@ -298,11 +300,12 @@ def test_any_text_may_be_continued_and_asked(demo: Served) -> None:
     assert prompt("system") == prompt("developer") > prompt()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": user(QUESTIONS[3]), "max_tokens": 40},
         {"messages": user(QUESTIONS[3]), "max_tokens": 20, "temperature": 1.5, "seed": 5, "n": 3},
+        {"messages": user(QUESTIONS[3]), "max_tokens": 40},
         {"messages": user(QUESTIONS[3]), "stop": ["\n", "."], "max_tokens": 40},
     ],
 )
@@ -334,10 +337,11 @@ def test_a_prompt_that_was_read_before_is_not_read_again(demo: Served) -> None:
 # The end of the context, where this server moves nothing out
 
 
+@pytest.mark.thorough
 def test_an_answer_ends_where_the_context_does(demo: Served) -> None:
     window = demo.desk.loaded.context_window
     # The bias keeps the token that would end it away.
-    body = {"messages": user("token " * (window * 7 // 8)), "logit_bias": {"300": 100}}
+    body = {"messages": user("token " * (window * 15 // 16)), "logit_bias": {"300": 100}}
     *events, last = streamed(demo, {**body, "stream_options": {"include_usage": True}})
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["total_tokens"] in (window, window + 1)
@@ -392,7 +396,8 @@ def test_deep_values_of_a_field(demo: Served, depth: int) -> None:
 # What changes how an answer's tokens are drawn, and what is told of them
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("stream", [True, False])
 def test_probabilities_of_tokens(demo: Served, expected: dict[str, str], stream: bool) -> None:
     given: Any = {"model": "demo", "messages": user(QUESTIONS[0]), "logprobs": True, "top_logprobs": 3}
     reply: Any = demo.client().chat.completions.create(**given, stream=stream)
@@ -427,12 +432,13 @@ def test_a_bias_forces_and_forbids(demo: Served, expected: dict[str, str]) -> No
 
 def test_penalties_of_tokens_that_the_answer_has(demo: Served) -> None:
     def repeated(**penalty: float) -> int:
-        body = {"messages": user("?"), "max_tokens": 60, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
+        body = {"messages": user("?"), "max_tokens": 30, "logprobs": True, "logit_bias": {"300": 20}, **penalty}
         tokens = [token["token"] for token in demo.post(body).json()["choices"][0]["logprobs"]["content"]]
         return max(tokens.count(token) for token in tokens)
 
-    assert repeated() > repeated(frequency_penalty=2) > 1
-    assert repeated() >= repeated(presence_penalty=2)
+    without = repeated()
+    assert without > repeated(frequency_penalty=2) > 1
+    assert without >= repeated(presence_penalty=2)
 
 
 SCHEMA: dict[str, Any] = {
@@ -447,27 +453,27 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("temperature", "stream"), [(0, False), (1.5, True)])
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("temperature", "stream"), [(1.5, True), (0, False)])
 def test_an_answer_of_a_form(demo: Served, temperature: float, stream: bool) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    for seed in range(1 + stream):
-        reply: Any = demo.client().chat.completions.create(
-            model="demo",
-            messages=user("Name a thing."),
-            response_format=form,
-            temperature=temperature,
-            seed=seed,
-            stream=stream,
-        )
-        if stream:
-            choices = [piece.choices[0] for piece in reply]
-            text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
-        else:
-            text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
-        found = json.loads(text)
-        assert reason == "stop" and list(found) == ["name", "kind", "counts"]
-        assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
-        assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
+    reply: Any = demo.client().chat.completions.create(
+        model="demo",
+        messages=user("Name a thing."),
+        response_format=form,
+        temperature=temperature,
+        seed=0,
+        stream=stream,
+    )
+    if stream:
+        choices = [piece.choices[0] for piece in reply]
+        text, reason = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+    else:
+        text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+    found = json.loads(text)
+    assert reason == "stop" and list(found) == ["name", "kind", "counts"]
+    assert len(found["name"]) <= 8 and found["kind"] in ("expert", "neuron")
+    assert len(found["counts"]) <= 3 and all(0 <= count <= 99 for count in found["counts"])
 
 
 def test_any_object_is_a_form_and_some_schemas_cannot_be_followed(demo: Served) -> None:

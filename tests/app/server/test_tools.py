@@ -97,6 +97,7 @@ def test_what_changes_nothing_is_tolerated(demo: Served, expected: dict[str, str
         assert reply["choices"][0]["message"]["content"] == expected[QUESTIONS[0]]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("choice", "temperature"), [("required", 1.5), ({"type": "function", "function": {"name": "get_weather"}}, 0)]
 )
@@ -138,6 +139,7 @@ class Turn(BaseModel):
     steps: list[Literal[1, 2]] = Field(max_length=3)
 
 
+@pytest.mark.thorough
 def test_the_clients_own_helpers_understand_it(demo: Served) -> None:
     from openai import pydantic_function_tool
 
@@ -373,6 +375,7 @@ def test_without_tools_a_call_is_text(reciter: Reciter) -> None:
         assert choice.finish_reason == "stop" and not choice.message.tool_calls and "find" in choice.message.content
 
 
+@pytest.mark.thorough
 def test_one_call_if_no_more_are_wanted(reciter: Reciter) -> None:
     name, served = reciter
     named = {"type": "function", "function": {"name": "find"}}
