@@ -107,7 +107,6 @@ def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_chec
     assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.02)
 
 
-@pytest.mark.thorough
 def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_checkpoint: Path) -> None:
     def of(*, lenient: bool) -> Evaluation:
         told = Told(unread, unread)

@@ -354,7 +354,7 @@ def test_by_graphs_on_a_card(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     pooled(predict=True)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_few_bits_are_what_their_codes_stand_for(case: Case) -> None:
     """The reference computes with the weights that the pack's codes stand for, neuron by neuron in the pack's order."""
     pieces = [DECODE_TOKENS + 3, 1, 1, 1, 1]
