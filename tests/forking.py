@@ -1,5 +1,5 @@
 """Processes of tokenizers, forked from one that has imported what they need: starting Python hundreds of times took a
-tenth of all tests' time. `tests/models/test_chat_process.py` starts them as the program does.
+tenth of all tests' time. Some of `tests/models/test_chat_process.py` start as the program does.
 
 Run as a program, this file is the process that they are forked from.
 """

@@ -47,7 +47,7 @@ def ran(program: Path, under: Sequence[str] = ()) -> list[int]:
     return list(map(int, found.stdout.split()))
 
 
-@pytest.mark.thorough  # as is this, in test_cpu_native.py
+@pytest.mark.thorough  # test_cpu_native.py has callers in several threads too
 @each_build
 def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None:
     first, second, broken = ran(compiled("two_callers", [POOL], flags, tmp_path))
