@@ -66,7 +66,7 @@ def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -
     return load(pack, None, device, silent, vram=vram, parts=Parts(mix=mix, **parts))[0]  # type: ignore[arg-type]
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("device", "mix"),
     [("throttled:1gb" if at in (1, 6, 10) else "sim:rtx3060-12gb", mix) for at, mix in enumerate(MIXES)],
@@ -88,6 +88,7 @@ def test_tokens_do_not_depend_on_the_mix(
     loaded.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mix", [Mix(cpu=3), Mix(1, 1, 1)], ids=str)
 @pytest.mark.parametrize("cpu", [True, False])
 def test_a_prompts_experts_stream_where_the_cpu_does_not_take_them(

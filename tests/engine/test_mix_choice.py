@@ -52,7 +52,8 @@ def seconds(takes: Footprint, speeds: Speeds, held: Held, work: TokenWork = BALA
     return speed_estimate.decode(takes, work, speeds, held).seconds + prompt / ANSWER
 
 
-@pytest.mark.parametrize("ram", [14, 28, 60])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("ram", [28, 14, 60])
 def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram: int) -> None:
     """Cards of the list with 4 to 26 GB of their memory, at widths that turn from card to card."""
     used = set[Mix]()
@@ -74,7 +75,8 @@ def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram:
     assert any(mix.pool and mix.cpu for mix in used) and any(mix.gpu == mix.layers for mix in used)
 
 
-@pytest.mark.parametrize("vram", [6, 12, 20])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("vram", [12, 6, 20])
 def test_more_ram_is_never_slower(vram: int) -> None:
     for card in CARDS[::18]:
         takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds
@@ -85,6 +87,7 @@ def test_more_ram_is_never_slower(vram: int) -> None:
         assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("entry", [MIXTRAL, LARGE, OLMOE], ids=lambda entry: entry.name)
 def test_no_mix_that_fits_is_faster(entry: object) -> None:
     """Beside each mix of a random draw, with all the rows that fit, counted by the cost model one by one."""
@@ -135,6 +138,7 @@ class _Mixtral(OpenedPack):
         self.needs = self.forms[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("context", [4096, 16384])
 def test_opening_divides_memory_as_planned(context: int) -> None:
     pack = _Mixtral(context)
@@ -189,7 +193,8 @@ def test_layers_that_skip_less_are_placed_as_what_they_cost() -> None:
             assert best <= seconds(takes, speeds, other, work) * 1.02
 
 
-@pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("vram", [20 << 20, 24 << 20, 14 << 20])
 def test_the_engine_opens_what_is_planned(vram: int) -> None:
     """The demo on a virtual card: the same mix as by the cost model, from the pack's own files."""
     folder = find("demo")

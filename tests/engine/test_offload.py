@@ -68,7 +68,7 @@ def expected(answered: tuple[list[int], dict[str, Answer]]) -> dict[str, Answer]
     return answered[1]
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("kind", "predict", "cpu", "preset"),
@@ -109,6 +109,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
         assert shared.device.link.bytes_moved > 0 or cpu == 1e14
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("eviction", "threads"), [("score", 1), ("lru", 2), ("fifo", 1)])
 def test_nor_on_what_is_evicted_nor_on_threads(
     loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], eviction: Any, threads: int
@@ -124,6 +125,7 @@ def test_nor_on_what_is_evicted_nor_on_threads(
     assert tokens == expected["Everything"][1]
 
 
+@pytest.mark.some(1)
 def test_a_pool_may_change_its_size_between_tokens(
     loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer]
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_pool_may_change_its_size_between_tokens(
     assert relative_rms(torch.cat(logits), expected["Skipping"][0]) <= 1e-5
 
 
+@pytest.mark.some(1)
 def test_a_preset_may_change_between_tokens(loaded: LoadedModel) -> None:
     def run(prompt: list[int]) -> Tensor:
         kv = cache()
@@ -155,6 +158,7 @@ def test_a_preset_may_change_between_tokens(loaded: LoadedModel) -> None:
         assert relative_rms(run(prompt), want) <= 1e-5
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("at_layer", [0, 1])
 @pytest.mark.parametrize("ids", [PROMPT, PROMPT[:1]], ids=["prompt", "token"])
 def test_cancelled_at_any_layer_it_answers_the_next_time(
@@ -174,6 +178,7 @@ def test_cancelled_at_any_layer_it_answers_the_next_time(
         assert relative_rms(answer(loaded, prompt)[0], expected["Skipping"][0]) <= 1e-5
 
 
+@pytest.mark.some(1)
 def test_cancelled_between_the_experts_of_a_prompt(
     loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer]
 ) -> None:
@@ -217,6 +222,7 @@ def test_a_prompt_that_fails_leaves_no_expert_on_its_way(
         assert to_buffers and all(transfer.done for transfer in to_buffers)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
 def test_a_prompts_experts_come_before_their_layers_turn(
     loaded: LoadedModel,
@@ -354,6 +360,7 @@ def test_lenient_leaves_out_weak_rows_alone_and_uses_all_that_have_arrived(loade
     assert relative_rms(again, whole) <= 1e-5
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", ["throttled", "virtual"])
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "link"])
 @pytest.mark.parametrize("lenient", [True, False], ids=["lenient", "strict"])
@@ -379,6 +386,7 @@ def test_the_shares_of_rows_add_up_to_all(
         assert sum(share or 0.0 for share in shares) == pytest.approx(1) and None not in shares
 
 
+@pytest.mark.some(1)
 def test_rows_that_are_evicted_are_counted_by_answer(loaded: LoadedModel) -> None:
     each: list[int] = []
     with offloaded(loaded, EVERYTHING, 0.5, parts=Parts(cpu=False)) as shared:
@@ -395,6 +403,7 @@ def test_rows_that_are_evicted_are_counted_by_answer(loaded: LoadedModel) -> Non
         assert min(each) > 0 and sum(each) == shared.pool.evicted
 
 
+@pytest.mark.some(1)
 def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) -> None:
     def read(preset: Preset) -> tuple[int, int]:
         with offloaded(loaded, preset, 1.0, predict=False) as shared:
@@ -453,7 +462,8 @@ def run_out(monkeypatch: pytest.MonkeyPatch, shared: Offload, times: int) -> Non
     monkeypatch.setattr(shared.device, "rows", rows)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("times", [2, 1])
 def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
@@ -467,7 +477,8 @@ def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
         assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
 
 
-@pytest.mark.parametrize("taken", [0.2, 0.9])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("taken", [0.9, 0.2])
 def test_a_pool_takes_what_there_is_where_there_is_less(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, taken: float
 ) -> None:
@@ -490,6 +501,7 @@ def test_a_pool_takes_what_there_is_where_there_is_less(
         assert shared.pool.capacity == len(shared.memory.rows) == there // shared.memory.row_bytes
 
 
+@pytest.mark.some(1)
 def test_memory_that_is_given_back_has_no_view_left(loaded: LoadedModel) -> None:
     with offloaded(loaded, SKIPPING, 1.0) as shared:
         generated(loaded, PROMPT, max_new_tokens=3)

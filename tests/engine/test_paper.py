@@ -377,8 +377,8 @@ CHECKS: dict[str, Callable[[Made], None]] = {
 }
 
 
-# Tables 6 and 8 of FloE have the code of its other tables and figures of quality.
-SLOW = {"dualsparse-f9", "floe-f3", "floe-f8", "floe-f9", "floe-t5", "floe-t7", "floe-t8"}
+# Figure 10 and table 8 of FloE have the code of its other tables and figures of quality.
+SLOW = {"dualsparse-f9", "dualsparse-t2", "floe-f3", "floe-f8", "floe-f9", "floe-t5", "floe-t6", "floe-t7", "floe-t8"}
 CASES = [
     pytest.param(name, marks=pytest.mark.thorough) if name in SLOW else name
     for name in {maker: name for name, maker in MAKERS.items()}.values()
@@ -408,6 +408,7 @@ def test_other_families_give_figures_or_a_reason(tmp_path: Path, family: str) ->
             assert all(0 <= (share or 0) <= 100 for row in made.grids[0].rows.values() for share in row), name
 
 
+@pytest.mark.thorough
 def test_prompts_are_the_texts_tokens_and_do_not_repeat(study: Study) -> None:
     own, short = (scene(study, "mixtral-8x7b", "rtx3090-24gb", prompt=length) for length in (300, 16))
     assert len(own.prompt.index) == 300 and len(own.trace.index) == len(short.trace.index) == len(short.prompt.index)

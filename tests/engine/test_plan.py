@@ -177,8 +177,11 @@ class TestRecommendation:
     @pytest.mark.parametrize(
         ("card", "ram"),
         [
-            *(("none", 16), ("3080", 32), ("3090", 64)),
-            *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("4060", 16), ("4070", 64), ("4080", 32))),
+            *(("none", 16), ("3080", 32)),
+            *(
+                pytest.param(*each, marks=pytest.mark.thorough)
+                for each in (("3090", 64), ("4060", 16), ("4070", 64), ("4080", 32))
+            ),
         ],
     )
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
@@ -193,6 +196,7 @@ class TestRecommendation:
                 again = plan.make(perturbed(found, draw), entry).chosen
                 assert (again and again.spec) == (chosen and chosen.spec) or (again and again.spec in edge)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("card", "ram", "bits"),
         [
@@ -209,6 +213,7 @@ class TestRecommendation:
         found = plan.make(on(card, ram), MIXTRAL)
         assert found.chosen and reasons.describe(found.chosen.spec) == bits
 
+    @pytest.mark.thorough
     def test_a_faster_choice_is_faster_in_the_printed_figures_too(self) -> None:
         offered = 0
         for card in ("none", "3060", "4080"):
@@ -246,9 +251,9 @@ def test_ranges_hold_what_is_expected() -> None:
                 assert 0 < rate.low < rate.mid < rate.high
 
 
-def test_more_of_anything_is_never_worse() -> None:
+def test_more_of_anything_is_never_worse(every_case: bool) -> None:
     """More memory may buy quality instead of speed; at the same widths it never costs speed."""
-    for _ in range(4):
+    for _ in range(4 if every_case else 1):
         entry = RANDOM.choice([MIXTRAL, LARGE])
         before = a_machine(
             ram=RANDOM.uniform(4, 100),

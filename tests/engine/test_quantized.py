@@ -33,7 +33,10 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.thorough if "up2" in name else ()) for name in SPECS],
+)
 def packed(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "p"
     make_pack(tiny_checkpoint, folder, SPECS[request.param])
@@ -109,7 +112,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("preset", SKIPPING.values(), ids=SKIPPING)
 @pytest.mark.parametrize("length", [1, DECODE_TOKENS, DECODE_TOKENS + 1, 40])
 def test_logits_are_those_of_the_rounded_weights(
@@ -121,6 +124,7 @@ def test_logits_are_those_of_the_rounded_weights(
     assert relative_rms(ours, logits_of(plain_model(tiny_checkpoint, loaded, preset), prompt)) <= 1e-5
 
 
+@pytest.mark.some(1)
 def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> None:
     loaded = open_model(packed)
     loaded.control.preset = a_preset("", 0.6, 0.8, drop=0.6, major=0.9, lossless=True)

@@ -140,7 +140,7 @@ def _pending(guess: Found) -> PendingPrefetch:
 def test_compiled_steps_are_those_of_the_definition(capacity: int, seed: int) -> None:
     steps = Steps(capacity, seed)
     loads, layer = 0, 0
-    for _ in range(80):
+    for _ in range(40):
         action = steps.dice.random()
         if action < 0.75:
             layer = (layer + 1) % LAYERS

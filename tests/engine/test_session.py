@@ -198,7 +198,7 @@ def test_what_no_check_can_rule_out_ends_the_answer_alone(
     assert isinstance(engine.end_of(2), Finished)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("reported", "meaning"),
     [
@@ -239,6 +239,7 @@ def test_a_card_that_fails_for_good_ends_answers_with_a_sentence_and_nothing_els
     engine.until(PresetChanged)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("prompt", [[], [5] * 512, [99_999], [-1]], ids=["empty", "too-long", "unknown", "negative"])
 def test_prompts_that_cannot_be_answered_fail_and_the_next_one_works(engine: Engine, prompt: list[int]) -> None:
     engine.send(asking(1, prompt))
@@ -309,6 +310,7 @@ def test_the_dial_turns_by_hand_in_the_middle_of_an_answer(engine: Engine, monke
     assert isinstance(whole, Finished) and whole.stats.active_neurons == 1.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrong", [Rule(1.5), Rule(-0.1), Rule(float("nan")), Rule(0.5, drop=2.0)], ids=str)
 def test_a_dial_that_cannot_be_turned_so_far_stays(engine: Engine, wrong: Rule) -> None:
     engine.send(SetQuality(wrong))

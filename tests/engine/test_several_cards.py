@@ -97,7 +97,7 @@ def opened(
         loaded.close()
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("device", "division", "mix", "predictor", "rows"),
     [
@@ -197,6 +197,7 @@ def test_a_parked_conversation_comes_back_to_both_cards(pack: Path, needs: Needs
         assert shelf.nbytes() > 0 and kv.common([*second, 5, 6, 7], loaded.control.preset) >= len(second)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("at", [1, 3], ids=["first card", "second card"])
 @pytest.mark.parametrize("length", [1, 40], ids=["token", "prompt"])
 def test_cancelled_on_any_card_it_answers_the_next_time(

@@ -87,7 +87,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return pack
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("family", "kv_bits"),
     [
@@ -129,6 +129,7 @@ def pack(packs: Callable[[str], Path]) -> Path:
     return packs("qwen3_moe")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:3060,sim:3060"])
 def test_a_chat_goes_on_where_a_device_holds_a_part_of_the_model(pack: Path, device: str) -> None:
     needs = needs_of(pack, 4, 16, 700)
@@ -275,7 +276,7 @@ BAD: dict[str, tuple[Callable[[Path], object], bool]] = {
 }
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("spoil", "deleted"), BAD.values(), ids=BAD)
 def test_a_bad_file_is_read_again_and_nothing_is_lost(
     pack: Path, good: Good, spoil: Callable[[Path], object], deleted: bool, caplog: pytest.LogCaptureFixture

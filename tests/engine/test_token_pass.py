@@ -63,7 +63,7 @@ def read(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, list[Any]]:
 
 
 @pytest.mark.some(6)
-@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("isa", native.ISAS[::-1])  # the first runs on every CPU
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
@@ -87,6 +87,7 @@ def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypat
 WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("preset", ["nothing", "weighed"])
 def test_several_tokens_of_a_call_are_those_of_a_call_each(
@@ -125,6 +126,7 @@ def test_several_tokens_of_a_call_are_those_of_a_call_each(
         assert torch.equal(some[: len(IDS) + 100], layers[: len(IDS) + 100])
 
 
+@pytest.mark.some(1)
 def test_another_preset_holds_from_the_next_token(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def both(loaded: LoadedModel) -> Tensor:
         kv, logits = KVCache(), list[Tensor]()

@@ -117,6 +117,7 @@ def test_what_the_dials_are_said_to_lose_is_what_they_lose() -> None:
         assert least <= found <= most, rule
 
 
+@pytest.mark.thorough
 def test_without_rounding_it_is_transformers_own_model(tmp_path: Path) -> None:
     """At the demo's sizes: a prompt in chunks and token by token, and a greedy answer."""
     source, folder = demo_source(tmp_path / "source"), tmp_path / "pack"

@@ -22,7 +22,7 @@ from ..driver import silent
 from .leader import as_computed, preset_of, run
 from .processes import Processes
 
-PROMPT, NEW = 41, 6
+PROMPT, NEW = 41, 3
 
 
 def prompt_of(length: int = PROMPT) -> list[int]:

@@ -25,6 +25,7 @@ from floe_chat.engine.parallel.leading import group, lead
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import FloeError
+from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor
 
 _forked: dict[int, int] = {}  # process ids by rank
@@ -162,6 +163,7 @@ def fork(size: int, folder: Path, modules: Sequence[str]) -> None:
     from floe_chat.app.start import command
 
     layers.kept_dtype = fused_pass.kept_dtype = as_computed
+    import_model_code()  # by itself a family's module would load all of torch's compiler
     for name in modules:
         importlib.import_module(name)
     for rank in range(1, size):

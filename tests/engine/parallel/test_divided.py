@@ -53,6 +53,7 @@ def same(found: tuple[dict[str, Any], list[Tensor]], expected: tuple[list[int], 
         assert relative_rms(mine, theirs) < LIMIT
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("family", "length"), [("gpt_oss", 41), ("deepseek_v2", 41), ("gpt_oss", 300)])  # two chunks
 def test_logits_are_those_of_one_process(
     four: Processes, alone: dict[str, Alone], packs: dict[str, Path], family: str, length: int, pattern: str
@@ -70,6 +71,7 @@ def test_what_cannot_be(four: Processes, packs: dict[str, Path]):
     assert all("4 processes cannot hold 3 slices" in four.stderr(rank) for rank in (1, 2, 3))
 
 
+@pytest.mark.some(3)
 def test_each_holds_its_part_and_the_same_calls_are_left_out(
     four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str
 ):
@@ -86,6 +88,7 @@ def test_each_holds_its_part_and_the_same_calls_are_left_out(
     assert sum(each.dropped for each in one.loaded.telemetry.layers) > 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pattern", ["ep", "s-etp"], indirect=True)
 def test_a_process_without_tokens(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
     """Of a prompt of equal tokens, all go to the same experts."""
@@ -96,6 +99,7 @@ def test_a_process_without_tokens(four: Processes, alone: dict[str, Alone], pack
     same(four.answer(prompt, NEW), alone["demo"].answer(prompt))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pattern", ["tp", "ep"], indirect=True)
 def test_a_conversation_of_several_turns(
     four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str
@@ -173,6 +177,7 @@ def test_skewed_routing(alone: dict[str, Alone]):
     assert 0 < errors[1] < errors[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pattern", ["ep", "s-etp"], indirect=True)
 def test_processes_do_the_same(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
     """Real processes leave out what the model of them leaves out."""
@@ -201,6 +206,7 @@ def kinds(group: Processes, rule: dict[str, Any] | None = None) -> dict[str, dic
     return group.answer(prompt_of(TOKENS), 0, rule=rule)[0]["kinds"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("pattern", GRIDS, indirect=True)
 def test_a_prompt(four: Processes, alone: dict[str, Alone], packs: dict[str, Path], pattern: str):
     four.open(packs["demo"], pattern)
@@ -227,6 +233,7 @@ def test_what_is_left_out_does_not_travel(four: Processes, packs: dict[str, Path
     assert 0 < some < every
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pattern", ["tp", "ep"], indirect=True)
 def test_a_token_of_an_answer(four: Processes, packs: dict[str, Path], pattern: str):
     """One sum a layer, whatever the pattern."""
