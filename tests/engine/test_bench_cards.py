@@ -424,6 +424,14 @@ def test_a_trace_is_divided_as_the_model_is(layers: int) -> None:
             ]
 
 
+@pytest.mark.parametrize("whole", [Mix(30, 1, 1), Mix(30, 0, 2), Mix(10, 20, 2), Mix(0, 32), Mix(0, 2, 30)])
+def test_a_mix_is_played_with_as_many_layers_as_the_trace_has(whole: Mix) -> None:
+    for layers in (1, 2, 5, 32):
+        played = mixes.in_proportion(whole, layers)
+        assert all(min(mix.gpu, mix.pool, mix.cpu) >= 0 and mix.layers == layers for mix, _share in played)
+        assert sum(share * mix.gpu for mix, share in played) == pytest.approx(layers * whole.gpu / 32)
+
+
 def test_the_table_compares_with_the_best_of_one_card(trace: Trace) -> None:
     small = dataclasses.replace(CARD, name="small", vram_bytes=KEPT_LEAST + (1 << 26))
     counted, free = sections([small, small], WIDTH, trace, WARM, lambda _step, _done, _all: None)

@@ -104,7 +104,7 @@ def in_proportion(mix: Mix, layers: int) -> list[tuple[Mix, float]]:
     share = layers / mix.layers
     found: list[tuple[Mix, float]] = []
     for gpu, part in _around(mix.gpu * share):
-        cpu = min(round(mix.cpu * share), layers - gpu - 1) if mix.pool else layers - gpu
+        cpu = max(0, min(round(mix.cpu * share), layers - gpu - 1)) if mix.pool else layers - gpu
         found.append((Mix(gpu, layers - gpu - cpu, cpu), part))
     return found
 
