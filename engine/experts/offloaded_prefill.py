@@ -7,6 +7,7 @@ is faster (Fiddler).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -68,17 +69,20 @@ class StreamedPrompt:
         staged.sort(key=lambda expert: absent[expert])
         wanted = chain((Piece(self.index, expert, self._neurons) for expert in staged), self._following(len(shares)))
         ring.fill(wanted)
-        started = [(shares[expert], self._beside(shares[expert])) for expert in on_cpu]
+        started = [(expert, self._beside(shares[expert])) for expert in on_cpu]
+        found, missing = dict[int, Tensor](), deque(shares.values())
         for _ in range(len(ahead) + len(staged)):
             if self.control.cancelled.is_set():
                 raise Cancelled
             piece, up, data = ring.arrived()
             share = shares[piece.expert]
-            self._add(share, self._computed(share, up or self._up(share.expert), data))
+            found[share.expert] = self._computed(share, up or self._up(share.expert), data)
+            self._add(found, missing)
             ring.used()
             ring.fill(wanted)
-        for share, result in started:
-            self._add(share, device.joined(result)[0])
+        for expert, result in started:
+            found[expert] = device.joined(result)[0]
+        self._add(found, missing)
         shared.scheduler.collect()
 
     def _following(self, used: int) -> Iterator[Piece]:
@@ -134,5 +138,8 @@ class StreamedPrompt:
             x, layer.signal, layer.rows, share.expert, limits, self.ruled.preset.x_bits
         )
 
-    def _add(self, share: Share, y: Tensor) -> None:
-        self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
+    def _add(self, found: dict[int, Tensor], missing: deque[Share]) -> None:
+        """Add what is found, in the order of `missing`: where rows are decides which comes first, never the sum."""
+        while missing and (y := found.pop(missing[0].expert, None)) is not None:
+            share = missing.popleft()
+            self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

@@ -109,6 +109,16 @@ def test_tokens_do_not_depend_on_where_rows_are(
         assert shared.device.link.bytes_moved > 0 or cpu == 1e14
 
 
+def test_a_prompts_experts_are_added_in_one_order(loaded: LoadedModel) -> None:
+    """Whichever of them arrive first, or are computed by the CPU: not even the last bit changes."""
+    ids = torch.randint(3, 250, (200,), generator=torch.Generator().manual_seed(5)).tolist()
+    found: list[Tensor] = []
+    for share, cpu in ((0.3, 2e9), (0.6, 1e3), (1.0, 2e9), (0.01, 1e14)):
+        with offloaded(loaded, PLAIN, share, predict=False, cpu=cpu):
+            found += [forward(loaded, ids, cache()) for _ in range(2)]  # the pool has others the second time
+    assert all(torch.equal(found[0], logits) for logits in found[1:])
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("eviction", "threads"), [("score", 1), ("lru", 2), ("fifo", 1)])
 def test_nor_on_what_is_evicted_nor_on_threads(
