@@ -12,6 +12,7 @@ from ...kernels import operations as kernels
 from ...kernels.rule import NOTHING, Rule
 from ...models.catalog import described
 from ..bench import transfer
+from ..bench.cards.baselines import EXPERT_LAUNCHES
 from ..bench.kernels.gpu_expert import SPARSITIES, Expert, Stopwatch, make_expert, one_call
 from ..bench.measure import Figure, measure
 from ..bench.synthetic import need_memory, shapes_of
@@ -28,7 +29,6 @@ from .study import Study
 
 _WARM, _RUNS = 1, 5
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
-_EXPERT_LAUNCHES = 3
 
 
 def shapes(study: Study) -> Shapes:
@@ -192,7 +192,7 @@ def fiddler_f3(study: Study) -> Made:
             "A copy": tuple(
                 1e3 * (card.link_latency_s + 2 * count * wide.hidden / card.link_bytes_s) for count in TOKENS
             ),
-            "GPU": tuple(1e3 * card.gpu_s(nbytes, flops * count, _EXPERT_LAUNCHES) for count in TOKENS),
+            "GPU": tuple(1e3 * card.gpu_s(nbytes, flops * count, EXPERT_LAUNCHES) for count in TOKENS),
             "CPU of its machine": tuple(1e3 * card.cpu_s(nbytes, flops * count) for count in TOKENS),
         }
         grids.append(Grid(f"ms, {card.title}, simulated", tuple(map(str, TOKENS)), rows))
@@ -228,7 +228,7 @@ def importance_f6(study: Study) -> Made:
     for name, (wide, card) in _edge(study).items():
         nbytes, flops = _expert(wide)
         link = card.link_latency_s + nbytes / card.link_bytes_s
-        rows[name] = (1e3 * link, 1e3 * card.cpu_s(nbytes, flops), 1e3 * card.gpu_s(nbytes, flops, _EXPERT_LAUNCHES))
+        rows[name] = (1e3 * link, 1e3 * card.cpu_s(nbytes, flops), 1e3 * card.gpu_s(nbytes, flops, EXPERT_LAUNCHES))
     note = "XVERSE-MoE is not among floe-chat's models; the pack stands on its card."
     return Made(_SIMULATED, (Grid("ms of one expert", ("link", "CPU", "GPU"), rows),), notes=(note,))
 
@@ -242,7 +242,7 @@ def importance_f8(study: Study) -> Made:
     for name, (wide, card) in _edge(study).items():
         nbytes, flops = _expert(wide)
         rows[f"CPU, {name}"] = tuple(1e3 * card.cpu_s(nbytes, flops * count) for count in TOKENS)
-        rows[f"GPU, {name}"] = tuple(1e3 * card.gpu_s(nbytes, flops * count, _EXPERT_LAUNCHES) for count in TOKENS)
+        rows[f"GPU, {name}"] = tuple(1e3 * card.gpu_s(nbytes, flops * count, EXPERT_LAUNCHES) for count in TOKENS)
     return Made(_SIMULATED, (Grid("ms by tokens", tuple(map(str, TOKENS)), rows),))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import Cancelled, Choice, MoELayer
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.experts.offloaded_prefill import StreamedPrompt
+from floe_chat.engine.experts.ruled_layer import Share
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.offload.cards import ADD_LAUNCHES
 from floe_chat.engine.offload.expert_ring import Piece
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.offload import Offload, Parts
@@ -27,6 +30,7 @@ from torch import Tensor
 from ..helpers import relative_rms
 from .driver import a_preset, with_rule
 from .driver import answer as generated
+from .fake_card import Recording
 from .margins import clear_prompt
 from .offloading import (
     EVERYTHING,
@@ -205,6 +209,31 @@ def test_cancelled_between_the_experts_of_a_prompt(
         shared.device.expert = original  # pyright: ignore[reportAttributeAccessIssue]
         loaded.control.cancelled.clear()
         assert relative_rms(answer(loaded, prompt)[0], expected["Skipping"][0]) <= 1e-5
+
+
+@pytest.mark.some(1)
+def test_adding_a_streamed_expert_takes_as_many_launches_as_plans_count(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts, seen, run = list[int](), list[list[object]](), StreamedPrompt.run
+
+    def recorded(prompt: StreamedPrompt, shares: Sequence[Share]) -> None:
+        with Recording(set()) as recording:
+            run(prompt, shares)
+        experts.extend(share.expert for share in shares)
+        seen.extend(recording.log)
+
+    def nothing(x: Tensor, *_given: Any) -> Tensor:
+        return x
+
+    with offloaded(loaded, PLAIN, 0.1, parts=Parts(cpu=False)) as shared, monkeypatch.context() as patch:
+        patch.setattr(shared.device, "expert", nothing)
+        patch.setattr(StreamedPrompt, "run", recorded)
+        forward(loaded, list(range(5, 105)), cache())
+    launched = [  # numbers are of one type here
+        str(name) for name, *_ in seen if not re.match(r"aten\.(view|slice|select|to|unsqueeze)", str(name))
+    ]
+    assert len(launched) == ADD_LAUNCHES * len(experts) > 0, launched[:12]
 
 
 @pytest.mark.parametrize("kind", ["throttled", "virtual"])

@@ -21,6 +21,7 @@ from ..cards import (
     CHUNK_BYTES,
     DENSE_LAUNCHES,
     FIND_LAUNCHES,
+    GROUPED_LAUNCHES,
     LAUNCHES,
     PREFIX,
     SUM_LAUNCHES,
@@ -107,6 +108,7 @@ class VirtualDevice(Device):
         self._comes: tuple[float, Card] | None = None  # when another card has the stream, and that card
         self.clock, self.card, self._host, self.alone = Clock(), card, host, False
         self._due: list[float] = []  # of the host's time in this layer, what is to come
+        self._together = False  # whether all of this layer's experts are computed at once
         self._dense_bytes, self._content = dense_bytes, content
         self._dense_weights, self._hidden = dense_weights or dense_bytes, hidden
         # A row is two vectors of `hidden` weights: a product and a sum for each.
@@ -123,6 +125,7 @@ class VirtualDevice(Device):
     def host(self, place: ExpertsPlace, *, prompt: bool) -> AbstractContextManager[None]:
         """Inside, the host's own time is counted."""
         self._turns.take(self)
+        self._together = prompt and place == "gpu" and self.card.grouped
         if self._host is None:
             return nullcontext()
         return self.clock.host() if prompt else self._step(place, self._host)
@@ -263,7 +266,8 @@ class VirtualDevice(Device):
         with self.clock.aside():
             y, counts = self._experts(x, up, rows, work, x_bits)
             nbytes, flops = self._of_calls(up, rows, work, counts)
-            self._gpu(nbytes, flops, LAUNCHES["experts_step"], 0 if self.alone and len(x) == 1 else None)
+            launches = GROUPED_LAUNCHES if self._together else LAUNCHES["experts_step"]
+            self._gpu(nbytes, flops, launches, 0 if self.alone and len(x) == 1 else None)
         return y, counts
 
     def whole_beside(self, x: Tensor, up: SignalWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
@@ -293,8 +297,10 @@ class VirtualDevice(Device):
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
         nbytes = neurons * rows.layout.nbytes + up.bytes_per_expert()
+        # At once with those of few tokens, which come first (`whole`)
+        launches = 0 if self._together else expert_launches(grouped=self.card.grouped)
         with self.clock.aside():
-            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), expert_launches(grouped=self.card.grouped))
+            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), launches)
             return super().expert(x, up, rows, thresholds, products, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
