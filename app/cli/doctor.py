@@ -148,6 +148,7 @@ def _rates(measured: Measured | None) -> Iterator[str]:
         )
     for name, rate in measured.rates.items():
         value = f"{trimmed(rate / 1e12)} TFLOPS" if name == rates.FLOPS else quantities.rate(rate)
+        value = f"{trimmed(1e6 / rate, 2)} us a kernel" if name in rates.COUNTED else value
         yield _line(name, value, f"measured {measured.date[:10]}")
     for name, why in measured.reasons.items():
         yield _line(name, "not measured", why)

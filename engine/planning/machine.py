@@ -39,7 +39,7 @@ WINDOWS = (
     "0.15 to 0.3 ms more for each layer and token, not counted here."
 )
 _TRITON = ".".join(map(str, TRITON_FROM))
-_OF_GPU = (rates.GPU, rates.FLOPS, rates.PINNED, rates.PAGEABLE)
+_OF_GPU = (rates.GPU, rates.FLOPS, rates.PINNED, rates.PAGEABLE, *rates.COUNTED)
 
 # Assumptions, where neither a measurement nor an option gives a value.
 CPU_BYTES_S = 30e9  # two channels of DDR4
@@ -156,6 +156,9 @@ def here(found: Hardware, measured: Measured | None, index: int | None = None) -
         old, amds = _older(usable[0], BFLOAT16_FROM), usable[0].capability.startswith("gfx")
         speeds = _with_gpu(speeds, known, told, usable[0].name)
         speeds = dataclasses.replace(speeds, grouped=not old and not amds)
+        if measured and usable is not others and (refused := measured.reasons.get(rates.NODES)):
+            speeds = dataclasses.replace(speeds, node=speeds.launch)
+            told["graphs"] = f"Its kernels are launched one by one, since they could not be captured: {refused}."
         if (free := usable[0].vram_free) is not None and free < FREE * vram:
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(free)} are free now."
         if found.system.startswith("Windows"):
@@ -227,6 +230,8 @@ def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str], 
         gpu=known[rates.GPU] * GPU_REACHED if rates.GPU in known else nbytes,
         clocks=0.0 if listed is None else listed.clocks_s,
         gpu_flops=known[rates.FLOPS] * GPU_REACHED if rates.FLOPS in known else flops,
+        launch=1 / known[rates.LAUNCHES] if rates.LAUNCHES in known else speeds.launch,
+        node=1 / known[rates.NODES] if rates.NODES in known else speeds.node,
     )
 
 
@@ -295,9 +300,8 @@ def _fed(speeds: Speeds) -> Speeds:
 def _without_gpu(said: Described, base: Machine) -> Machine:
     if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
         raise UsageError("--card none has no memory and no link", "", "Leave out --vram, --pcie and --link-gbs.")
-    told = {
-        what: said for what, said in base.told.items() if what not in ("link", "windows", "pinned", "old", "remedy")
-    }
+    of_gpu = {"link", "graphs", "windows", "pinned", "old", "remedy"}
+    told = {what: said for what, said in base.told.items() if what not in of_gpu}
     told["gpu"] = "It has no GPU."
     speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
     return dataclasses.replace(base, vram=0, speeds=speeds, told=told)

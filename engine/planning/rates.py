@@ -1,7 +1,7 @@
 """This machine's speeds, measured once and saved: memory, our CPU kernels, the link to the GPU, the disk.
 
-Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations. If one cannot be measured, a
-reason takes its place. Everything takes a few seconds at most.
+Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations, and `COUNTED` kernels. If one
+cannot be measured, a reason takes its place. Everything takes a few seconds at most.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ...kernels.types import Calls
 from ...kernels.weights import ExpertRows, Norm, Projection
 from ...models.quantities import trimmed
 from .. import quality_presets
+from ..decoder import graphs
 from ..machine import gpus, hardware, load, random_weights, read_floor, saved_figures
 from ..machine.conditions import computing
 from ..machine.disk import read_rate
@@ -32,7 +33,7 @@ from ..machine.random_weights import MIXTRAL, Shapes
 from ..offload.lane_rates import Rates
 from ..outcomes import brief
 
-READ, STATES, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
+READ, STATES, DISK, PINNED, PAGEABLE, GPU, FLOPS, LAUNCHES, NODES = (
     "memory read",
     "states",
     "disk read",
@@ -40,7 +41,10 @@ READ, STATES, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "link pageable",
     "gpu",
     "gpu flops",
+    "gpu launches",
+    "in a graph",
 )
+COUNTED = LAUNCHES, NODES
 GPU_REACHED = 0.7  # share of a copy within the GPU that kernels on codes reach (see cards.REACHED)
 # A threshold that no neuron of random weights reaches. It is finite: a call with an infinite one is left out whole.
 UNREACHED = 1e9
@@ -58,6 +62,7 @@ _LEAST, _MOST = 64 << 20, 256 << 20  # bytes that CPU kernels work through: twic
 _BATCH_TOKENS, _BATCH_NEURONS = 32, 1024
 _COPIED = 256 << 20
 _SQUARE = 4096  # size of the matrices whose product measures the GPU's arithmetic
+_CHAIN = 512  # kernels, each of which waits for the one before: about a token's
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +273,29 @@ def gpu_flops(place: str) -> float:
     return best_rate(work)
 
 
+def launch_rate(place: str, *, graph: bool) -> float:
+    """Kernels per second that do next to nothing, launched one by one or as one CUDA graph.
+
+    Raises:
+        RuntimeError, and others: the driver does not capture; see `graphs.capture`.
+    """
+    one = torch.zeros(64, device=place)
+
+    def chain() -> tuple[torch.Tensor, ...]:
+        for _ in range(_CHAIN):
+            one.add_(1)
+        return (one,)
+
+    started = graphs.capture(chain, one.device).replay if graph else chain
+
+    def work(_turn: int) -> int:
+        started()
+        _finish(place)
+        return _CHAIN
+
+    return best_rate(work)
+
+
 def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     yield READ, lambda: {READ: _read()}
     for bits in UP_WIDTHS:
@@ -289,6 +317,8 @@ def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]
         yield PAGEABLE, lambda: {PAGEABLE: link_rate(place, pinned=False)}
         yield GPU, lambda: {GPU: gpu_rate(place)}
         yield FLOPS, lambda: {FLOPS: gpu_flops(place)}
+        yield LAUNCHES, lambda: {LAUNCHES: launch_rate(place, graph=False)}
+        yield NODES, lambda: {NODES: launch_rate(place, graph=True)}
     yield DISK, lambda: {DISK: read_rate(folder)}
 
 

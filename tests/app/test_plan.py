@@ -29,7 +29,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     def measure(folder: Path, report: Callable[[str], None]) -> Measured:
         asked.append(folder)
         report("memory read")
-        found = Measured({"memory read": 3e10, "disk read": 1e9}, {"link pinned": "no driver"}, "2026-11-21T09:00:00")
+        found = {"memory read": 3e10, "disk read": 1e9, "gpu launches": 2.5e5}
+        reasons = {"link pinned": "no driver", "in a graph": "operation not permitted"}
+        found = Measured(found, reasons, "2026-11-21T09:00:00")
         found.save(rates.kept_file())
         return found
 
@@ -206,6 +208,7 @@ def test_doctor_tells_measured_rates(measured: list[Path]) -> None:
     assert "doctor --measure" in before.out and not measured
     after = run_cli("doctor", "--measure")
     assert len(measured) == 1 and "30 GB/s" in after.out and "no driver" in after.out
+    assert "4 us a kernel" in after.out and "operation not permitted" in after.out
     assert "30 GB/s" in run_cli("doctor").out and len(measured) == 1
     fields = json.loads(run_cli("doctor", "--json").out)
     assert fields["measured"]["rates"]["memory read"] == 3e10 and fields["hardware"]["sources"]["ram_total"]

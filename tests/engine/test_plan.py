@@ -327,6 +327,16 @@ class TestMachine:
         found = machine.here(some_hardware(gpus=(Gpu("Card", "8.6", 12 * GB, 11 * GB, 0),)), kept)
         assert found.vram == 12 * GB and found.speeds.gpu == pytest.approx(8e11 * GPU_REACHED)
         assert found.speeds.link == pytest.approx(2e10)  # no faster than the CPU packs rows
+        assert found.speeds.node < found.speeds.launch == SPEEDS.launch
+        known = dataclasses.replace(kept, rates={**kept.rates, "gpu launches": 2e5, "in a graph": 5e5})
+        there = some_hardware(gpus=(Gpu("Card", "8.6", 12 * GB, 11 * GB, 0), Gpu("Other", "8.6", GB, GB, 1)))
+        speeds = machine.here(there, known).speeds
+        assert (speeds.launch, speeds.node) == (5e-6, 2e-6)
+        refuses = dataclasses.replace(known, rates=kept.rates | {"gpu launches": 1e5}, reasons={"in a graph": "no"})
+        found = machine.here(there, refuses)
+        assert found.speeds.node == found.speeds.launch == 1e-5 and found.told["graphs"].endswith("captured: no.")
+        other = machine.here(there, refuses, 1)  # which is not measured
+        assert other.speeds.node < other.speeds.launch == SPEEDS.launch and "graphs" not in other.told
         unused = Gpu("Old", "6.1", 8 * GB, 8 * GB)  # by this torch
         assert machine.here(some_hardware(gpus=(unused,)), None).vram == 0
 

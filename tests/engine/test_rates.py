@@ -125,6 +125,7 @@ def test_copies_are_timed_without_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> 
     for rate in (rates.link_rate("cpu", pinned=True), rates.link_rate("cpu", pinned=False), rates.gpu_rate("cpu")):
         assert rate > 0
     assert rates.gpu_flops("cpu") > 0
+    assert rates.launch_rate("cpu", graph=False) > 0 < rates.launch_rate("cpu", graph=True)
 
 
 class TestDisk:
