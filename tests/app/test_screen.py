@@ -26,12 +26,14 @@ from floe_chat.app.widgets.panel import status_line
 from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Failed, Finished, Loading, PrefillProgress, PresetChanged
+from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.models.errors import FloeError
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_process import ChatProcess
 from textual import events
 from textual.pilot import Pilot
 
+from ..engine.driver import layer_by_layer
 from ..helpers import make_checkpoint, make_pack
 from .scenes import showing, still
 from .scripted import (
@@ -109,6 +111,10 @@ def answers(pilot: Pilot[int]) -> list[AnswerTurn]:
     return list(pilot.app.screen_stack[0].query(AnswerTurn))
 
 
+def failing(*_given: object) -> None:
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be")
+
+
 async def put(pilot: Pilot[int], text: str) -> None:
     await write(pilot, text)
     await pilot.press("enter")
@@ -150,6 +156,16 @@ async def test_answer_streams_and_is_summed_up(tiny_pack: Path, monkeypatch: pyt
         assert line.context_used and line.context_window == 512
         await until(pilot, lambda: "last answer" in screen_text(pilot))
         assert "no GPU" in screen_text(pilot) and "Why: " in screen_text(pilot)
+        with monkeypatch.context() as patch:  # a card that fails ends this answer, and nothing else
+            layer_by_layer(patch)
+            patch.setattr(MoELayer, "forward", failing)
+            await write(pilot, "question 3")
+            await pilot.press("enter")
+            await until(pilot, lambda: "The graphics card reported an error" in screen_text(pilot))
+        assert "memory has a fault" in text_of(pilot.app.query_one(ErrorBlock))
+        await put(pilot, "question 4")
+        await until(pilot, lambda: status(pilot).state == "ready")
+        assert answers(pilot)[-1].text and len(client.asked[3]) == 5  # without what was not answered
     assert [message.role for message in client.asked[1]] == ["user", "assistant", "user"]
     assert client.asked[1][1].text == answer.text
 
