@@ -250,7 +250,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     """
     if isinstance(model, Mapping):
         name = str(model.get("_name_or_path") or "")
-        return CatalogEntry(name or "model", supported.sizes(model, name or "The configuration"))
+        return _of_fields(model, name or "model", name or "The configuration")
     if isinstance(model, str) and (entry := published(model)):
         return entry
     if is_gguf(file := expanded(model)):
@@ -261,9 +261,7 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
             return entry
         if (repo := names.hub_repo(model)) is not None:
             if cached := _cached_config(repo.id):
-                return CatalogEntry(
-                    repo.id.rpartition("/")[2].lower(), supported.sizes(_config(cached), repo.id), repo.id
-                )
+                return replace(_of_fields(_config(cached), repo.id.rpartition("/")[2].lower(), repo.id), repo=repo.id)
             raise supported.refused(repo.id) or UsageError(
                 f"{repo.id} is not known on this machine",
                 "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
@@ -276,12 +274,18 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         raise supported.refused(str(model)) or _unknown(str(model))
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
-    entry = CatalogEntry(
-        name, supported.sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed
-    )
+    entry = replace(_of_fields(_config(folder / "config.json"), name, str(folder)), folder=folder, packed=packed)
+    entry = replace(entry, rounding="") if packed else entry
     if name == DEMO:
         return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")
     return entry
+
+
+def _of_fields(fields: Mapping[str, Any], name: str, what: str) -> CatalogEntry:
+    """What a config.json describes; `what` names it in errors."""
+    entry = CatalogEntry(name, supported.sizes(fields, what))
+    rounded = supported.quantization(fields)
+    return entry if rounded is None else replace(entry, rounding=rounded.called, expert_bits=rounded.bits)
 
 
 def _of_file(path: Path) -> CatalogEntry:

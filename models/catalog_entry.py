@@ -300,7 +300,7 @@ class CatalogEntry:
             return ""
         again = "" if {*bits.split("/")} == {"16"} else f"; packed again at {bits} they are rounded twice"
         more = " Q8_0 or F16 keeps more." if self.coarse else ""
-        return f"Weights of this file are {self.rounding}{again}.{more}"
+        return f"Its weights are {self.rounding}{again}.{more}"
 
     @property
     def as_pack(self) -> CatalogEntry | None:

@@ -20,7 +20,8 @@ from .errors import CheckpointError, NoCheckpointError
 from .families import FAMILIES, language_fields
 from .families.sizes import NAMES
 from .families.storage import ExpertTensors, Storage
-from .supported import refused_type
+from .quantized import QuantizedShelf
+from .supported import quantization, refused_type
 from .transformers_import import import_library
 
 if TYPE_CHECKING:
@@ -142,6 +143,9 @@ class Checkpoint:
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
         every = _places(self.shelf)
+        if (rounded := quantization(private_file.read_json(self.folder / "config.json", LARGEST_CONFIG))) is not None:
+            self.shelf = QuantizedShelf(self.shelf, every, rounded.stated, rounded.called)
+            every = self.shelf.places
         self.places = {name: place for name, place in every.items() if not name.startswith(unused)}
         self.unused = {name: place for name, place in every.items() if name.startswith(unused)}
         self.storage = self._stored()

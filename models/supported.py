@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import config_limits
 from .catalog_entry import Sizes
@@ -20,26 +20,19 @@ SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the
 *_FIRST, _LAST = SUPPORTED.values()
 CALLED = f"{', '.join(_FIRST)} and {_LAST}"
 """All supported families, for a sentence."""
-_NEEDED = "floe-chat packs a model from its original 16-bit weights (*.safetensors)."
+_NEEDED = "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, INT4, INT8, AWQ or GPTQ."
 _HINT = f"{CALLED} models work; `floe-chat plan` shows which of them run on this machine."
 
 # Formats of converted weights, by what their files and repositories are called.
 _FORMATS = (
     (r"gguf|ggml", "GGUF"),
-    (r"awq", "AWQ"),
-    (r"gptq", "GPTQ"),
     (r"exl[23]", "EXL2"),
     (r"mlx", "MLX"),
-    (r"(bnb-)?(4|8)bit|int[48]|nf4|[mn]?x?fp[48]|w[48]a(8|16)", "Quantized weights"),
+    (r"bnb(-(4|8)bit)?|nf4", "bitsandbytes"),
 )
-# The same by quant_method in config.json's quantization_config.
+# Those that are not read, by quant_method in config.json's quantization_config.
 _METHODS = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
     "auto-round": "AutoRound",
@@ -48,6 +41,7 @@ _METHODS = {
     "exl3": "EXL3",
 }
 _PUBLISHED_SO = {"gpt_oss": "mxfp4"}  # families whose original weights are quantized
+_FORMATS_OF_NUMBERS = {16: "NVFP4", 32: "MXFP4"}  # compressed-tensors' with four bits, by how many share a scale
 # Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
 # all other signs). The first that matches counts.
 _FAMILIES = (
@@ -83,7 +77,6 @@ _FAMILIES = (
     ("grok", "Grok", r"grok-?[12]"),
     ("jamba", "Jamba", r"jamba"),
 )
-_ONLY_FP8 = r"deepseek-?(v3|r1|prover-v2)(?!.*(distill|bf16))"  # models whose original weights have 8 bits
 _DENSE = re.compile(
     r"(tiny-?)?llama-?[123]?(-|$)|mistral-(7b|nemo|small|large)|gemma(-?[1-3])?(-|$)|phi-?[1-4](-|$)"
     r"|qwen-?(1-5|2|2-5|3)-.*\d+b(-|$)|gpt-?2(-|$)|falcon|smollm|olmo-?[123]?(-|$)|vicuna|yi-\d+b|deepseek-.*distill"
@@ -104,9 +97,6 @@ def refused(name: str) -> FloeError | None:
         return None
     kind, called = _family(key)
     if kind in FAMILIES:
-        if re.match(_ONLY_FP8, key):
-            hint = "Give the hub id of a 16-bit copy, or the folder of one."
-            return UsageError(f"{name} is published with 8-bit weights only", _NEEDED, hint)
         return None
     if kind:
         return UsageError(*_not_yet(called))
@@ -154,7 +144,7 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
     if isinstance(kind, str) and kind in SUPPORTED:
         if cause := FAMILIES[kind].refused(language):
             return CheckpointError(f"{what} is not a model that floe-chat supports", cause, _HINT)
-        return _refused_weights(fields, kind, what)
+        return _refused_weights(fields, what)
     called = next((called for known, called, _ in _FAMILIES if known == kind), None)
     experts = any(type(count := _field(fields, name)) is int and count > 1 for name in _COUNTS)
     cause = f"{what}: its model_type is {kind!r}."
@@ -170,16 +160,80 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
     return CheckpointError(title, cause, hint)
 
 
-def _refused_weights(fields: Mapping[str, Any], kind: str, what: str) -> FloeError | None:
-    """Why weights that config.json calls quantized cannot be packed."""
+class Quantization(NamedTuple):
+    """What config.json says of rounded weights that can be read.
+
+    Attributes:
+        stated: its `quantization_config`. called: such as "FP8" or "AWQ, 4 bits". bits: of a weight, with its scales.
+    """
+
+    stated: Mapping[str, Any]
+    called: str
+    bits: float
+
+
+def quantization(fields: Mapping[str, Any]) -> Quantization | None:
+    """How weights were rounded that `quantized.py` reads; None where they were not.
+
+    Raises:
+        ValueError: they were, in a way that is not read; the message says which.
+    """
     stated = _field(fields, "quantization_config") or _field(fields, "compression_config")
+    if not stated and not _field(fields, "quantization"):
+        return None
     if not stated:
+        raise ValueError("MLX")
+    if not isinstance(stated, Mapping):
+        raise ValueError("quantized")
+    method = stated.get("quant_method")
+    if method == _PUBLISHED_SO.get(str(language_fields(fields).get("model_type"))):
         return None
-    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-    if isinstance(method, str) and method == _PUBLISHED_SO.get(kind):
-        return None
-    called = _METHODS.get(method, config_limits.shown(method)) if isinstance(method, str) else "quantized"
-    return CheckpointError(f"{what} has {called} weights, which cannot be read yet", _NEEDED, _original(_key(what)))
+    if method in ("fp8", "fbgemm_fp8"):
+        return Quantization(stated, "FP8", 8.0)
+    if method in ("awq", "gptq"):
+        bits: Any = stated.get("bits") or stated.get("w_bit")
+        group: Any = stated.get("group_size") or stated.get("q_group_size")
+        called = f"{str(method).upper()}, {bits} bits" if type(bits) is int else str(method).upper()
+        if bits not in ((4,) if method == "awq" else (2, 4, 8)) or str(stated.get("version", "gemm")).lower() != "gemm":
+            raise ValueError(called)
+        return Quantization(stated, called, bits + (16 + bits) / (group if type(group) is int and group > 0 else 4096))
+    if method == "compressed-tensors":
+        return _compressed(stated)
+    raise ValueError(_METHODS.get(method, config_limits.shown(method)) if isinstance(method, str) else "quantized")
+
+
+def _compressed(stated: Mapping[str, Any]) -> Quantization:
+    """What compressed-tensors states for each group of layers."""
+    called, most = list[str](), 0.0
+    groups: Any = stated.get("config_groups")
+    sparsity: Any = stated.get("sparsity_config") or {}
+    if sparsity and sparsity.get("format") != "dense":
+        raise ValueError("sparse compressed-tensors")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights: Any = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            continue
+        bits: Any = weights.get("num_bits")
+        kind, size = weights.get("type"), weights.get("group_size")
+        name = f"{'FP' if kind == 'float' else 'INT'}{config_limits.shown(bits)}"
+        if kind == "float" and bits == 4:
+            name = _FORMATS_OF_NUMBERS.get(size, name) if type(size) is int else name
+        if name not in ("FP8", "INT8", "INT4", "INT2", *_FORMATS_OF_NUMBERS.values()):
+            raise ValueError(f"compressed-tensors' {name}")
+        most = max(most, bits + ((8 if kind == "float" else 16) / size if type(size) is int and size > 0 else 0))
+        called += [name] if name not in called else []
+    if not called:
+        raise ValueError("compressed-tensors")
+    return Quantization(stated, " and ".join(called), most)
+
+
+def _refused_weights(fields: Mapping[str, Any], what: str) -> FloeError | None:
+    """Why weights that config.json calls quantized cannot be packed."""
+    try:
+        quantization(fields)
+    except ValueError as error:
+        return CheckpointError(f"{what} has {error} weights, which cannot be read yet", _NEEDED, _original(_key(what)))
+    return None
 
 
 def _in_transformers(kind: str) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the command line reads families before it needs torch
 BLOCK = 32  # values of mxfp4 that share a scale
 # The values of four bits: a sign, two bits of exponent, one of mantissa (OCP Microscaling, table 5).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
+EXPONENT_BIAS = 127
 
 
 class ExpertBiases(NamedTuple):
@@ -180,12 +180,18 @@ class Mxfp4:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The values of blocks (N, n / 32, 16) uint8, the lower four bits first, by scales (N, n / 32) uint8: (N, n)
-    bfloat16, which holds all of them exactly.
+    """The values of blocks (N, n / 32, 16) uint8 by scales (N, n / 32) uint8: (N, n) bfloat16, which holds all of them
+    exactly.
     """
     import torch
 
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    both = torch.stack([blocks & 15, blocks >> 4], dim=-1)
-    values = table[both.flatten(-2).int()] * torch.exp2(scales.float() - _EXPONENT_BIAS)[..., None]
+    values = fp4_values(blocks) * torch.exp2(scales.float() - EXPONENT_BIAS)[..., None]
     return values.flatten(-2).bfloat16()
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """The float32 values (..., 2 n) of bytes (..., n), the lower four bits first."""
+    import torch
+
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()]

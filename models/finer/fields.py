@@ -26,6 +26,8 @@ def finer_fields(source: Checkpoint, parts: int, *, without_guessing: bool) -> d
     """
     fields: dict[str, Any] = private_file.read_json(source.folder / "config.json", LARGEST_CONFIG)
     family, config = source.family, source.config
+    for given in (fields, fields.get("text_config") or {}):
+        given.pop("quantization_config", None)  # what is written has 16 bits
     language = fields["text_config"] if family.within and fields["model_type"] == family.within else fields
     values = {
         "num_local_experts": source.experts * parts,

@@ -196,7 +196,7 @@ async def test_the_wizard_looks_on_a_key(copy: Path, published: Path, setups: Se
         await see(pilot, "Speed: ", "L looks in the folders of LM Studio")
         assert "Q4_0" not in shown(pilot)
         await pilot.press("l")
-        await see(pilot, "tiny-q4_0-lmstudio", "a Q4_0 file", "rounded twice")
+        await see(pilot, "tiny-q4_0-lmstudio", "weights in Q4_0", "rounded twice")
         await pilot.press("k")
         await see(pilot, "KL, nats", "measured on the demo model")
         await pilot.press("k", "enter")

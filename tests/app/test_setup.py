@@ -47,6 +47,7 @@ from torch import Tensor
 from ..families import one_shard
 from ..helpers import edit_json, edit_tensors, explained, make_checkpoint, run_cli, write_tokenizer
 from ..models.fakehub import ALWAYS, FakeHub, Fault
+from ..models.test_quantized import rounded
 from ..models.gguf.converting import convert
 from .made_up import ENTRIES
 from .wizardry import IMPATIENT, REPO, ended, entry_of, machine_of, start_until
@@ -561,7 +562,7 @@ def test_any_part_of_a_split_file_names_the_model(files: dict[str, Path], undist
 @pytest.mark.thorough
 def test_what_was_rounded_before_is_said(files: dict[str, Path]) -> None:
     kind = "Q4_0"
-    said = f"Weights of this file are {kind}; packed again at 3/4/4 they are rounded twice. Q8_0 or F16 keeps more."
+    said = f"Its weights are {kind}; packed again at 3/4/4 they are rounded twice. Q8_0 or F16 keeps more."
     bits = ["--up", "3", "--rows", "4", "--dense", "4"]
     done = run_cli("setup", str(files[kind]), "--name", "rounded", "--yes", *bits)
     assert done.code == 0 and said in done.err
@@ -570,7 +571,7 @@ def test_what_was_rounded_before_is_said(files: dict[str, Path]) -> None:
     assert not manifest.unquantized
     assert [model.details.count(manifest.source.called) for model in look([]).models if model.name == "rounded"] == [1]
     plan = run_cli("plan", str(files[kind]))
-    assert plan.code == 0 and f"Weights of this file are {kind}" in plan.out.replace("\n    ", " ")
+    assert plan.code == 0 and f"Its weights are {kind}" in plan.out.replace("\n    ", " ")
     for kind, coarse in (("Q8_0", False), ("Q4_0", True)):
         fields = json.loads(run_cli("plan", str(files[kind]), "--json").out)["entry"]
         assert (fields["name"], fields["rounding"], fields["coarse"]) == (f"tiny-model-{kind.lower()}", kind, coarse)
@@ -776,6 +777,22 @@ def served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
     return hub
 
 
+def test_a_rounded_copy_is_packed_from_the_hub_and_said_to_be_one(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded(qwen, tmp_path / "fp8", "FP8 of makers")
+    bits = ["--up", "3", "--rows", "4", "--dense", "4"]
+    with served(tmp_path / "fp8", tmp_path, monkeypatch):
+        done = run_cli("setup", REPO, "--name", "rounded", "--yes", *bits)
+    assert done.code == 0 and "Its weights are FP8; packed again at" in " ".join(done.err.split()), done.err
+    pack = catalog.models_folder() / "rounded"
+    assert Manifest.read(pack).source.called.endswith(" (FP8)")
+    assert run_cli("pack", str(tmp_path / "fp8"), str(tmp_path / "here"), *bits).code == 0
+    assert digest(pack)["layer_00.safetensors"] == digest(tmp_path / "here")["layer_00.safetensors"]
+    assert run_cli("ask", "--model", "rounded", "--no-save", "--max-tokens", "2", "hello").code == 0
+    assert "weights in FP8" not in run_cli("plan", "rounded").out  # they have other bits now
+
+
 def quantized(method: str) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": method, "bits": 4}}
 
@@ -784,7 +801,7 @@ def quantized(method: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (quantized("awq"), f"{REPO} has AWQ weights, which cannot be read yet"),
+        (quantized("bitsandbytes"), f"{REPO} has bitsandbytes weights, which cannot be read yet"),
         ({"quantization_config": {"bits": 4}}, "has quantized weights"),
         ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "x.Y"}}, f"{REPO} needs code of its own"),
         ({"model_type": "brand_new_moe"}, "'brand_new_moe' is not supported yet"),

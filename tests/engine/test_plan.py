@@ -332,7 +332,7 @@ class TestMachine:
         there = some_hardware(gpus=(Gpu("Card", "8.6", 12 * GB, 11 * GB, 0), Gpu("Other", "8.6", GB, GB, 1)))
         speeds = machine.here(there, known).speeds
         assert (speeds.launch, speeds.node) == (5e-6, 2e-6)
-        refuses = dataclasses.replace(known, rates=kept.rates | {"gpu launches": 1e5}, reasons={"in a graph": "no"})
+        refuses = dataclasses.replace(known, rates={**kept.rates, "gpu launches": 1e5}, reasons={"in a graph": "no"})
         found = machine.here(there, refuses)
         assert found.speeds.node == found.speeds.launch == 1e-5 and found.told["graphs"].endswith("captured: no.")
         other = machine.here(there, refuses, 1)  # which is not measured

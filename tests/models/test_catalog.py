@@ -405,18 +405,14 @@ class TestReasons:
             ("Llama-4-Scout", "Llama 4 is not supported yet"),
             ("hunyuan:a13b", "Hunyuan MoE is not supported yet"),
             ("MiniMaxAI/MiniMax-M2", "MiniMax is not supported yet"),
-            ("deepseek-ai/DeepSeek-V3.1", "DeepSeek-V3.1 is published with 8-bit weights only"),
-            ("deepseek r1", "deepseek r1 is published with 8-bit weights only"),
             ("zai-org/GLM-4.5V", "GLM-4.5V is not supported yet"),
             ("ibm-granite/granite-4.0-h-tiny", "Granite 4 is not supported yet"),
             ("google/gemma-4-31B-it", "is not a Mixture-of-Experts model"),
             ("model.gguf", "There is no GGUF file 'model.gguf'"),
             ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "There is no GGUF file"),
             ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF files are not downloaded yet"),
-            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", "AWQ cannot be read yet"),
-            ("Qwen3-30B-A3B-GPTQ-Int4", "GPTQ cannot be read yet"),
-            ("Qwen/Qwen3-30B-A3B-FP8", "Quantized weights cannot be read yet"),
-            ("zai-org/GLM-4.5-Air-FP8", "Quantized weights cannot be read yet"),
+            ("someone/Mixtral-8x7B-Instruct-v0.1-bnb-4bit", "bitsandbytes cannot be read yet"),
+            ("someone/Qwen3-30B-A3B-exl2", "EXL2 cannot be read yet"),
             ("llama3.1", "llama3.1 is not a Mixture-of-Experts model"),
             ("mistralai/Mistral-7B-Instruct-v0.3", "is not a Mixture-of-Experts model"),
             ("Qwen/Qwen3-8B", "is not a Mixture-of-Experts model"),
@@ -436,7 +432,7 @@ class TestReasons:
         assert supported.refused(text) is None
 
     def test_a_converted_copy_names_the_original(self) -> None:
-        error = supported.refused("someone/Qwen3-30B-A3B-Instruct-2507-AWQ")
+        error = supported.refused("someone/Qwen3-30B-A3B-Instruct-2507-exl2")
         assert error and error.hint == "Use the original, Qwen/Qwen3-30B-A3B-Instruct-2507."
         assert (other := supported.refused("someone/new.gguf")) and "converted from" in other.hint
 
@@ -452,6 +448,25 @@ class TestReasons:
         with pytest.raises(UsageError, match="There is no model") as caught:
             described(text)
         assert hint in caught.value.hint
+
+    @pytest.mark.parametrize(
+        "text", ["TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", "zai-org/GLM-4.5-Air-FP8", "deepseek-ai/DeepSeek-V3.1"]
+    )
+    def test_rounded_copies_are_left_to_setup(self, text: str) -> None:
+        assert source(text).repo == text
+        with pytest.raises(UsageError) as caught:
+            described(text)
+        assert f"floe-chat setup {text}" in caught.value.hint
+
+    def test_a_rounded_copy_says_so(self) -> None:
+        fields = json.loads(asset("demo", "packed", "config.json").read_text())
+        stated = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        entry = described(fields | {"quantization_config": stated})
+        assert (entry.rounding, entry.expert_bits) == ("GPTQ, 4 bits", 4 + 20 / 128)
+        assert (
+            entry.rounded_twice("4/4/4")
+            == "Its weights are GPTQ, 4 bits; packed again at 4/4/4 they are rounded twice."
+        )
 
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
@@ -469,10 +484,11 @@ class TestReasons:
         ("changed", "reason"),
         [
             ({"model_type": "dbrx"}, "DBRX is not supported yet"),
-            ({"quantization_config": {"quant_method": "awq"}}, "has AWQ weights, which cannot be read yet"),
+            ({"quantization_config": {"quant_method": "hqq"}}, "has HQQ weights, which cannot be read yet"),
+            ({"quantization": {"group_size": 64, "bits": 4}}, "has MLX weights"),
             ({"quantization_config": {"quant_method": "a" * 500}}, "…"),
             ({"quantization_config": ["odd"]}, "has quantized weights"),
-            ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "has FP8 weights"),
+            ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "has MXFP4 weights"),
             ({"model_type": "bailing_moe", "auto_map": {"AutoConfig": "a.B"}}, "needs code of its own"),
             ({"model_type": "hunyuan_v1_moe", "auto_map": {"AutoConfig": "a.B"}}, "Hunyuan MoE is not supported"),
             ({"model_type": "brand_new", "n_routed_experts": 64}, "'brand_new' is not supported yet"),
@@ -493,9 +509,9 @@ class TestReasons:
     def test_a_family_that_is_published_quantized_is_read_so_alone(self) -> None:
         fields = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
         assert supported.refused_type(fields, "x/gpt-oss") is None
-        fields["quantization_config"] = {"quant_method": "awq"}
-        error = supported.refused_type(fields, "openai/gpt-oss-20b-AWQ")
-        assert error and "AWQ" in error.title and error.hint == "Use the original, openai/gpt-oss-20b."
+        fields["quantization_config"] = {"quant_method": "hqq"}
+        error = supported.refused_type(fields, "openai/gpt-oss-20b-HQQ")
+        assert error and "HQQ" in error.title and error.hint == "Use the original, openai/gpt-oss-20b."
 
     def test_what_can_be_packed_is_what_is_called_supported(self) -> None:
         assert set(supported.SUPPORTED) == set(FAMILIES)

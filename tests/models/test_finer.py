@@ -248,7 +248,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path, kind: str) -> None:
     source, out = make_checkpoint(tmp_path / "source", intermediate=97 if kind == "odd" else 96), tmp_path / "out"
     match kind:
         case "quantized":
-            edit_json(source / "config.json", lambda f: f.update(quantization_config={"quant_method": "gptq"}))
+            edit_json(source / "config.json", lambda f: f.update(quantization_config={"quant_method": "torchao"}))
         case "cut off":
             os.truncate(min(source.glob("*.safetensors")), 1000)
         case "missing router":

@@ -125,7 +125,7 @@ def about(entry: CatalogEntry) -> str:
     if entry.licence:
         said.append(entry.licence)
     if entry.rounding:
-        said.append(f"a {entry.rounding} file")
+        said.append(f"weights in {entry.rounding}")
     if entry.ready:
         said.append("ready pack")
     return " · ".join(said)

@@ -1,0 +1,364 @@
+"""Checkpoints whose weights were rounded by others, read as the 16-bit ones that they stand for.
+
+Codes, scales and zeros of a matrix become one tensor of the original's name, which is computed when it is read: to the
+last bit what transformers (FP8), compressed-tensors, AutoAWQ and GPTQModel compute.
+
+How each is stored: transformers' integrations/finegrained_fp8.py; compressed-tensors' compressors/; AutoAWQ's
+awq/utils/packing_utils.py; GPTQModel's nn_modules/qlinear/torch.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint_files import Shelf, TensorPlace
+from .errors import CheckpointError
+from .families.storage import EXPONENT_BIAS, fp4_values
+
+Places = Mapping[str, tuple[str, TensorPlace]]
+"""Published tensor name -> shard and place."""
+
+_TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # an exponent alone
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_FP8 = "F8_E4M3", "F8_E5M2"
+_WIDE = "BF16", "F16", "F32"
+_BESIDE = "_scale_inv", "_scale", "_zero_point"
+# Of activations and of kept keys and values, which we compute with as they are
+_UNUSED = (
+    *("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale"),
+    *("output_scale", "output_zero_point", "output_global_scale"),
+    *("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point"),
+)
+# Where in eight columns each half byte of AutoAWQ's words belongs
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A matrix, or one for each expert, not read yet.
+
+    Attributes:
+        shape, dtype: of it; safetensors' name of the type. sources: the tensors that it is made of, codes first.
+        make: one matrix of these, in the same order; None for one that is not there.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[str | None, ...]
+    make: Callable[..., Tensor]
+
+
+class QuantizedShelf:
+    """A `Shelf` of such a checkpoint.
+
+    Args:
+        places: of all its tensors. stated: config.json's `quantization_config`. rounding: see `Shelf`.
+
+    Attributes:
+        places: as of the original checkpoint; a matrix has the place of its codes, and its own type and shape.
+
+    Raises:
+        CheckpointError: a matrix lacks its scales, or they do not fit it; two forms of one are there.
+    """
+
+    def __init__(self, shelf: Shelf, places: Places, stated: Mapping[str, Any], rounding: str) -> None:
+        self.name, self.commit, self.rounding = shelf.name, shelf.commit, rounding
+        self._shelf, self._raw = shelf, places
+        self._made = _Finding(places, stated, shelf.name).made()
+        if not self._made:
+            raise _unfit(shelf.name, f"Its config.json says that its weights are {rounding}, but no tensor has codes.")
+        codes = {made.sources[0]: name for name, made in self._made.items()}
+        used = {source for made in self._made.values() for source in made.sources[1:]}
+        self.places: dict[str, tuple[str, TensorPlace]] = {}
+        for stored, (file, place) in places.items():
+            if stored in used or stored.rpartition(".")[2] in _UNUSED:
+                continue
+            name = codes.get(stored, stored)
+            if name in self.places or (name != stored and name in places):
+                raise _unfit(shelf.name, f"{name} is there at 16 bits and in codes.")
+            if (made := self._made.get(name)) is not None:
+                nbytes = math.prod(made.shape) * _TORCH[made.dtype].itemsize
+                place = TensorPlace(made.dtype, made.shape, place.start, place.start + nbytes)
+            self.places[name] = file, place
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `Shelf.headers`: as stored."""
+        return self._shelf.headers()
+
+    def small(self, name: str) -> Path | None:
+        """See `Shelf.small`."""
+        return self._shelf.small(name)
+
+    def path(self, file: str) -> Path:
+        """See `Shelf.path`."""
+        return self._shelf.path(file)
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """See `Shelf.read`."""
+        if (made := self._made.get(name)) is None:
+            self._shelf.read(name, file, place, index, into)
+            return
+        if index is not None or len(made.shape) == 2:
+            matrix = self._matrix(name, made, index)
+        else:
+            matrix = torch.stack([self._matrix(name, made, expert) for expert in range(made.shape[0])])
+        into[:] = memoryview(matrix.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+    def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
+        """See `Shelf.sample`."""
+        made = self._made.get(name)
+        sources = (name,) if made is None else made.sources
+        return b"".join(self._shelf.sample(each, *self._raw[each]) for each in sources if each is not None)
+
+    def done(self, file: str) -> None:
+        """See `Shelf.done`."""
+        self._shelf.done(file)
+
+    def order(self, files: Sequence[str]) -> None:
+        """See `Shelf.order`."""
+        self._shelf.order(files)
+
+    def _matrix(self, name: str, made: Made, index: int | None) -> Tensor:
+        try:
+            found = made.make(*(None if each is None else self._tensor(each, made, index) for each in made.sources))
+        except (ValueError, IndexError) as error:
+            raise _unfit(self.name, f"{name}: {error}.") from error
+        return found.to(_TORCH[made.dtype])
+
+    def _tensor(self, name: str, made: Made, index: int | None) -> Tensor:
+        """One of the stored tensors, or an expert's part of it."""
+        file, place = self._raw[name]
+        shape, nbytes = place.shape, place.end - place.start
+        if place.dtype == "I64" or place.shape[:1] != made.shape[:1]:  # all experts have the same
+            index = None
+        if index is not None:
+            nbytes, shape = nbytes // shape[0], shape[1:]
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+        self._shelf.read(name, file, place, index, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
+        return raw.view(_TORCH[place.dtype]).view(shape)
+
+
+class _Finding:
+    """Which matrices a checkpoint's tensors make up."""
+
+    def __init__(self, places: Places, stated: Mapping[str, Any], called: str) -> None:
+        self._places, self._stated, self._called = places, stated, called
+        self._groups = [
+            each["weights"]
+            for each in (stated.get("config_groups") or {}).values()
+            if isinstance(each, Mapping) and isinstance(each.get("weights"), Mapping)
+        ]
+        blocks = [stated.get("weight_block_size"), *(each.get("block_structure") for each in self._groups)]
+        self._blocks = [
+            (each[0], each[1])
+            for each in blocks
+            if isinstance(each, list) and len(each) == 2 and all(type(size) is int and size > 0 for size in each)
+        ]
+
+    def made(self) -> dict[str, Made]:
+        found: dict[str, Made] = {}
+        for name, (_, place) in self._places.items():
+            stem, _, part = name.rpartition(".")
+            if part == "weight_packed":
+                published, one = f"{stem}.weight", self._packed(stem, place)
+            elif part == "qweight":
+                published, one = f"{stem}.weight", self._words(stem, place)
+            elif place.dtype in (*_FP8, "I8") and not name.endswith(_BESIDE):
+                published, one = name, self._scaled(name, place)
+            else:
+                continue
+            found[published] = one
+        return found
+
+    def _scaled(self, name: str, place: TensorPlace) -> Made:
+        """Numbers of eight bits, each with the scale of its tensor, row or block."""
+        scale = self._first(name, "_scale_inv", "_scale")
+        zero = self._maybe(f"{name}_zero_point")
+        shape, grid = place.shape, self._shape(scale)
+        if len(shape) not in (2, 3):
+            raise _unfit(self._called, f"{name} has {len(shape)} dimensions.")
+        block = self._block(shape[-2:], grid[1:] if len(shape) == 3 and len(grid) else grid, scale)
+        kind = self._places[scale][1].dtype
+        by_transformers = scale.endswith("_inv")
+        dtype = kind if kind in _WIDE and not by_transformers else "BF16"
+
+        def make(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+            given = _scales(scales)
+            given = given.float() if by_transformers else given
+            values = codes.to(given.dtype)
+            if zeros is not None:
+                values = values - _spread(zeros.to(given.dtype), values.shape, block)
+            return values * _spread(given, values.shape, block)
+
+        return Made(shape, dtype, (name, scale, zero), make)
+
+    def _packed(self, stem: str, place: TensorPlace) -> Made:
+        """compressed-tensors' words of several codes, or bytes of two numbers of four bits."""
+        name, scale = f"{stem}.weight_packed", self._needed(f"{stem}.weight_scale")
+        *lead, words = place.shape
+        grid = self._shape(scale)
+        if place.dtype == "U8":
+            columns, shared = 2 * words, self._maybe(f"{stem}.weight_global_scale")
+            shape = (*lead, columns)
+            block = self._block(shape[-2:], grid[-2:], scale)
+
+            def floats(codes: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor:
+                given = _scales(scales)
+                given = given.bfloat16() if whole is None else given.bfloat16() / whole.view(-1)
+                values = fp4_values(codes)
+                return (values.to(given.dtype) * _spread(given, values.shape, block)).bfloat16()
+
+            return Made(shape, "BF16", (name, scale, shared), floats)
+        if place.dtype != "I32":
+            raise _unfit(self._called, f"{name} is {place.dtype}; I32 or U8 is needed.")
+        bits = self._bits(stem)
+        shape = (*lead, words * 32 // bits)
+        zero, order = self._maybe(f"{stem}.weight_zero_point"), self._maybe(f"{stem}.weight_g_idx")
+        stated = self._maybe(f"{stem}.weight_shape")
+        block = self._block(shape[-2:], grid[-2:], scale)
+
+        def whole_numbers(
+            codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, size: Tensor | None
+        ) -> Tensor:
+            if size is not None and tuple(size.tolist()[-2:]) != shape[-2:]:
+                raise ValueError(f"its codes are {shape[-2:]}, and it says {tuple(size.tolist())}")
+            values = _unpacked(codes, bits)
+            if zeros is None:
+                values = values - (1 << (bits - 1))
+            else:
+                values = values - _spread(_unpacked(zeros.T, bits).T[: len(scales)], values.shape, block, groups)
+            return values.to(scales.dtype) * _spread(scales, values.shape, block, groups)
+
+        kind = self._places[scale][1].dtype
+        return Made(shape, self._wide(scale, kind), (name, scale, zero, order, stated), whole_numbers)
+
+    def _words(self, stem: str, place: TensorPlace) -> Made:
+        """AutoAWQ's and GPTQ's words; both store matrices with a row for each input."""
+        name, scale, zero = f"{stem}.qweight", self._needed(f"{stem}.scales"), self._needed(f"{stem}.qzeros")
+        bits = int(self._stated.get("bits") or self._stated.get("w_bit") or 4)
+        if place.dtype != "I32" or len(place.shape) != 2:
+            raise _unfit(self._called, f"{name} is {place.dtype} of {place.shape}.")
+        rows, columns = place.shape
+        awq = self._stated["quant_method"] == "awq"
+        inputs, outputs = (rows, columns * 32 // bits) if awq else (rows * 32 // bits, columns)
+        groups_at = self._maybe(f"{stem}.g_idx")
+        block = self._block((inputs, outputs), self._shape(scale), scale)
+        # The first version stores zeros less one.
+        more = 0 if awq or self._stated.get("checkpoint_format") == "gptq_v2" else 1
+
+        def make(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None) -> Tensor:
+            if awq:
+                values, levels = (_in_awqs_order(_unpacked(each, bits)) for each in (codes, zeros))
+            else:
+                values, levels = _unpacked(codes.T, bits).T, _unpacked(zeros, bits)
+            levels = levels + more & (1 << bits) - 1 if more else levels
+            given = (levels, scales) if groups is None else (each[groups.long()] for each in (levels, scales))
+            grid = block if groups is None else (1, block[1])
+            level, factor = (_spread(each, values.shape, grid) for each in given)
+            return ((values - level).to(scales.dtype) * factor).T
+
+        return Made(
+            (outputs, inputs), self._wide(scale, self._places[scale][1].dtype), (name, scale, zero, groups_at), make
+        )
+
+    def _bits(self, stem: str) -> int:
+        """Of a matrix in compressed-tensors' words: each group of layers has its own."""
+        found = {int(each["num_bits"]) for each in self._groups}
+        if len(found) == 1:
+            return found.pop()
+        # Where there are several, the scales tell: they are for so many columns.
+        words, grid = self._shape(f"{stem}.weight_packed")[-1], self._shape(f"{stem}.weight_scale")[-1]
+        sizes = [(int(each["num_bits"]), int(each.get("group_size") or 0)) for each in self._groups]
+        fitting = {bits for bits, size in sizes if grid * size * bits == 32 * words}
+        if len(fitting) != 1:
+            raise _unfit(self._called, f"How many bits {stem}.weight_packed has is not clear.")
+        return fitting.pop()
+
+    def _block(self, shape: Sequence[int], grid: Sequence[int], scale: str) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        rows, columns = shape
+        given = (*grid, *(1,) * (2 - len(grid))) if len(grid) < 2 else tuple(grid)
+        stated = self._stated.get("weight_block_size")
+        if (
+            isinstance(stated, list)
+            and len(stated) == 2
+            and given == tuple(-(-size // step) for size, step in zip(shape, stated, strict=True))
+        ):
+            return stated[0], stated[1]
+        if len(given) != 2 or not all(given) or rows % given[0] or columns % given[1]:
+            raise _unfit(self._called, f"{scale} of {tuple(grid)} does not divide a matrix of {tuple(shape)}.")
+        return rows // given[0], columns // given[1]
+
+    def _wide(self, scale: str, kind: str) -> str:
+        if kind not in _WIDE:
+            raise _unfit(self._called, f"{scale} is {kind}; floating point is needed.")
+        return kind
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name][1].shape
+
+    def _maybe(self, name: str) -> str | None:
+        return name if name in self._places else None
+
+    def _needed(self, name: str) -> str:
+        if name not in self._places:
+            raise CheckpointError(
+                f"{self._called} lacks weights", f"No shard holds {name}.", "Download the missing *.safetensors files."
+            )
+        return name
+
+    def _first(self, name: str, *endings: str) -> str:
+        found = (name + ending for ending in endings if name + ending in self._places)
+        return next(found, None) or self._needed(name + endings[0])
+
+
+def _scales(given: Tensor) -> Tensor:
+    """Scales as numbers; bytes are exponents."""
+    if given.dtype == torch.uint8:
+        return torch.exp2(given.float() - EXPONENT_BIAS)
+    return given if given.dtype in (torch.bfloat16, torch.float16, torch.float32) else given.float()
+
+
+def _spread(grid: Tensor, shape: Sequence[int], block: tuple[int, int], groups: Tensor | None = None) -> Tensor:
+    """A value for each place of a matrix: `grid` has one for each block, or in columns by their `groups`."""
+    both = grid.reshape(grid.shape if grid.dim() == 2 else (-1, 1))
+    if groups is not None:
+        both = both[:, groups.long()]
+        block = block[0], 1
+    for at, step in enumerate(block):
+        if both.shape[at] > 1 and step > 1:
+            both = both.repeat_interleave(step, at)
+    return both[: shape[0], : shape[1]]
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Codes (N, 32 / bits * W) int32 of words (N, W), the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.contiguous()[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _in_awqs_order(codes: Tensor) -> Tensor:
+    order = torch.tensor(_AWQ_ORDER).argsort()
+    return codes.view(len(codes), -1, len(_AWQ_ORDER))[..., order].flatten(-2)
+
+
+def _unfit(called: str, cause: str) -> CheckpointError:
+    hint = "Use the model's original checkpoint, or another rounded copy."
+    return CheckpointError(f"{called} cannot be packed", cause, hint)
