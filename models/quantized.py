@@ -39,6 +39,7 @@ _TORCH = {
 }
 _FP8 = "F8_E4M3", "F8_E5M2"
 _WIDE = "BF16", "F16", "F32"
+_WHOLE = "I32", "I64"
 _BESIDE = "_scale_inv", "_scale", "_zero_point"
 # Of activations and of kept keys and values, which we compute with as they are
 _UNUSED = (
@@ -190,12 +191,9 @@ class _Finding:
     def _scaled(self, name: str, place: TensorPlace) -> Made:
         """Numbers of eight bits, each with the scale of its tensor, row or block."""
         scale = self._first(name, "_scale_inv", "_scale")
-        zero = self._maybe(f"{name}_zero_point")
-        shape, grid = place.shape, self._shape(scale)
-        if len(shape) not in (2, 3):
-            raise _unfit(self._called, f"{name} has {len(shape)} dimensions.")
-        block = self._block(shape[-2:], grid[1:] if len(shape) == 3 and len(grid) else grid, scale)
-        kind = self._places[scale][1].dtype
+        shape, kind = place.shape, self._kind(scale)
+        zero = self._checked(f"{name}_zero_point", self._shape(scale), ("I8", "U8", *_FP8, *_WIDE))
+        block = self._block(name, shape, scale)
         by_transformers = scale.endswith("_inv")
         dtype = kind if kind in _WIDE and not by_transformers else "BF16"
 
@@ -212,12 +210,11 @@ class _Finding:
     def _packed(self, stem: str, place: TensorPlace) -> Made:
         """compressed-tensors' words of several codes, or bytes of two numbers of four bits."""
         name, scale = f"{stem}.weight_packed", self._needed(f"{stem}.weight_scale")
-        *lead, words = place.shape
-        grid = self._shape(scale)
+        *lead, words = place.shape or (0,)
+        kind = self._kind(scale)
         if place.dtype == "U8":
-            columns, shared = 2 * words, self._maybe(f"{stem}.weight_global_scale")
-            shape = (*lead, columns)
-            block = self._block(shape[-2:], grid[-2:], scale)
+            shape, shared = (*lead, 2 * words), self._checked(f"{stem}.weight_global_scale", None, _WIDE)
+            block = self._block(name, shape, scale)
 
             def floats(codes: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor:
                 given = _scales(scales)
@@ -230,9 +227,12 @@ class _Finding:
             raise _unfit(self._called, f"{name} is {place.dtype}; I32 or U8 is needed.")
         bits = self._bits(stem)
         shape = (*lead, words * 32 // bits)
-        zero, order = self._maybe(f"{stem}.weight_zero_point"), self._maybe(f"{stem}.weight_g_idx")
-        stated = self._maybe(f"{stem}.weight_shape")
-        block = self._block(shape[-2:], grid[-2:], scale)
+        block = self._block(name, shape, scale)
+        *before, high, wide = (1, 1, *self._shape(scale))
+        zeros_at = (*before[2:], -(-high * bits // 32), wide)
+        zero = self._checked(f"{stem}.weight_zero_point", zeros_at, ("I32",))
+        order = self._checked(f"{stem}.weight_g_idx", shape[-1:], _WHOLE)
+        stated = self._checked(f"{stem}.weight_shape", (len(shape),), ("I64",))
 
         def whole_numbers(
             codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, size: Tensor | None
@@ -246,7 +246,6 @@ class _Finding:
                 values = values - _spread(_unpacked(zeros.T, bits).T[: len(scales)], values.shape, block, groups)
             return values.to(scales.dtype) * _spread(scales, values.shape, block, groups)
 
-        kind = self._places[scale][1].dtype
         return Made(shape, self._wide(scale, kind), (name, scale, zero, order, stated), whole_numbers)
 
     def _words(self, stem: str, place: TensorPlace) -> Made:
@@ -258,8 +257,10 @@ class _Finding:
         rows, columns = place.shape
         awq = self._stated["quant_method"] == "awq"
         inputs, outputs = (rows, columns * 32 // bits) if awq else (rows * 32 // bits, columns)
-        groups_at = self._maybe(f"{stem}.g_idx")
-        block = self._block((inputs, outputs), self._shape(scale), scale)
+        block = self._block(name, (inputs, outputs), scale)
+        *_, high, wide = (1, 1, *self._shape(scale))
+        self._checked(zero, (high, wide * bits // 32), ("I32",))
+        groups_at = self._checked(f"{stem}.g_idx", (inputs,), _WHOLE)
         # The first version stores zeros less one.
         more = 0 if awq or self._stated.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -274,9 +275,7 @@ class _Finding:
             level, factor = (_spread(each, values.shape, grid) for each in given)
             return ((values - level).to(scales.dtype) * factor).T
 
-        return Made(
-            (outputs, inputs), self._wide(scale, self._places[scale][1].dtype), (name, scale, zero, groups_at), make
-        )
+        return Made((outputs, inputs), self._wide(scale, self._kind(scale)), (name, scale, zero, groups_at), make)
 
     def _bits(self, stem: str) -> int:
         """Of a matrix in compressed-tensors' words: each group of layers has its own."""
@@ -291,20 +290,34 @@ class _Finding:
             raise _unfit(self._called, f"How many bits {stem}.weight_packed has is not clear.")
         return fitting.pop()
 
-    def _block(self, shape: Sequence[int], grid: Sequence[int], scale: str) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
-        rows, columns = shape
-        given = (*grid, *(1,) * (2 - len(grid))) if len(grid) < 2 else tuple(grid)
-        stated = self._stated.get("weight_block_size")
-        if (
-            isinstance(stated, list)
-            and len(stated) == 2
-            and given == tuple(-(-size // step) for size, step in zip(shape, stated, strict=True))
-        ):
-            return stated[0], stated[1]
-        if len(given) != 2 or not all(given) or rows % given[0] or columns % given[1]:
-            raise _unfit(self._called, f"{scale} of {tuple(grid)} does not divide a matrix of {tuple(shape)}.")
-        return rows // given[0], columns // given[1]
+    def _block(self, name: str, shape: Sequence[int], scale: str) -> tuple[int, int]:
+        """Rows and columns of a matrix, or of each expert's, that share a scale."""
+        stored, kind = self._shape(scale), self._kind(scale)
+        grid = stored
+        if len(shape) == 3 and math.prod(grid) != 1:
+            grid = grid[1:] if grid[0] == shape[0] else (0, 0)
+        grid = (*grid, *(1,) * (2 - len(grid)))
+        if len(shape) not in (2, 3) or not all(shape):
+            raise _unfit(self._called, f"{name} is no matrix.")
+        if kind not in (*_WIDE, *_FP8, "F8_E8M0", "U8"):
+            raise _unfit(self._called, f"{scale} is {kind}; floating point is needed.")
+        rows, columns = shape[-2:]
+        for high, wide in self._blocks:  # the last ones of a row or column may be cut
+            if grid == (-(-rows // high), -(-columns // wide)):
+                return high, wide
+        if len(grid) != 2 or not all(grid) or rows % grid[0] or columns % grid[1]:
+            raise _unfit(self._called, f"{scale} of {stored} does not divide {name} of {tuple(shape)}.")
+        return rows // grid[0], columns // grid[1]
+
+    def _checked(self, name: str, shape: tuple[int, ...] | None, kinds: tuple[str, ...]) -> str | None:
+        """A tensor that may be there, of this shape, or with one value for each matrix, and one of these types."""
+        if name not in self._places:
+            return None
+        place = self._places[name][1]
+        if place.dtype not in kinds or (place.shape != shape if shape is not None else place.shape not in ((), (1,))):
+            needed = f"{' or '.join(kinds)} of {shape or 'one value'}"
+            raise _unfit(self._called, f"{name} is {place.dtype} of {place.shape}; {needed} is needed.")
+        return name
 
     def _wide(self, scale: str, kind: str) -> str:
         if kind not in _WIDE:
@@ -314,8 +327,8 @@ class _Finding:
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._places[name][1].shape
 
-    def _maybe(self, name: str) -> str | None:
-        return name if name in self._places else None
+    def _kind(self, name: str) -> str:
+        return self._places[name][1].dtype
 
     def _needed(self, name: str) -> str:
         if name not in self._places:

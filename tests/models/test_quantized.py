@@ -28,17 +28,22 @@ Stored = tuple[dict[str, Tensor], Tensor]
 
 def fp8(weight: Tensor, block: tuple[int, int], kind: torch.dtype) -> Stored:
     """As DeepSeek, Qwen, GLM and MiniMax publish: a scale for each block; (0, 0): for all."""
+    rows, columns = weight.shape
     high, wide = block if all(block) else weight.shape
-    grid = weight.float().abs().unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)) / 448
+    padded = torch.nn.functional.pad(weight.float().abs(), (0, -columns % wide, 0, -rows % high))
+    grid = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)) / 448
     if kind == torch.float8_e8m0fnu:
         exponents = grid.log2().ceil()
         scale, grid = (exponents + 127).to(torch.uint8), exponents.exp2()
     else:
         scale = grid = grid.to(kind)
-    spread = grid.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    spread = grid.float().repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
     codes = (weight.float() / spread).to(torch.float8_e4m3fn)
-    library = Fp8Dequantize(None)._dequantize_one  # pyright: ignore[reportPrivateUsage, reportArgumentType]
-    found = library(codes, scale.reshape(grid.shape), torch.bfloat16)
+    if rows % high or columns % wide:  # which transformers refuses, and DeepSeek publishes
+        found = (codes.float() * spread).bfloat16()
+    else:
+        library = Fp8Dequantize(None)._dequantize_one  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+        found = library(codes, scale.reshape(grid.shape), torch.bfloat16)
     stored = scale.view(torch.float8_e8m0fnu) if kind == torch.float8_e8m0fnu else scale
     return {"weight": codes, "weight_scale_inv": stored if all(block) else stored.reshape(())}, found
 
@@ -139,6 +144,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
         FP8 | {"weight_block_size": [32, 16]},
         lambda weight: fp8(weight, (32, 16), torch.float8_e8m0fnu),
     ),
+    "FP8, cut blocks": (FP8 | {"weight_block_size": [64, 48]}, lambda weight: fp8(weight, (64, 48), torch.float32)),
     "FP8 whole": (FP8, lambda weight: fp8(weight, (0, 0), torch.bfloat16)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "GPTQ": (GPTQ | {"bits": 4}, lambda weight: gptq(weight, 4, version=1, moved=False)),
