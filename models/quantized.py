@@ -161,6 +161,7 @@ class _Finding:
 
     def __init__(self, places: Places, stated: Mapping[str, Any], called: str) -> None:
         self._places, self._stated, self._called = places, stated, called
+        self._method = stated["quant_method"]
         self._groups = [
             each["weights"]
             for each in (stated.get("config_groups") or {}).values()
@@ -175,13 +176,14 @@ class _Finding:
 
     def made(self) -> dict[str, Made]:
         found: dict[str, Made] = {}
+        by_words, packs = self._method in ("awq", "gptq"), self._method == "compressed-tensors"
         for name, (_, place) in self._places.items():
             stem, _, part = name.rpartition(".")
-            if part == "weight_packed":
+            if part == "weight_packed" and packs:
                 published, one = f"{stem}.weight", self._packed(stem, place)
-            elif part == "qweight":
+            elif part == "qweight" and by_words:
                 published, one = f"{stem}.weight", self._words(stem, place)
-            elif place.dtype in (*_FP8, "I8") and not name.endswith(_BESIDE):
+            elif place.dtype in (*_FP8, "I8") and not by_words and not name.endswith(_BESIDE):
                 published, one = name, self._scaled(name, place)
             else:
                 continue
@@ -255,7 +257,7 @@ class _Finding:
         if place.dtype != "I32" or len(place.shape) != 2:
             raise _unfit(self._called, f"{name} is {place.dtype} of {place.shape}.")
         rows, columns = place.shape
-        awq = self._stated["quant_method"] == "awq"
+        awq = self._method == "awq"
         inputs, outputs = (rows, columns * 32 // bits) if awq else (rows * 32 // bits, columns)
         block = self._block(name, (inputs, outputs), scale)
         *_, high, wide = (1, 1, *self._shape(scale))

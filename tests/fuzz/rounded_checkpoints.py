@@ -5,6 +5,7 @@ Each is described as `plan` describes it, and every tensor is read of what opens
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -53,17 +54,17 @@ def good(scratch: Path) -> None:
     logging.disable(logging.WARNING)
     source = make_checkpoint(scratch / "source", layers=1, experts=2, hidden=64, intermediate=64)
     for name in FORMS:
-        copy = scratch / name.replace(" ", "_")
-        rounded(source, copy, name)
-        assert _opened(copy) == "opened", name
-        _COPIES.append((json.loads((copy / "config.json").read_bytes()), load_file(copy / "model.safetensors"), copy))
+        base = scratch / name.replace(" ", "_")
+        rounded(source, base, name)
+        assert _opened(base) == "opened", name
+        _COPIES.append((json.loads((base / "config.json").read_bytes()), load_file(base / "model.safetensors"), base))
 
 
 def attempt(seed: int, scratch: Path) -> str:
     rng = Random(seed)
-    fields, tensors, copy = rng.choice(_COPIES)
+    fields, tensors, base = rng.choice(_COPIES)
     folder = scratch / "attempt"
-    shutil.copytree(copy, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     try:
         changed = dict(tensors)
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
@@ -118,7 +119,7 @@ def _lie(rng: Random, stated: Any) -> None:
         if isinstance(stated, dict) and rng.random() < 0.2:
             del stated[key]
         else:
-            stated[key] = rng.choice(_VALUES)
+            stated[key] = copy.deepcopy(rng.choice(_VALUES))
         return
 
 

@@ -386,7 +386,7 @@ def test_a_choice_is_torchs(
         pytest.skip("groups are alike")
     for part in ("bias", "correction", "factors"):
         if part in named:
-            named[part] = torch.randn(experts, generator=drawn).to(device)
+            named[part] = torch.randn(experts, generator=drawn).to(device, dtype if part == "bias" else torch.float32)
     weight = torch.randn(experts, hidden, generator=drawn).to(device, dtype) * 3 / hidden**0.5
     scores = torch.full((tokens + 1, experts), torch.nan, device=device) if named.pop("scores", False) else None
     router = Router(weight, among, **named, scores=scores)
