@@ -14,7 +14,7 @@ from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.mixers.grouped import Heads
 from floe_chat.kernels.mixers.latent import Latent
 from floe_chat.kernels.step import DenseLayer, Router, dense_step
-from floe_chat.kernels.weights import Norm
+from floe_chat.kernels.weights import LinearWeights, Norm, Projection
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -107,6 +107,19 @@ def test_it_is_the_definition(sizes: Sizes) -> None:
         assert relative_rms(kv[position].double(), wide[position].double()) <= limit
         before[position] = kv[position]
         assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99)), "more was written than this token's place"
+
+
+@pytest.mark.usefixtures("isa")
+def test_scales_below_float16s_normal_numbers_count() -> None:
+    """Threads read float32's own numbers of that kind as zero."""
+    layer, (x, rope, kv) = make_layer(SIZES["8-bit"]), make_input(SIZES["8-bit"], 3)
+    stored = layer.out.weight
+    assert isinstance(stored, LinearWeights)
+    small = replace(stored, scale=(stored.scale.float() / stored.scale.max() * 2**-16).half())
+    layer = replace(layer, out=Projection(small, None))
+    ours = NativeStep(layer)(x, None, rope, kv.clone(), 3)
+    truth = dense_step(widened(layer), x.double(), None, rope.double(), kv.double(), 3)
+    assert relative_rms(ours.stream - x, truth.stream - x) <= 1e-2 < float((truth.stream - x).abs().max())
 
 
 def test_threads_change_no_bit(two_threads: None) -> None:

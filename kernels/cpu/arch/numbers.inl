@@ -25,11 +25,13 @@ inline uint16_t load16(const uint8_t *p) {
     return u;
 }
 
+// By whole numbers below float16's least normal one: shifted into float32's fields such a number is one that threads
+// read as zero (WithoutDenormals in thread_pool.cpp).
 inline float half_to_float(uint16_t h) {
     const uint32_t magnitude = h & 0x7fffu;
-    // Shifted into float32's fields the exponent is short by 112; multiplying restores it, subnormals included.
-    const float small = bits_to_float(magnitude << 13) * bits_to_float(0x77800000u); // 2^112
-    const uint32_t value = magnitude >= 0x7c00u ? (magnitude << 13) | 0x7f800000u : float_to_bits(small);
+    const uint32_t least = float_to_bits((float)magnitude * bits_to_float(0x33800000u)); // 2^-24
+    const uint32_t normal = (magnitude << 13) + (112u << 23), beyond = (magnitude << 13) | 0x7f800000u;
+    const uint32_t value = magnitude < 0x0400u ? least : magnitude < 0x7c00u ? normal : beyond;
     return bits_to_float(value | (uint32_t)(h & 0x8000u) << 16);
 }
 
