@@ -252,15 +252,15 @@ def isa() -> Isa:
 
 
 def select_isa(name: str | None) -> Isa:
-    """Use this instruction set from now on, for tests and benchmarks; None is the best one.
+    """Use this instruction set from now on, for tests and benchmarks; None: as at the start.
 
     Raises:
         NativeUnavailableError: it does not exist, or this CPU cannot run it.
     """
-    if name is None:
-        library().select_isa(None)
+    if wanted := name or os.environ.get("FLOE_CPU_ISA"):
+        _select(library(), wanted)
     else:
-        _select(library(), name)
+        library().select_isa(None)
     return isa()
 
 
