@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .quantities import size
+
 SHARD_BYTES = 5_000_000_000  # the largest shard of published checkpoints
 
 
@@ -273,7 +275,7 @@ class CatalogEntry:
         expert_bits: of a published weight of its experts. unused: published weights that no pack has: of what a model
             sees with, and of layers that predict several tokens. rounding: what its weights were rounded to by those
             who converted them, such as "Q4_K_M"; "" where they are as published. coarse: whether that took so much that
-            another file should be used.
+            another file should be used. fp8: the repository of its maker's copy in FP8, "" where none is known.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
     """
 
@@ -292,6 +294,7 @@ class CatalogEntry:
     unused: int = 0
     rounding: str = ""
     coarse: bool = False
+    fp8: str = ""
     ready: ReadyPack | None = None
 
     def rounded_twice(self, bits: str) -> str:
@@ -301,6 +304,14 @@ class CatalogEntry:
         again = "" if {*bits.split("/")} == {"16"} else f"; packed again at {bits} they are rounded twice"
         more = " Q8_0 or F16 keeps more." if self.coarse else ""
         return f"Its weights are {self.rounding}{again}.{more}"
+
+    @property
+    def smaller(self) -> str:
+        """Of a model that is downloaded, how long its maker's rounded copy is; "" where there is none."""
+        if not self.fp8 or self.folder is not None:
+            return ""
+        there = size(replace(self, expert_bits=8.0).checkpoint_bytes)
+        return f"About {there} to download is its maker's copy in FP8, which is set up by its name: {self.fp8}."
 
     @property
     def as_pack(self) -> CatalogEntry | None:

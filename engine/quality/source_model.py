@@ -29,6 +29,7 @@ from ..decoder.finite_check import first_nonfinite
 _NO_PART_OF_THE_MODEL = {
     *("_name_or_path", "transformers_version", "dtype", "use_cache", "output_router_logits"),
     *("eos_token_id", "pad_token_id"),
+    "quantization_config",  # a pack of a rounded copy is measured against the original
 }
 
 

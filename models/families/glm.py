@@ -79,6 +79,7 @@ GLM4_MOE = Family(
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
             released="2025-07",
+            fp8="zai-org/GLM-4.5-Air-FP8",
             thinks=True,
         ),
     ),

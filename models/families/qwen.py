@@ -80,8 +80,12 @@ _57B_A14B = Sizes(
 _CHATML = "<|im_start|> turns, from its own chat template"
 
 
+_IN_FP8 = "Qwen3-30B-A3B", "Qwen3-Coder-30B-A3B-Instruct", "Qwen3.6-35B-A3B"
+
+
 def _entry(name: str, sizes: Sizes, repo: str, released: str, *, thinks: bool = False, **others: Any) -> CatalogEntry:
     chat = f"{_CHATML}; it thinks first" if thinks else _CHATML
+    others = {"fp8": f"Qwen/{repo}-FP8", **others} if repo.startswith(_IN_FP8) else others
     given: dict[str, Any] = {"licence": "Apache-2.0", "chat": chat, "released": released, **others}
     return CatalogEntry(name, sizes, f"Qwen/{repo}", gated=False, thinks=thinks, **given)
 

@@ -47,8 +47,8 @@ from torch import Tensor
 from ..families import one_shard
 from ..helpers import edit_json, edit_tensors, explained, make_checkpoint, run_cli, write_tokenizer
 from ..models.fakehub import ALWAYS, FakeHub, Fault
-from ..models.test_quantized import rounded
 from ..models.gguf.converting import convert
+from ..models.test_quantized import rounded
 from .made_up import ENTRIES
 from .wizardry import IMPATIENT, REPO, ended, entry_of, machine_of, start_until
 

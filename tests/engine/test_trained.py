@@ -29,7 +29,7 @@ from .trained import demo_source, finer_source
 
 SOURCES = {"demo again": demo_source, "finer": finer_source}
 TOKENS = 1536
-LAYER, MEAN = 0.03, 0.01  # how far a layer, and the mean of all layers, may be off
+LAYER, MEAN = 0.035, 0.01  # how far a layer, and the mean of all layers, may be off
 
 
 def text_of(source: Path) -> Any:

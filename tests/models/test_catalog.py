@@ -8,6 +8,7 @@ import re
 import shutil
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -467,6 +468,12 @@ class TestReasons:
             entry.rounded_twice("4/4/4")
             == "Its weights are GPTQ, 4 bits; packed again at 4/4/4 they are rounded twice."
         )
+
+    def test_a_makers_smaller_copy_is_named_where_a_model_is_downloaded(self) -> None:
+        entry = described("qwen3-30b-a3b")
+        assert entry.smaller.endswith("Qwen/Qwen3-30B-A3B-FP8.") and "About 32" in entry.smaller
+        assert described("mixtral-8x7b").smaller == replace(entry, folder=Path("here")).smaller == ""
+        assert all(each.fp8.endswith("-FP8") for each in PUBLISHED if each.fp8)
 
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""

@@ -255,6 +255,13 @@ def test_a_pack_is_that_of_what_the_codes_stand_for(source: Path, tmp_path: Path
         for pack in packs
     ]
     assert answers[0].code == 0 and answers[0].out == answers[1].out != ""
+    # What was rounded before is measured against the original too.
+    measured = ("--preset", "High", "--tokens", "512", "--json")
+    losses = [
+        json.loads(run_cli("eval", str(packs[0]), "--source", str(reference), *measured).out)["presets"][0]["kl_mean"]
+        for reference in (source, tmp_path / "copy")
+    ]
+    assert losses[0] > losses[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,14 @@ def text_of(plan: Plan) -> str:
         lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
     else:
         twice = entry.rounded_twice(describe(plan.chosen.spec))
-        lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, filter(None, (*plan.why, twice))), ""]
+        lines += [
+            "Plan",
+            *_lines(plan, plan.chosen),
+            "",
+            "Why",
+            *map(_wrapped, filter(None, (*plan.why, twice, entry.smaller))),
+            "",
+        ]
         if entry.folder is None:
             ready = f" ({entry.ready.place}: {in_short(entry.ready)})" if entry.ready else ""
             lines += [_wrapped(f"Set it up: floe-chat setup {entry.name}{ready}").strip(), ""]

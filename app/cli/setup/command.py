@@ -304,6 +304,7 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
     if wanted.local is None:
         peak, fetched = units.size(made.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
         lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
+        lines += [plan.entry.smaller] if plan.entry.smaller else []
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines

@@ -74,6 +74,7 @@ def details(plan: Plan, one: Option, *, first: bool, figures: bool) -> Content:
     if plan.entry.folder is None:
         fetched = size(plan.entry.checkpoint_bytes)
         lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}. {_place()}")
+        lines += [plan.entry.smaller] if plan.entry.smaller else []
     else:
         lines.append(f"Disk: pack {pack}{free}. {_place()}")
     if plan.pack_s is not None and one is plan.chosen:
