@@ -39,6 +39,7 @@ class Figures:
         state_bytes_s: states of gated delta rules that the CPU brings a token further.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
+        rounded_kl: what weights that were rounded in a format before packing add to the quality loss, likewise.
     """
 
     quantization: ByBits
@@ -60,6 +61,7 @@ class Figures:
     card_bytes: ByBits
     state_bytes_s: float
     lenient_kl: float
+    rounded_kl: Mapping[str, float]
 
 
 @functools.cache
@@ -87,6 +89,7 @@ def figures() -> Figures:
         card_bytes=_by_bits(values["card_bytes"]),
         state_bytes_s=values["state_bytes_s"] * 1e9,
         lenient_kl=values["lenient_kl"],
+        rounded_kl=values["rounded_kl"],
     )
 
 

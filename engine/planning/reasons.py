@@ -11,6 +11,7 @@ from ..machine import hardware
 from ..offload.mix import Mix
 from .footprint import Footprint, divisible
 from .machine import Machine
+from .measured_figures import figures
 from .memory_plan import Needs, budget
 from .options import DEFAULT, Option, option
 from .worth import ENOUGH, NEWER, READING, WORTH
@@ -49,6 +50,22 @@ def describe(spec: PackSpec) -> str:
     """Widths as every page shows them: "3/4/4" for up / gate and down / attention."""
     rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate}+{spec.down}"
     return f"{spec.up}/{rows}/{spec.dense}"
+
+
+def rounded_before(entry: CatalogEntry, bits: str) -> str:
+    """What a person should know who packs weights that were rounded already at these widths; "" for others."""
+    return " ".join(filter(None, (entry.rounded_twice(bits), _costs(entry.rounding))))
+
+
+def smaller(entry: CatalogEntry) -> str:
+    """The maker's copy that is shorter to download, and what it costs; "" where there is none."""
+    return f"{entry.smaller} {_costs('FP8')}" if entry.smaller else ""
+
+
+def _costs(rounding: str) -> str:
+    if (loss := figures().rounded_kl.get(rounding)) is None:
+        return ""
+    return f"On the demo model, {rounding} adds about {trimmed(loss, 2)} to the quality loss (KL)."
 
 
 def rule() -> str:

@@ -784,7 +784,8 @@ def test_a_rounded_copy_is_packed_from_the_hub_and_said_to_be_one(
     bits = ["--up", "3", "--rows", "4", "--dense", "4"]
     with served(tmp_path / "fp8", tmp_path, monkeypatch):
         done = run_cli("setup", REPO, "--name", "rounded", "--yes", *bits)
-    assert done.code == 0 and "Its weights are FP8; packed again at" in " ".join(done.err.split()), done.err
+    said = " ".join(done.err.split())
+    assert done.code == 0 and "Its weights are FP8; packed again at" in said and "FP8 adds about 0.0" in said, done.err
     pack = catalog.models_folder() / "rounded"
     assert Manifest.read(pack).source.called.endswith(" (FP8)")
     assert run_cli("pack", str(tmp_path / "fp8"), str(tmp_path / "here"), *bits).code == 0

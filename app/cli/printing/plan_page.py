@@ -28,7 +28,7 @@ _PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
 
 def text_of(plan: Plan) -> str:
     """The plan for people."""
-    from ....engine.planning.reasons import BITS, KL, MEMORY, describe
+    from ....engine.planning.reasons import BITS, KL, MEMORY, describe, rounded_before, smaller
 
     entry = plan.entry
     about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
@@ -42,13 +42,13 @@ def text_of(plan: Plan) -> str:
     if plan.chosen is None:
         lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
     else:
-        twice = entry.rounded_twice(describe(plan.chosen.spec))
+        twice = rounded_before(entry, describe(plan.chosen.spec))
         lines += [
             "Plan",
             *_lines(plan, plan.chosen),
             "",
             "Why",
-            *map(_wrapped, filter(None, (*plan.why, twice, entry.smaller))),
+            *map(_wrapped, filter(None, (*plan.why, twice, smaller(entry)))),
             "",
         ]
         if entry.folder is None:

@@ -288,7 +288,7 @@ def _looked_up(wanted: Wish) -> tuple[CatalogEntry, str | None]:
 def _told(plan: Plan, wanted: Wish) -> list[str]:
     """What the setup makes, at the widths wished for, in a few lines; `floe-chat plan` has the rest."""
     from ....engine.planning.options import option
-    from ....engine.planning.reasons import describe, lacks
+    from ....engine.planning.reasons import describe, lacks, rounded_before, smaller
 
     made = option(plan.machine, plan.entry, wanted.spec(), plan.context)
     lines = [f"{wanted.name}: {wanted.model} into {wanted.place}"]
@@ -299,12 +299,12 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
             f"{describe(made.spec)}: about {made.decode.mid:.2g} tokens/s "
             f"({made.decode.low:.2g} to {made.decode.high:.2g}) on this machine."
         )
-    if twice := plan.entry.rounded_twice(describe(made.spec)):
+    if twice := rounded_before(plan.entry, describe(made.spec)):
         lines.append(twice)
     if wanted.local is None:
         peak, fetched = units.size(made.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
         lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
-        lines += [plan.entry.smaller] if plan.entry.smaller else []
+        lines += [shorter] if (shorter := smaller(plan.entry)) else []
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines

@@ -56,6 +56,8 @@ def ready_details(plan: Plan, one: Option, *, also: bool) -> Content:
 
 def details(plan: Plan, one: Option, *, first: bool, figures: bool) -> Content:
     """All about one choice, in sentences; `first`: it is the first of all; figures: with the KL."""
+    from ....engine.planning.reasons import rounded_before, smaller
+
     pack, peak = map(size, disk(one))
     free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} free"
     words = digits(one.decode.mid * _WORDS * 60, 2)
@@ -67,14 +69,14 @@ def details(plan: Plan, one: Option, *, first: bool, figures: bool) -> Content:
             f"Speed: {plan_words.rate(one.decode)} tokens/s, about {words} words a minute, {plan_words.place(one)}."
         )
     lines.append(f"{plan_words.loss(one.kl, figures=figures)}: {plan_words.named(one.spec)}.")
-    if twice := plan.entry.rounded_twice(plan_words.widths(one.spec)):
+    if twice := rounded_before(plan.entry, plan_words.widths(one.spec)):
         lines.append(twice)
     if plan.entry.gated:
         lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
     if plan.entry.folder is None:
         fetched = size(plan.entry.checkpoint_bytes)
         lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}. {_place()}")
-        lines += [plan.entry.smaller] if plan.entry.smaller else []
+        lines += [shorter] if (shorter := smaller(plan.entry)) else []
     else:
         lines.append(f"Disk: pack {pack}{free}. {_place()}")
     if plan.pack_s is not None and one is plan.chosen:
