@@ -23,10 +23,12 @@ from tests.engine.trained import demo_source
 from tests.models.test_quantized import FORMS, FP8, INT4, by_library, fp8, rounded
 
 # With blocks and groups as they are published; four bits are rounded to the nearest, without calibration.
-FORMS |= {
-    "FP8": (FP8 | {"weight_block_size": [128, 128]}, lambda weight: fp8(weight, (128, 128), torch.float32)),
-    "INT4": by_library("pack-quantized", INT4 | {"group_size": 128, "strategy": "group"}),
-}
+FORMS.update(
+    {
+        "FP8": (FP8 | {"weight_block_size": [128, 128]}, lambda weight: fp8(weight, (128, 128), torch.float32)),
+        "INT4": by_library("pack-quantized", INT4 | {"group_size": 128, "strategy": "group"}),
+    }
+)
 MEASURED = "FP8", "INT8 bytes", "INT4", "NVFP4", "MXFP4"
 WIDTHS = {"4/4/8": ("4", "4", "8"), "3/4/4": ("3", "4", "4")}
 TOKENS = 4096
