@@ -135,7 +135,8 @@ def _save(pilot: Pilot[int], file: Path) -> None:
     """Write what the screen shows, without the font that a browser would fetch from elsewhere."""
     drawn = _REMOTE_FONT.sub("", pilot.app.export_screenshot(title="floe-chat"))
     drawn = drawn.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
-    drawn = "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip()) + "\n"
+    drawn = re.sub(r"terminal-\d+-", "t-", drawn)  # in each piece of text
+    drawn = "\n".join(line.strip() for line in drawn.splitlines() if line.strip()) + "\n"
     file.write_text(drawn, encoding="utf-8")
     size = file.stat().st_size
     print(f"{file.name}: {size / 1000:.0f} kB")
