@@ -197,6 +197,10 @@ class Checkpoint:
         self.shelf.read(name, file, place, index, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
         return raw.view(_dtype(name, place)).view(shape)
 
+    def files(self, name: str) -> list[str]:
+        """The shards that hold a tensor, by its published name: several where its scales are not with its codes."""
+        return self.shelf.files(name) if isinstance(self.shelf, QuantizedShelf) else [self.places[name][0]]
+
     def fingerprint(self) -> str:
         """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of
         the bytes.

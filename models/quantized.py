@@ -40,7 +40,7 @@ _TORCH = {
 _FP8 = "F8_E4M3", "F8_E5M2"
 _WIDE = "BF16", "F16", "F32"
 _WHOLE = "I32", "I64"
-_BESIDE = "_scale_inv", "_scale", "_zero_point"
+_ENDINGS = "_scale_inv", "_scale", "_zero_point"
 # Of activations and of kept keys and values, which we compute with as they are
 _UNUSED = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale"),
@@ -98,6 +98,12 @@ class QuantizedShelf:
                 nbytes = math.prod(made.shape) * _TORCH[made.dtype].itemsize
                 place = TensorPlace(made.dtype, made.shape, place.start, place.start + nbytes)
             self.places[name] = file, place
+
+    def files(self, name: str) -> list[str]:
+        """The shards with all that a tensor is made of."""
+        made = self._made.get(name)
+        sources = (name,) if made is None else made.sources
+        return [self._raw[each][0] for each in sources if each is not None]
 
     def headers(self) -> dict[str, dict[str, TensorPlace]]:
         """See `Shelf.headers`: as stored."""
@@ -183,7 +189,7 @@ class _Finding:
                 published, one = f"{stem}.weight", self._packed(stem, place)
             elif part == "qweight" and by_words:
                 published, one = f"{stem}.weight", self._words(stem, place)
-            elif place.dtype in (*_FP8, "I8") and not by_words and not name.endswith(_BESIDE):
+            elif place.dtype in (*_FP8, "I8") and not by_words and not name.endswith(_ENDINGS):
                 published, one = name, self._scaled(name, place)
             else:
                 continue

@@ -39,7 +39,7 @@ class Figures:
         state_bytes_s: states of gated delta rules that the CPU brings a token further.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
-        rounded_kl: what weights that were rounded in a format before packing add to the quality loss, likewise.
+        rounded_kl: what weights that were rounded in a format before packing add to the demo's quality loss.
     """
 
     quantization: ByBits

@@ -18,11 +18,11 @@ class ReadingOrder:
         self._shelf = source.shelf
         self._last: dict[str, Hashable] = {}
         for step, names in steps.items():
-            for file in dict.fromkeys(source.places[name][0] for name in names):
+            for file in dict.fromkeys(file for name in names for file in source.files(name)):
                 self._last[file] = step
-        first_use = [source.places[name][0] for names in steps.values() for name in names]
+        first_use = [file for names in steps.values() for name in names for file in source.files(name)]
         self._shelf.order(list(dict.fromkeys(first_use)))
-        for file in dict.fromkeys(file for file, _ in source.places.values()):
+        for file in dict.fromkeys(file for name in source.places for file in source.files(name)):
             if file not in self._last:
                 self._shelf.done(file)
 

@@ -82,10 +82,8 @@ def attempt(seed: int, scratch: Path) -> str:
 def _change(rng: Random, tensors: dict[str, Tensor]) -> None:
     """One tensor, mostly of those that codes are made of."""
     names = sorted(tensors)
-    beside = [
-        name for name in names if any(word in name for word in ("scale", "zero", "g_idx", "shape", "packed", "q"))
-    ]
-    name = rng.choice(beside if beside and rng.random() < 0.8 else names)
+    parts = [name for name in names if any(word in name for word in ("scale", "zero", "g_idx", "shape", "packed", "q"))]
+    name = rng.choice(parts if parts and rng.random() < 0.8 else names)
     tensor = tensors[name]
     match rng.randrange(6):
         case 0:
