@@ -202,6 +202,9 @@ class Packing:
                 raise lost(self._folder, f"{name} is missing.")
             if noted is not None and (size := path.stat().st_size) != noted.size:
                 raise lost(self._folder, f"{name} has {size:,} bytes instead of {noted.size:,}.")
+            every = {(layer, expert) for expert in range(self._experts)}
+            if layer not in self._journal.signals or not every <= self._journal.experts:
+                raise lost(self._folder, f"Its journal lacks lines of layer {layer + 1}, which is finished.")
         return layers, state["hidden"]
 
     def _hash(self, pool: ThreadPoolExecutor, name: str) -> Future[None]:

@@ -346,6 +346,18 @@ def test_what_models_thought_is_carried_over(file: Path, tmp_path: Path, version
 # A history that may not be written, on a full disk, behind a link or taken away is reported, and nothing is lost
 
 
+def test_messages_whose_numbers_cannot_be_read_are_left(file: Path) -> None:
+    filled(file, 1, 2)
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, 'id INTEGER PRIMARY KEY', 'id INTEGER') WHERE name = 'message'"
+        )
+    store = open_unsaved()
+    assert salvage(file, store).messages == 0
+    store.close()
+
+
 def test_only_the_owner_may_read_it(file: Path) -> None:
     before = os.umask(0)
     try:

@@ -52,6 +52,8 @@ def _weights(rng: Random, made: Made, changed: dict[str, bytes | None], fields: 
     """Values of one tensor, some or all, become special ones or noise."""
     name, header, data = _tensor_file(rng, made, changed)
     tensors = [key for key, entry in header.items() if isinstance(entry, dict) and "data_offsets" in entry]
+    if not tensors:  # another change has taken them
+        return
     entry = header[rng.choice(tensors)]
     try:
         begin, end = (max(0, min(at, len(data))) for at in entry["data_offsets"])  # which may be anything by now

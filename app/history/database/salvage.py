@@ -92,7 +92,8 @@ def _rows(connection: sqlite3.Connection, table: str, key: str, columns: str) ->
                 if order == "DESC" and row[0] == reached:
                     return
                 reached = row[0] if order == "ASC" else reached
-                yield row
+                if row[0] is not None or key != "id":  # by which messages are put in order
+                    yield row
         except SQLITE_ERRORS:
             continue
         return
