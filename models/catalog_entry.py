@@ -311,7 +311,7 @@ class CatalogEntry:
         if not self.fp8 or self.folder is not None:
             return ""
         there = size(replace(self, expert_bits=8.0).checkpoint_bytes)
-        return f"About {there} to download is its maker's copy in FP8, which is set up by its name: {self.fp8}."
+        return f"Its maker's FP8 copy is about {there} to download; set it up by its name, {self.fp8}."
 
     @property
     def as_pack(self) -> CatalogEntry | None:

@@ -30,7 +30,7 @@ _FORMATS = (
     (r"mlx", "MLX"),
     (r"bnb(-(4|8)bit)?|nf4", "bitsandbytes"),
 )
-# Those that are not read, by quant_method in config.json's quantization_config.
+# Methods whose weights are not read, by quant_method in config.json's quantization_config.
 _METHODS = {
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "MXFP4",

@@ -784,7 +784,7 @@ def test_a_rounded_copy_is_packed_from_the_hub_and_said_to_be_one(
     whole = load_file(tmp_path / "fp8" / "model.safetensors")
     scales = {name: tensor for name, tensor in whole.items() if name.endswith("_scale_inv")}
     save_file({name: whole[name] for name in whole.keys() - scales.keys()}, tmp_path / "fp8" / "model.safetensors")
-    save_file(scales, tmp_path / "fp8" / "scales.safetensors")  # by which no tensor begins
+    save_file(scales, tmp_path / "fp8" / "scales.safetensors")  # a shard without codes
     bits = ["--up", "3", "--rows", "4", "--dense", "4"]
     with served(tmp_path / "fp8", tmp_path, monkeypatch):
         done = run_cli("setup", REPO, "--name", "rounded", "--yes", *bits)

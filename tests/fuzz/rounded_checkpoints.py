@@ -80,7 +80,7 @@ def attempt(seed: int, scratch: Path) -> str:
 
 
 def _change(rng: Random, tensors: dict[str, Tensor]) -> None:
-    """One tensor, mostly of those that codes are made of."""
+    """One tensor, mostly a scale, zero or code."""
     names = sorted(tensors)
     parts = [name for name in names if any(word in name for word in ("scale", "zero", "g_idx", "shape", "packed", "q"))]
     name = rng.choice(parts if parts and rng.random() < 0.8 else names)

@@ -471,7 +471,7 @@ class TestReasons:
 
     def test_a_makers_smaller_copy_is_named_where_a_model_is_downloaded(self) -> None:
         entry = described("qwen3-30b-a3b")
-        assert entry.smaller.endswith("Qwen/Qwen3-30B-A3B-FP8.") and "About 32" in entry.smaller
+        assert entry.smaller.endswith("Qwen/Qwen3-30B-A3B-FP8.") and "is about 32" in entry.smaller
         assert described("mixtral-8x7b").smaller == replace(entry, folder=Path("here")).smaller == ""
         assert all(each.fp8.endswith("-FP8") for each in PUBLISHED if each.fp8)
 
