@@ -5,7 +5,8 @@ is compared with the threshold. The other one is computed where |v| reaches it; 
 
 "silu" is SwiGLU (arXiv 2002.05202): a(g) = g sigmoid(g), b(u) = u. "clamped" is gpt-oss's: a(g) = g' sigmoid(1.702 g')
 with g' = min(g, 7), b(u) = clamp(u, -7, 7) + 1 (`GptOssExperts` of transformers). "gelu" is Gemma's GeGLU: a(g) =
-g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2, b(u) = u.
+g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2, b(u) = u. "limited" is DeepSeek-V4's: a(g) = g' sigmoid(g') with
+g' = min(g, 10), b(u) = clamp(u, -10, 10) (`DeepseekV4Experts`, `Glm5NextTextExperts` and `HYV4Experts`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Projection = Literal["up", "gate"]
-Activation = Literal["silu", "clamped", "gelu"]
-Function = Literal["plain", "silu", "clamped_gate", "clamped_up", "gelu"]
+Activation = Literal["silu", "clamped", "gelu", "limited"]
+Function = Literal["plain", "silu", "clamped_gate", "clamped_up", "gelu", "limited_gate", "limited_up"]
 FUNCTIONS: tuple[Function, ...] = get_args(Function)  # kernels know them by their places: FLOE_PLAIN ... in floe.h
-LIMIT, STEEPNESS = 7.0, 1.702  # of "clamped"
+CLAMP, STEEPNESS = 7.0, 1.702  # of "clamped"
+LIMIT = 10.0  # of "limited"
 
 _OF: dict[tuple[str, str], Function] = {
     ("silu", "gate"): "silu",
@@ -29,6 +31,8 @@ _OF: dict[tuple[str, str], Function] = {
     ("clamped", "up"): "clamped_up",
     ("gelu", "gate"): "gelu",
     ("gelu", "up"): "plain",
+    ("limited", "gate"): "limited_gate",
+    ("limited", "up"): "limited_up",
 }
 
 
@@ -40,7 +44,8 @@ def function_of(projection: Projection, activation: Activation) -> Function:
     """
     function = _OF.get((activation, projection))
     if function is None:
-        raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in silu, clamped or gelu")
+        kinds = ", ".join(get_args(Activation))
+        raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in one of {kinds}")
     return function
 
 
@@ -56,6 +61,10 @@ def applied(function: Function, z: Tensor) -> Tensor:
     if function == "gelu":
         return F.gelu(z, approximate="tanh")
     if function == "clamped_gate":
-        z = z.clamp(max=LIMIT)
+        z = z.clamp(max=CLAMP)
         return z * torch.sigmoid(STEEPNESS * z)
-    return z.clamp(-LIMIT, LIMIT) + 1 if function == "clamped_up" else z
+    if function == "clamped_up":
+        return z.clamp(-CLAMP, CLAMP) + 1
+    if function == "limited_gate":
+        return F.silu(z.clamp(max=LIMIT))
+    return z.clamp(-LIMIT, LIMIT) if function == "limited_up" else z

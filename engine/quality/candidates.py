@@ -138,7 +138,7 @@ def compute(
     if checkpoint.family.experts_by != "silu":
         raise UsageError(
             f"Widths cannot be compared for {checkpoint.family.called}",
-            "Its experts are no SwiGLU, which is what is tried at other widths.",
+            "Its experts are no plain SwiGLU, which is what is tried at other widths.",
             "Pack it, and run `floe-chat tune` on the pack.",
         )
     model = model_of(checkpoint, report, experts)

@@ -61,7 +61,7 @@ typedef struct {
 } floe_vector;
 
 // The function of a projection's product with x, with its bias added: activation.FUNCTIONS, in their order.
-enum { FLOE_PLAIN, FLOE_SILU, FLOE_CLAMPED_GATE, FLOE_CLAMPED_UP, FLOE_GELU };
+enum { FLOE_PLAIN, FLOE_SILU, FLOE_CLAMPED_GATE, FLOE_CLAMPED_UP, FLOE_GELU, FLOE_LIMITED_GATE, FLOE_LIMITED_UP };
 
 // The signal projections of a layer: weights.SignalWeights. function: of them; the other one's is in floe_rows. bias:
 // (experts, neurons).

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from ..activation import CLAMP, LIMIT, STEEPNESS
 from .jit import device_code
 
+_CLAMP, _STEEPNESS, _LIMIT = tl.constexpr(CLAMP), tl.constexpr(STEEPNESS), tl.constexpr(LIMIT)
 TWO_23 = tl.constexpr(8388608.0)
 
 
@@ -471,12 +473,17 @@ def applied(z, FUNCTION: tl.constexpr):
     if FUNCTION == 1:
         return z / (1.0 + tl.exp(-z))
     if FUNCTION == 2:
-        z = tl.where(z > 7.0, 7.0, z)  # a minimum would lose NaN
-        return z / (1.0 + tl.exp(-1.702 * z))
+        z = tl.where(z > _CLAMP, _CLAMP, z)  # a minimum would lose NaN
+        return z / (1.0 + tl.exp(-z * _STEEPNESS))
     if FUNCTION == 3:
-        return tl.where(z > 7.0, 7.0, tl.where(z < -7.0, -7.0, z)) + 1.0
+        return tl.where(z > _CLAMP, _CLAMP, tl.where(z < -_CLAMP, -_CLAMP, z)) + 1.0
     if FUNCTION == 4:
         return z / (1.0 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+    if FUNCTION == 5:
+        z = tl.where(z > _LIMIT, _LIMIT, z)
+        return z / (1.0 + tl.exp(-z))
+    if FUNCTION == 6:
+        return tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
     return z
 
 

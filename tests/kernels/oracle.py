@@ -56,9 +56,11 @@ FORMS = [
     Form("gate", short=True),
     Form("gate", "clamped", biased=True),
     Form("up", "gelu", short=True),
+    Form("up", "limited"),
 ]
 if not INTERPRETED:
-    FORMS.extend([Form("up", "clamped", biased=True, short=True), Form("gate", "gelu"), Form(short=True)])
+    FORMS.extend([Form("up", "clamped", biased=True, short=True), Form("gate", "gelu")])
+    FORMS.extend([Form("gate", "limited", short=True), Form(short=True)])
 # (signal, other, down)
 WIDTHS: list[Widths] = [(3, 4, 4), (2, 2, 3), (4, 8, 2), (8, 3, 16), (16, 16, 8)]
 if not INTERPRETED:
@@ -162,6 +164,8 @@ class Layer:
     def _of(self, gate: bool, z: Tensor) -> Tensor:
         if self.form.activation == "clamped":
             return z.clamp(max=7) * (1 / (1 + torch.exp(-1.702 * z.clamp(max=7)))) if gate else z.clamp(-7, 7) + 1
+        if self.form.activation == "limited":
+            return silu(z.clamp(max=10)) if gate else z.clamp(-10, 10)
         if self.form.activation == "gelu":
             return z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2 if gate else z
         return silu(z) if gate else z

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 from floe_chat.kernels import reference
+from floe_chat.kernels.activation import FUNCTIONS, Activation, function_of
 from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import VectorLayout
@@ -83,6 +88,19 @@ def test_a_threads_first_step_may_have_nothing_to_do() -> None:
         with ThreadPoolExecutor(1) as fresh:  # its buffers are empty
             y, counts = fresh.submit(native.moe_step, x, layer.stored, layer.rows, calls, limits).result()
         assert not y.any() and counts.tolist() == [[0, 0]] * calls.experts.numel()
+
+
+def test_only_functions_of_one_activation_go_together() -> None:
+    """What `check_roles` refuses first."""
+    layer, x = make_layer((1, 3, 40, 20), (2, 4, 4)), make_x(1, 40, torch.float32)
+    wholes = [{function_of("gate", each), function_of("up", each)} for each in get_args(Activation)]
+    for one, other in product(FUNCTIONS, FUNCTIONS):
+        signal, rows = replace(layer.stored.layout), replace(layer.rows.layout)
+        object.__setattr__(signal, "function", one)
+        object.__setattr__(rows, "function", other)
+        given = replace(layer.stored, layout=signal), replace(layer.rows, layout=rows)
+        with nullcontext() if {one, other} in wholes else pytest.raises(ValueError, match="fit each other"):
+            native.moe_step(x, *given, make_calls([0], [0]), torch.zeros(1))
 
 
 def test_callers_in_several_threads() -> None:

@@ -280,15 +280,37 @@ def test_16_bit_weights_may_be_float16(on_backend: Subject) -> None:
     assert relative_rms(y, truth) <= on_backend.limit(torch.float32)
 
 
+@covering({"on_backend": BACKENDS, "form": FORMS})
+def test_functions_are_the_formulas_on_both_sides_of_their_limits(on_backend: Subject, form: Form) -> None:
+    """Every pair of products, each alone in one neuron, whose output is a number of its own."""
+    ends = torch.tensor([-1000.0, -10.25, -7.25, -0.5, 6.75, 7.25, 9.75, 10.25])
+    count = len(ends) ** 2
+    layer = make_layer((1, count, count, 1), (16, 16, 16), Form(form.signal, form.activation))
+    x, matrices = torch.eye(1, count), torch.zeros(3, count, count)
+    matrices[:2, :, 0], matrices[2] = torch.cartesian_prod(ends, ends).T, torch.eye(count)
+    truth = layer.of_signal(0, matrices[0, :, 0].double()) * layer.of_other(0, matrices[1, :, 0].double())
+    signal, other, down = matrices.bfloat16().view(torch.uint8)
+    stored = replace(layer.stored, q=signal[None])
+    rows = replace(layer.rows, data=layer.rows.layout.join(other, down)[None])
+    calls = Calls(torch.tensor([0]), torch.tensor([0]), torch.ones(1))
+    step, _ = on_backend("moe_step", x, stored, rows, calls, torch.zeros(1))
+    whole, *_ = on_backend("expert_swiglu", x, stored, rows, 0, torch.zeros(1))
+    for y in (step, whole):
+        torch.testing.assert_close(y[0].double(), truth, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_formula_is_the_models_own(form: Form) -> None:
-    """SwiGLU; Gemma's; gpt-oss's, with biases."""
-    layer, x = make_layer((2, 37, 96, 32), (16, 16, 16), form), make_x(3, 96, torch.float32).double()
+    """SwiGLU; Gemma's; gpt-oss's, with biases; DeepSeek-V4's."""
+    layer, x = make_layer((2, 37, 96, 32), (16, 16, 16), form), 8 * make_x(3, 96, torch.float32).double()
     both = [x @ part[1].T + bias[1] for part, bias in zip((layer.signal, layer.other), layer.biases, strict=True)]
     gate, up = both if form.signal == "gate" else reversed(both)
     if form.activation == "clamped":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         whole = (up + 1) * (gate * torch.sigmoid(1.702 * gate)) @ layer.down[1]
+    elif form.activation == "limited":
+        assert min(gate.max(), up.max(), -up.min()) > 10
+        whole = F.silu(gate.clamp(max=10)) * up.clamp(-10, 10) @ layer.down[1]
     else:
         act = F.silu(gate) if form.activation == "silu" else F.gelu(gate, approximate="tanh")
         whole = (act * up) @ layer.down[1]

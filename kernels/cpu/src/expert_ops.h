@@ -57,24 +57,32 @@ inline float gelu(float z) {
     return z / (1.0f + std::exp(-steepness * (z + cubic * z * z * z)));
 }
 
-inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_GELU; }
+inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_LIMITED_UP; }
 
-// A projection's function, of one number; NaN stays NaN, hence no std::min.
+inline float at_most(float z, float limit) { return z > limit ? limit : z; } // NaN stays NaN, hence no std::min
+
+inline float within(float z, float limit) { return z < -limit ? -limit : at_most(z, limit); }
+
+// A projection's function, of one number.
 inline float applied(int32_t function, float z) {
-    constexpr float limit = 7.0f, steepness = 1.702f; // activation.py
+    constexpr float clamp = 7.0f, steepness = 1.702f, limit = 10.0f; // activation.py
     switch (function) {
     case FLOE_SILU: return silu(z);
-    case FLOE_CLAMPED_GATE: z = z > limit ? limit : z; return z / (1.0f + std::exp(-steepness * z));
-    case FLOE_CLAMPED_UP: return (z > limit ? limit : z < -limit ? -limit : z) + 1.0f;
+    case FLOE_CLAMPED_GATE: z = at_most(z, clamp); return z / (1.0f + std::exp(-steepness * z));
+    case FLOE_CLAMPED_UP: return within(z, clamp) + 1.0f;
     case FLOE_GELU: return gelu(z);
+    case FLOE_LIMITED_GATE: return silu(at_most(z, limit));
+    case FLOE_LIMITED_UP: return within(z, limit);
     default: return z;
     }
 }
 
 // Whether rows are made for this signal: one has the gate's function, the other up's of the same activation.
 inline bool complete(const floe_signal &signal, const floe_rows &rows) {
-    const int32_t both = signal.function ^ rows.function; // silu and gelu both go with plain
-    return is_function(signal.function) && is_function(rows.function) && (both == 1 || both == FLOE_GELU);
+    const int32_t low = signal.function < rows.function ? signal.function : rows.function;
+    const int32_t high = signal.function < rows.function ? rows.function : signal.function;
+    if (low == FLOE_PLAIN) return high == FLOE_SILU || high == FLOE_GELU;
+    return (low == FLOE_CLAMPED_GATE || low == FLOE_LIMITED_GATE) && high == low + 1;
 }
 
 // Parts of a row: the other projection's values, a bias at a whole word, and the down column (layouts.RowLayout).

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
 import triton
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.activation import Activation
 from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
@@ -42,6 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 EXPERTS, F = 8, 14336
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 RULE = Rule(drop=0.4, major=0.8, weighed=True)
 TYPES = {
     torch.uint8: "*u8",
@@ -150,7 +152,7 @@ def call_operations(case: str, launches: list[Launch]) -> None:
     own, other, down = (VectorLayout(hidden, int(bits), group, short) for bits in widths.split("/"))
     signal = "gate" if "gate" in options else "up"
     biased = "clamped" in options
-    activation = "clamped" if biased else "gelu" if "gelu" in options else "silu"
+    activation = max(ACTIVATIONS, key=options.count)  # the first one, silu, where none is named
     layout = RowLayout(other, down, float16, signal, activation, biased)
     signal_layout = SignalLayout(own, float16, signal, activation)
     scales = [torch.empty(EXPERTS, F, own.groups, dtype=own.scale_dtype) for _ in range(2)]
