@@ -274,7 +274,9 @@ def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
         raise supported.refused(str(model)) or _unknown(str(model))
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
-    entry = replace(_of_fields(_config(folder / "config.json"), name, str(folder)), folder=folder, packed=packed)
+    fields, beside = _config(folder / "config.json"), folder / supported.MODELOPT
+    fields = supported.with_modelopts(fields, _config(beside)) if beside.is_file() else fields
+    entry = replace(_of_fields(fields, name, str(folder)), folder=folder, packed=packed)
     entry = replace(entry, rounding="") if packed else entry
     if name == DEMO:
         return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")

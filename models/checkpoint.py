@@ -21,7 +21,7 @@ from .families import FAMILIES, language_fields
 from .families.sizes import NAMES
 from .families.storage import ExpertTensors, Storage
 from .quantized import QuantizedShelf
-from .supported import quantization, refused_type
+from .supported import MODELOPT, quantization, refused_type, with_modelopts
 from .transformers_import import import_library
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     """
     path = folder / "config.json"
     try:
-        fields: Any = private_file.read_json(path, LARGEST_CONFIG)
+        fields: Any = read_fields(folder)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
@@ -90,6 +90,18 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
     except Exception as error:
         raise CheckpointError(f"{path} does not describe a model", str(error), "Download it again.") from error
     return config
+
+
+def read_fields(folder: Path) -> Any:
+    """config.json, with what ModelOpt says of rounding in a file of its own.
+
+    Raises:
+        OSError, ValueError: one of them cannot be read.
+    """
+    fields, beside = private_file.read_json(folder / "config.json", LARGEST_CONFIG), folder / MODELOPT
+    if not isinstance(fields, dict) or not beside.is_file():
+        return fields
+    return with_modelopts(fields, private_file.read_json(beside, LARGEST_CONFIG))
 
 
 def _check_values(path: Path, values: Mapping[str, Any]) -> None:
@@ -138,12 +150,13 @@ class Checkpoint:
         self.folder = source if isinstance(source, Path) else _folder_of(source)
         here = isinstance(self.shelf, FolderShelf)
         self._called = f"The checkpoint at {self.folder}" if here else self.shelf.name
+        self.shelf.small(MODELOPT)
         self.config: Any = read_config(self.folder, self._called)
         self.family = FAMILIES[self.config.model_type]
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
         every = _places(self.shelf)
-        if (rounded := quantization(private_file.read_json(self.folder / "config.json", LARGEST_CONFIG))) is not None:
+        if (rounded := quantization(read_fields(self.folder))) is not None:
             self.shelf = QuantizedShelf(self.shelf, every, rounded.stated, rounded.called)
             every = self.shelf.places
         self.places = {name: place for name, place in every.items() if not name.startswith(unused)}

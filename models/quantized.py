@@ -1,10 +1,12 @@
 """Checkpoints whose weights were rounded by others, read as the 16-bit ones that they stand for.
 
 Codes, scales and zeros of a matrix become one tensor of the original's name, which is computed when it is read: to the
-last bit what transformers (FP8), compressed-tensors, AutoAWQ and GPTQModel compute.
+last bit what transformers (FP8), compressed-tensors, AutoAWQ and GPTQModel compute, and, rounded to bfloat16, ModelOpt
+and Quark.
 
 How each is stored: transformers' integrations/finegrained_fp8.py; compressed-tensors' compressors/; AutoAWQ's
-awq/utils/packing_utils.py; GPTQModel's nn_modules/qlinear/torch.py.
+awq/utils/packing_utils.py; GPTQModel's nn_modules/qlinear/torch.py; ModelOpt's torch/quantization/qtensor/; Quark's
+torch/utils/pack.py.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from .checkpoint_files import Shelf, TensorPlace
 from .errors import CheckpointError
 from .families.storage import EXPONENT_BIAS, fp4_values
 
+WORD_BITS = 2, 4, 8  # of GPTQ's codes that are read
 Places = Mapping[str, tuple[str, TensorPlace]]
 """Published tensor name -> shard and place."""
 
@@ -47,6 +50,8 @@ _UNUSED = (
     *("output_scale", "output_zero_point", "output_global_scale"),
     *("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point"),
 )
+_BY_MAKERS_OF_CARDS = "modelopt", "quark"
+_FOLDED = "pre_quant_scale"  # by which ModelOpt's AWQ multiplies what enters a matrix
 # Where in eight columns each half byte of AutoAWQ's words belongs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -174,6 +179,7 @@ class _Finding:
             if isinstance(each, Mapping) and isinstance(each.get("weights"), Mapping)
         ]
         blocks = [stated.get("weight_block_size"), *(each.get("block_structure") for each in self._groups)]
+        blocks += [[128, 128]] if self._method == "modelopt" else []
         self._blocks = [
             (each[0], each[1])
             for each in blocks
@@ -189,6 +195,10 @@ class _Finding:
                 published, one = f"{stem}.weight", self._packed(stem, place)
             elif part == "qweight" and by_words:
                 published, one = f"{stem}.weight", self._words(stem, place)
+            elif place.dtype == "U8" and part == "weight" and self._method in _BY_MAKERS_OF_CARDS:
+                published, one = name, self._fours(name, place, f"{name}_scale", f"{name}_scale_2")
+            elif part == _FOLDED and self._method in _BY_MAKERS_OF_CARDS:
+                raise _unfit(self._called, f"What enters {stem} is multiplied by {name}, which is not read yet.")
             elif place.dtype in (*_FP8, "I8") and not by_words and not name.endswith(_ENDINGS):
                 published, one = name, self._scaled(name, place)
             else:
@@ -202,12 +212,12 @@ class _Finding:
         shape, kind = place.shape, self._kind(scale)
         zero = self._checked(f"{name}_zero_point", self._shape(scale), ("I8", "U8", *_FP8, *_WIDE))
         block = self._block(name, shape, scale)
-        by_transformers = scale.endswith("_inv")
-        dtype = kind if kind in _WIDE and not by_transformers else "BF16"
+        in_float32 = scale.endswith("_inv") or self._method in _BY_MAKERS_OF_CARDS
+        dtype = kind if kind in _WIDE and not in_float32 else "BF16"
 
         def make(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
             given = _scales(scales)
-            given = given.float() if by_transformers else given
+            given = given.float() if in_float32 else given
             values = codes.to(given.dtype)
             if zeros is not None:
                 values = values - _spread(zeros.to(given.dtype), values.shape, block)
@@ -217,20 +227,11 @@ class _Finding:
 
     def _packed(self, stem: str, place: TensorPlace) -> Made:
         """compressed-tensors' words of several codes, or bytes of two numbers of four bits."""
-        name, scale = f"{stem}.weight_packed", self._needed(f"{stem}.weight_scale")
-        *lead, words = place.shape or (0,)
-        kind = self._kind(scale)
+        name, scale = f"{stem}.weight_packed", f"{stem}.weight_scale"
         if place.dtype == "U8":
-            shape, shared = (*lead, 2 * words), self._checked(f"{stem}.weight_global_scale", None, _WIDE)
-            block = self._block(name, shape, scale)
-
-            def floats(codes: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor:
-                given = _scales(scales)
-                given = given.bfloat16() if whole is None else given.bfloat16() / whole.view(-1)
-                values = fp4_values(codes)
-                return (values.to(given.dtype) * _spread(given, values.shape, block)).bfloat16()
-
-            return Made(shape, "BF16", (name, scale, shared), floats)
+            return self._fours(name, place, scale, f"{stem}.weight_global_scale")
+        kind = self._kind(self._needed(scale))
+        *lead, words = place.shape or (0,)
         if place.dtype != "I32":
             raise _unfit(self._called, f"{name} is {place.dtype}; I32 or U8 is needed.")
         bits = self._bits(stem)
@@ -256,14 +257,34 @@ class _Finding:
 
         return Made(shape, self._wide(scale, kind), (name, scale, zero, order, stated), whole_numbers)
 
+    def _fours(self, name: str, place: TensorPlace, scale: str, shared: str) -> Made:
+        """Bytes of two numbers of four bits, with scales of blocks and, where there is one, of the whole."""
+        *lead, pairs = place.shape or (0,)
+        shape, block = (*lead, 2 * pairs), self._block(name, (*lead, 2 * pairs), self._needed(scale))
+        divided = self._method not in _BY_MAKERS_OF_CARDS
+
+        def make(codes: Tensor, scales: Tensor, whole: Tensor | None) -> Tensor:
+            given = _scales(scales)
+            if divided:
+                given = given.bfloat16() if whole is None else given.bfloat16() / whole.view(-1)
+            else:
+                given = given.float() if whole is None else given.float() * whole.float().view(-1)
+            values = fp4_values(codes)
+            return (values.to(given.dtype) * _spread(given, values.shape, block)).bfloat16()
+
+        return Made(shape, "BF16", (name, scale, self._checked(shared, None, _WIDE)), make)
+
     def _words(self, stem: str, place: TensorPlace) -> Made:
         """AutoAWQ's and GPTQ's words; both store matrices with a row for each input."""
         name, scale, zero = f"{stem}.qweight", self._needed(f"{stem}.scales"), self._needed(f"{stem}.qzeros")
-        bits = int(self._stated.get("bits") or self._stated.get("w_bit") or 4)
         if place.dtype != "I32" or len(place.shape) != 2:
             raise _unfit(self._called, f"{name} is {place.dtype} of {place.shape}.")
         rows, columns = place.shape
         awq = self._method == "awq"
+        # Layers may have other widths than config.json's: zeros and scales are as many.
+        bits = 32 * math.prod(self._shape(zero)) // max(1, math.prod(self._shape(scale)))
+        if bits not in ((4,) if awq else WORD_BITS):
+            bits = int(self._stated.get("bits") or self._stated.get("w_bit") or 4)
         inputs, outputs = (rows, columns * 32 // bits) if awq else (rows * 32 // bits, columns)
         block = self._block(name, (inputs, outputs), scale)
         *_, high, wide = (1, 1, *self._shape(scale))
@@ -301,7 +322,7 @@ class _Finding:
     def _block(self, name: str, shape: Sequence[int], scale: str) -> tuple[int, int]:
         """Rows and columns of a matrix, or of each expert's, that share a scale."""
         stored, kind = self._shape(scale), self._kind(scale)
-        grid = stored
+        grid = _grid(stored)
         if len(shape) == 3 and math.prod(grid) != 1:
             grid = grid[1:] if grid[0] == shape[0] else (0, 0)
         grid = (*grid, *(1,) * (2 - len(grid)))
@@ -359,7 +380,7 @@ def _scales(given: Tensor) -> Tensor:
 
 def _spread(grid: Tensor, shape: Sequence[int], block: tuple[int, int], groups: Tensor | None = None) -> Tensor:
     """A value for each place of a matrix: `grid` has one for each block, or in columns by their `groups`."""
-    both = grid.reshape(grid.shape if grid.dim() == 2 else (-1, 1))
+    both = grid.reshape(_grid(grid.shape) if grid.dim() in (2, 4) else (-1, 1))
     if groups is not None:
         both = both[:, groups.long()]
         block = block[0], 1
@@ -367,6 +388,11 @@ def _spread(grid: Tensor, shape: Sequence[int], block: tuple[int, int], groups: 
         if both.shape[at] > 1 and step > 1:
             both = both.repeat_interleave(step, at)
     return both[: shape[0], : shape[1]]
+
+
+def _grid(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of scales; ModelOpt's of blocks have four dimensions."""
+    return (shape[0], shape[2]) if len(shape) == 4 and shape[1] == shape[3] == 1 else tuple(shape)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

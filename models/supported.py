@@ -20,7 +20,7 @@ SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the
 *_FIRST, _LAST = SUPPORTED.values()
 CALLED = f"{', '.join(_FIRST)} and {_LAST}"
 """All supported families, for a sentence."""
-_NEEDED = "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, INT4, INT8, AWQ or GPTQ."
+_NEEDED = "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, INT4, INT8, NVFP4, AWQ or GPTQ."
 _HINT = f"{CALLED} models work; `floe-chat plan` shows which of them run on this machine."
 
 # Formats of converted weights, by what their files and repositories are called.
@@ -34,13 +34,15 @@ _FORMATS = (
 _METHODS = {
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "MXFP4",
-    "modelopt": "ModelOpt",
-    "auto-round": "AutoRound",
     "torchao": "torchao",
     "hqq": "HQQ",
     "exl3": "EXL3",
 }
 _PUBLISHED_SO = {"gpt_oss": "mxfp4"}  # families whose original weights are quantized
+MODELOPT = "hf_quant_config.json"  # what older versions of it state, with a config.json as of the original
+_MODELOPT_FP8 = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"
+_MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"
+_AUTOROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # by packing_format
 _FORMATS_OF_NUMBERS = {16: "NVFP4", 32: "MXFP4"}  # compressed-tensors' with four bits, by how many share a scale
 # Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
 # all other signs). The first that matches counts.
@@ -186,6 +188,11 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(stated, Mapping):
         raise ValueError("quantized")
     method = stated.get("quant_method")
+    if method in ("auto-round", "intel/auto-round"):
+        method = _AUTOROUND.get(stated.get("packing_format", "auto_round:auto_gptq"))
+        if method is None or stated.get("data_type", "int") != "int":
+            raise ValueError("AutoRound")
+        stated = {**stated, "quant_method": method}
     if method == _PUBLISHED_SO.get(str(language_fields(fields).get("model_type"))):
         return None
     if method in ("fp8", "fbgemm_fp8"):
@@ -199,6 +206,10 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
         return Quantization(stated, called, bits + (16 + bits) / (group if type(group) is int and group > 0 else 4096))
     if method == "compressed-tensors":
         return _compressed(stated)
+    if method == "modelopt":
+        return _modelopt(stated)
+    if method == "quark":
+        return _quark(stated)
     raise ValueError(_METHODS.get(method, config_limits.shown(method)) if isinstance(method, str) else "quantized")
 
 
@@ -225,6 +236,50 @@ def _compressed(stated: Mapping[str, Any]) -> Quantization:
     if not called:
         raise ValueError("compressed-tensors")
     return Quantization(stated, " and ".join(called), most)
+
+
+def _modelopt(stated: Mapping[str, Any]) -> Quantization:
+    """What NVIDIA's ModelOpt states, of all weights or layer by layer."""
+    layers: Any = stated.get("quantized_layers")
+    listed = {name: layer.get("quant_algo") for name, layer in _mapping(layers).items() if isinstance(layer, Mapping)}
+    algorithms = {
+        name: str(algorithm).upper() for name, algorithm in (listed or {"": stated.get("quant_algo")}).items()
+    }
+    if other := sorted({*algorithms.values()} - {*_MODELOPT_FP8, *_MODELOPT_FP4}):
+        raise ValueError(f"ModelOpt's {config_limits.shown(other[0])}")
+    kinds = {name: "FP8" if algorithm in _MODELOPT_FP8 else "NVFP4" for name, algorithm in algorithms.items()}
+    of_experts = {kind for name, kind in kinds.items() if "experts" in name} or {*kinds.values()}
+    return Quantization(stated, " and ".join(sorted({*kinds.values()})), 8.0 if "FP8" in of_experts else 4.5)
+
+
+def _quark(stated: Mapping[str, Any]) -> Quantization:
+    """What AMD's Quark states, of all weights and of some layers."""
+    called, most = list[str](), 0.0
+    for each in (stated.get("global_quant_config"), *_mapping(stated.get("layer_quant_config")).values()):
+        weight = _mapping(_mapping(each).get("weight"))
+        if not weight:
+            continue
+        kind, scales, size = weight.get("dtype"), weight.get("scale_format"), weight.get("group_size")
+        known = {"fp8_e4m3": ("FP8", 8.0)} | ({"fp4": ("MXFP4", 4.25)} if (scales, size) == ("e8m0", 32) else {})
+        if not isinstance(kind, str) or kind not in known:
+            raise ValueError(f"Quark's {config_limits.shown(kind)}")
+        name, bits = known[kind]
+        called, most = [*called, *({name} - {*called})], max(most, bits)
+    if not called:
+        raise ValueError("Quark")
+    return Quantization(stated, " and ".join(sorted(called)), most)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def with_modelopts(fields: Mapping[str, Any], beside: Any) -> Mapping[str, Any]:
+    """A config.json that says nothing of rounding, with what the file `MODELOPT` beside it says."""
+    said = _mapping(_mapping(beside).get("quantization"))
+    if not said or _field(fields, "quantization_config"):
+        return fields
+    return {**fields, "quantization_config": {**said, "quant_method": "modelopt"}}
 
 
 def _refused_weights(fields: Mapping[str, Any], what: str) -> FloeError | None:

@@ -97,6 +97,7 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         fields = json.loads(repo.read("config.json") or b"{}")
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
+        fields = supported.with_modelopts(fields, json.loads(repo.read(supported.MODELOPT) or b"null"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher, or use another model."

@@ -777,25 +777,33 @@ def served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
     return hub
 
 
+@pytest.mark.parametrize("name", ["FP8 of makers", pytest.param("NVFP4 of ModelOpt", marks=pytest.mark.thorough)])
 def test_a_rounded_copy_is_packed_from_the_hub_and_said_to_be_one(
-    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounded(qwen, tmp_path / "fp8", "FP8 of makers")
-    whole = load_file(tmp_path / "fp8" / "model.safetensors")
-    scales = {name: tensor for name, tensor in whole.items() if name.endswith("_scale_inv")}
-    save_file({name: whole[name] for name in whole.keys() - scales.keys()}, tmp_path / "fp8" / "model.safetensors")
-    save_file(scales, tmp_path / "fp8" / "scales.safetensors")  # a shard without codes
+    copy, kind = tmp_path / "copy", name.partition(" ")[0]
+    rounded(qwen, copy, name)
+    if kind == "NVFP4":  # config.json does not say it
+        edit_json(copy / "config.json", lambda fields: fields.pop("quantization_config"))
+        stated = {"quant_algo": kind, "group_size": 16, "exclude_modules": ["lm_head"]}
+        (copy / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
+    whole = load_file(copy / "model.safetensors")
+    scales = {name: tensor for name, tensor in whole.items() if "_scale" in name}
+    save_file({name: whole[name] for name in whole.keys() - scales.keys()}, copy / "model.safetensors")
+    save_file(scales, copy / "scales.safetensors")  # a shard without codes
     bits = ["--up", "3", "--rows", "4", "--dense", "4"]
-    with served(tmp_path / "fp8", tmp_path, monkeypatch):
+    with served(copy, tmp_path, monkeypatch):
         done = run_cli("setup", REPO, "--name", "rounded", "--yes", *bits)
     said = " ".join(done.err.split())
-    assert done.code == 0 and "Its weights are FP8; packed again at" in said and "FP8 adds about 0.0" in said, done.err
+    assert done.code == 0 and f"Its weights are {kind}; packed again at" in said and f"{kind} adds about 0." in said, (
+        done.err
+    )
     pack = catalog.models_folder() / "rounded"
-    assert Manifest.read(pack).source.called.endswith(" (FP8)")
-    assert run_cli("pack", str(tmp_path / "fp8"), str(tmp_path / "here"), *bits).code == 0
+    assert Manifest.read(pack).source.called.endswith(f" ({kind})")
+    assert run_cli("pack", str(copy), str(tmp_path / "here"), *bits).code == 0
     assert digest(pack)["layer_00.safetensors"] == digest(tmp_path / "here")["layer_00.safetensors"]
     assert run_cli("ask", "--model", "rounded", "--no-save", "--max-tokens", "2", "hello").code == 0
-    assert "weights in FP8" not in run_cli("plan", "rounded").out  # they have other bits now
+    assert f"weights in {kind}" not in run_cli("plan", "rounded").out  # they have other bits now
 
 
 def quantized(method: str) -> dict[str, Any]:

@@ -120,6 +120,38 @@ def gptq(weight: Tensor, bits: int, *, version: int, moved: bool) -> Stored:
     )
 
 
+def fours(weight: Tensor, group: int) -> Stored:
+    """Two numbers of four bits in a byte: ModelOpt's NVFP4 in groups of 16, Quark's MXFP4 in those of 32."""
+    parts = weight.float().unflatten(1, (-1, group))
+    peak = parts.abs().amax(-1)
+    if group == 16:
+        whole = peak.max() / (6 * 448)
+        scale = (peak / (6 * whole)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+        spread = scale.float() * whole
+        stored = {"weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.tensor(0.5)}
+    else:
+        exponents = (peak / 6).log2().ceil()
+        spread = exponents.exp2()
+        stored = {"weight_scale": (exponents + 127).to(torch.uint8)}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    codes = ((parts / spread[..., None])[..., None] - table).abs().argmin(-1).flatten(1).to(torch.uint8)
+    found = (table[codes.int()].unflatten(1, (-1, group)) * spread[..., None]).flatten(1).bfloat16()
+    return stored | {"weight": codes[:, 1::2] << 4 | codes[:, ::2]}, found
+
+
+def blocks_of_modelopt(weight: Tensor) -> Stored:
+    """Its FP8_PB_WO, whose scales have four dimensions."""
+    stored, found = fp8(weight, (128, 128), torch.float32)
+    return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"][:, None, :, None]}, found
+
+
+def whole_of_modelopt(weight: Tensor) -> Stored:
+    scale = weight.float().abs().max() / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": 2 * scale}, (codes.float() * scale).bfloat16()
+
+
 def by_library(form: str, weights: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Tensor], Stored]]:
     """What compressed-tensors states of a form, and how it stores a matrix."""
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -143,6 +175,14 @@ SCHEMES = {
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "group_size": 32}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
+
+
+def by_quark(dtype: str, **others: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": dtype, **others}}, "exclude": []}
+
+
 # By name: config.json's part, and how a matrix is stored.
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
     "FP8 of makers": (FP8 | {"weight_block_size": [32, 16]}, lambda weight: fp8(weight, (32, 16), torch.float32)),
@@ -159,6 +199,18 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
         GPTQ | {"bits": 2, "checkpoint_format": "gptq_v2"},
         lambda weight: gptq(weight, 2, version=2, moved=False),
     ),
+    "GPTQ of AutoRound": (
+        AUTOROUND | {"packing_format": "auto_round:auto_gptq"},
+        lambda weight: gptq(weight, 4, version=1, moved=False),
+    ),
+    "AWQ of AutoRound": (AUTOROUND | {"packing_format": "auto_round:auto_awq"}, awq),
+    # Layers may be wider than what is said of all.
+    "GPTQ, wider than stated": (GPTQ | {"bits": 4}, lambda weight: gptq(weight, 8, version=1, moved=False)),
+    "NVFP4 of ModelOpt": (MODELOPT | {"quant_algo": "NVFP4"}, lambda weight: fours(weight, 16)),
+    "FP8 of ModelOpt": (MODELOPT | {"quant_algo": "FP8"}, whole_of_modelopt),
+    "FP8 of ModelOpt, blocks": (MODELOPT | {"quant_algo": "fp8_pb_wo"}, blocks_of_modelopt),
+    "MXFP4 of Quark": (by_quark("fp4", scale_format="e8m0", group_size=32), lambda weight: fours(weight, 32)),
+    "FP8 of Quark": (by_quark("fp8_e4m3"), whole_of_modelopt),
     **{name: by_library(form, given) for name, (form, given) in SCHEMES.items()},
 }
 
@@ -303,6 +355,10 @@ def test_files_that_contradict_themselves_are_refused_by_the_tensors_name(
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4 | {"num_bits": 3}}}}, "INT3"),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, "compressed-tensors"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}}, "sparse"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's 'W4A8_AWQ'"),
+        ({"quant_method": "modelopt"}, "ModelOpt"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "Quark's 'int4'"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"}, "AutoRound"),
         ({"quant_method": 7}, "quantized"),
         (["fp8"], "quantized"),
     ],
