@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +135,11 @@ class Checkpoint:
     """A published model: safetensors shards and config.json, in a folder or on a shelf.
 
     Attributes:
-        config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
+        config: transformers' configuration. family: its names.
         layers: the decoder layers that have experts.
         storage: how it stores experts.
-        exact: False when the weights are wider than 16 bit, so that 16-bit widths round them, or were rounded before.
+        exact: False when they were rounded before. wide: whether experts' weights are wider than 16 bits, which may
+            still be 16-bit numbers (`loses`).
         folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
             that the language model does not use. unused: these.
 
@@ -164,8 +166,23 @@ class Checkpoint:
         self.storage = self._stored()
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}
-        self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"} and not self.shelf.rounding
-        self.float16 = torch.float16 if self.exact and dtypes == {"F16"} else torch.bfloat16
+        self.exact, self.wide, self._dtypes = not self.shelf.rounding, "F32" in dtypes, dtypes
+
+    @cached_property
+    def float16(self) -> torch.dtype:
+        """float16 or bfloat16, what 16-bit widths store: of expert weights that are wider or of both types, what loses
+        nothing of the first expert's.
+
+        Raises:
+            FloeError: that expert cannot be read.
+        """
+        if self.shelf.rounding or self._dtypes == {"BF16"}:
+            return torch.bfloat16
+        if self._dtypes == {"F16"}:
+            return torch.float16
+        first = self.expert(0, 0)
+        keeping = (kind for kind in (torch.bfloat16, torch.float16) if not any(loses(each, kind) for each in first))
+        return next(keeping, torch.bfloat16)
 
     @property
     def experts(self) -> int:
@@ -273,6 +290,11 @@ class Checkpoint:
             f"{name} is {place.dtype} of {place.shape}; {kind} of {needed} is needed.",
             "Use the model's original, unquantized checkpoint.",
         )
+
+
+def loses(tensor: Tensor, kind: torch.dtype) -> bool:
+    """Whether numbers of another type change it."""
+    return tensor.dtype != kind and not torch.equal(tensor.to(kind).float(), tensor.float())
 
 
 def _folder_of(shelf: Shelf) -> Path:

@@ -20,7 +20,9 @@ SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the
 *_FIRST, _LAST = SUPPORTED.values()
 CALLED = f"{', '.join(_FIRST)} and {_LAST}"
 """All supported families, for a sentence."""
-_NEEDED = "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, INT4, INT8, NVFP4, AWQ or GPTQ."
+_NEEDED = (
+    "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, FP4, INT8, INT4, AWQ, GPTQ."
+)
 _HINT = f"{CALLED} models work; `floe-chat plan` shows which of them run on this machine."
 
 # Formats of converted weights, by what their files and repositories are called.

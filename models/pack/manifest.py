@@ -69,14 +69,15 @@ class PackSource:
     """Where the weights came from.
 
     Attributes:
-        exact: False when a wider source was rounded to 16 bit, or it was rounded before. rounding: to what, such as
-            "Q4_K_M"; "" where it was as published.
+        exact: False when 16 bits did not hold all of a wider source, or it was rounded before. rounding: to what, such
+            as "Q4_K_M"; "" where it was as published. loses: a tensor that 16 bits do not hold, "" where none is known.
     """
 
     name: str
     commit: str | None
     exact: bool
     rounding: str = ""
+    loses: str = ""
 
     @property
     def called(self) -> str:
@@ -222,8 +223,9 @@ class Manifest:
         for name in ("beside", "signals", "dials"):
             if not fields[name]:
                 del fields[name]
-        if not self.source.rounding:
-            del fields["source"]["rounding"]
+        for name in ("rounding", "loses"):
+            if not fields["source"][name]:
+                del fields["source"][name]
         for name in ("weighed", "plain"):
             if not fields["calibration"][name]:
                 del fields["calibration"][name]
@@ -328,8 +330,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     manifest = msgspec.convert(fields, Manifest)
     source = manifest.source
     commit = None if source.commit is None else as_name(source.commit)
-    rounding = as_name(source.rounding)
-    source = dataclasses.replace(source, name=as_name(source.name), commit=commit, rounding=rounding)
+    plain = {name: as_name(getattr(source, name)) for name in ("name", "rounding", "loses")}
+    source = dataclasses.replace(source, commit=commit, **plain)
     manifest = dataclasses.replace(manifest, name=as_name(manifest.name), source=source)
     a, w = manifest.architecture, manifest.widths
     if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or config_limits.problem(_named(a)):

@@ -45,8 +45,8 @@ class DensePart:
                     f"It is {place.dtype}; floating point is needed.",
                     "Use the model's original, unquantized checkpoint.",
                 )
-            whole = source.exact or name.endswith(source.family.precise or "\0")
-            self.plan[name] = DTYPES[place.dtype] if whole else torch.bfloat16, place.shape
+            whole = not (source.wide or source.shelf.rounding) or name.endswith(source.family.precise or "\0")
+            self.plan[name] = DTYPES[place.dtype] if whole else source.float16, place.shape
         self._codes: dict[str, list[str]] = {}  # published name -> layers that are stored as codes of it
         for layer, name in low.items():
             rows, columns = source.places[name][1].shape

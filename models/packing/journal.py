@@ -49,6 +49,7 @@ class Journal:
         folder: with the working files. settings: that the pack was started with. resumed: whether there was a journal.
         dense: published names of the finished dense tensors. experts: (layer, expert) of the finished experts.
         signals: layer -> the projection that is its signal. files: finished files of the pack, hashed.
+        loses: the first tensor of the source that 16 bits do not hold, "" while there is none.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, resumed: bool) -> None:
@@ -57,6 +58,7 @@ class Journal:
         self.experts: set[tuple[int, int]] = set()
         self.signals: dict[int, Projection] = {}
         self.files: dict[str, FileEntry] = {}
+        self.loses = ""
         self._lock = threading.Lock()
 
     @staticmethod
@@ -104,6 +106,11 @@ class Journal:
     def note_signal(self, layer: int, signal: str) -> None:
         """This projection is the layer's signal."""
         self._note({"signal": [layer, signal]})
+
+    def note_loses(self, name: str) -> None:
+        """This tensor of the source has numbers that 16 bits do not hold."""
+        if not self.loses:
+            self._note({"loses": name})
 
     def note_file(self, name: str, entry: FileEntry) -> None:
         """This file is finished."""
@@ -154,6 +161,8 @@ class Journal:
                 self.experts.add((layer, expert))
             case {"signal": [int(layer), ("up" | "gate") as signal]}:
                 self.signals[layer] = signal
+            case {"loses": str(name)}:
+                self.loses = name
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:
                 self.files[name] = FileEntry(size, sha256)
             case _:

@@ -19,7 +19,8 @@ from ...kernels.activation import Projection, applied
 from ...kernels.operations import fast_type
 from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, loses
+from ..families.storage import ExpertTensors
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
 from ..pack.quantize import Codes, by_hqq, store
 from ..pack.tensor_file import TensorFile, TensorShapes
@@ -173,6 +174,7 @@ class PackingExperts(nn.Module):
             records = rows.join(other.vectors(rows.other), down.vectors(rows.down), beside[1])
         except ValueError as error:
             raise unpackable(self._layer, expert, str(error)) from error
+        self._note_loses(expert, source)
         names = (*signal_names(self._signal), "rows")
         parts = dict(zip(names, (signal.packed, signal.scale, signal.zero, records), strict=True))
         if biases is not None and (own := beside[0]) is not None:
@@ -180,6 +182,16 @@ class PackingExperts(nn.Module):
         for part, tensor in parts.items():
             file[part][expert] = tensor
         return v, h, down.dense()
+
+    def _note_loses(self, expert: int, source: ExpertTensors) -> None:
+        """Note the tensor with a matrix that is stored at 16 bits, and had more."""
+        first, *others = self._source.expert_names(self._source.layers[self._layer], expert)
+        names = (first, *others[:2]) if not self._source.storage.together else (first, first, others[0])
+        sides = [self._rows.other, self._signals.vector]
+        vectors = (*(reversed(sides) if self._signal == "gate" else sides), self._rows.down)
+        for name, matrix, vector in zip(names, source[:3], vectors, strict=True):
+            if vector.bits == 16 and loses(matrix, self._rows.float16):
+                self._journal.note_loses(name)
 
     def _along(self, matrix: Tensor, bits: int, group: int, values: torch.dtype) -> Codes:
         return round_for(self._inputs(), matrix, bits, group, short=self._signals.vector.short, values=values)

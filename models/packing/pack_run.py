@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, loses
 from ..pack import learned_predictor
 from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
 from ..pack.quantize import by_hqq, quantize
@@ -98,7 +98,11 @@ class Packing:
 
     def _finish(self) -> None:
         signals = [self._journal.signals.get(layer, "up") for layer in range(self._layers)]
-        self._manifest = replace(self._manifest, signals=() if set(signals) == {"up"} else tuple(signals))
+        source, lost = self._manifest.source, self._journal.loses
+        source = replace(source, exact=source.exact and not lost, loses=source.loses or lost)
+        self._manifest = replace(
+            self._manifest, source=source, signals=() if set(signals) == {"up"} else tuple(signals)
+        )
         files = (DENSE_FILE, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
         for file in files:
             if (self._folder / file).is_file():
@@ -149,6 +153,8 @@ class Packing:
             if passing is not None and hidden is not None and layers:
                 passing.feel(stage - 1, left, hidden, rounded)
             for name, tensor in left.items():
+                if name in self._dense.plan and loses(tensor, self._dense.plan[name][0]):
+                    self._journal.note_loses(name)
                 if name not in found:
                     self._dense.store(file, name, tensor, quantize if calibrated else by_hqq)
             file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine import quality_presets
 from floe_chat.kernels.codes import dequantize, pack_codes
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import UsageError
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.pack.quantize import by_hqq, quantize
@@ -302,15 +305,42 @@ def test_wider_sources_are_rounded_and_say_so(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", layers=1, dtype=torch.float32)
     manifest = make_pack(source, tmp_path / "packed", EXACT)
     assert not manifest.source.exact and not manifest.unquantized
+    assert manifest.source.loses == "model.embed_tokens.weight"
+    with pytest.raises(UsageError) as refused:
+        quality_presets.get("Exact", manifest)
+    assert manifest.source.loses in refused.value.cause
     dense = load_file(tmp_path / "packed" / "dense.safetensors")
     assert {tensor.dtype for name, tensor in dense.items() if not name.startswith("_pad.")} == {torch.bfloat16}
 
 
-def test_mixed_widths_in_the_source_are_not_called_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_a_wider_source_of_16_bit_numbers_is_packed_exactly(tmp_path: Path, kind: torch.dtype) -> None:
+    narrow = make_checkpoint(tmp_path / "narrow", layers=1, dtype=kind)
+    wide = shutil.copytree(narrow, tmp_path / "wide")
+    edit_tensors(wide, lambda _name, tensor: tensor.float())
+    packs = [make_pack(each, tmp_path / "packs" / each.name, EXACT) for each in (narrow, wide)]
+    assert packs[1].unquantized and packs[1].float16 == kind
+    assert packs[0].files["dense.safetensors"] == packs[1].files["dense.safetensors"]
+    records = [load_file(tmp_path / "packs" / name / "layer_00.safetensors")["rows"] for name in ("narrow", "wide")]
+    for expert in range(len(records[0])):  # which neuron comes first is a matter of sums
+        first, second = (sorted(map(bytes, rows[expert].numpy())) for rows in records)
+        assert first == second
+
+
+@pytest.mark.parametrize(
+    ("found", "exact"),
+    [(torch.float32, True), (torch.float16, False)],  # what was bfloat16 lies in float32 already
+    ids=str,
+)
+def test_mixed_widths_in_the_source_are_exact_where_nothing_is_lost(
+    tmp_path: Path, found: torch.dtype, exact: bool
+) -> None:
     source = make_checkpoint(tmp_path / "source", layers=1)
 
     def widen(name: str, tensor: Tensor) -> Tensor:
-        return tensor.float() if ".experts.2.w2" in name else tensor
+        return (tensor if exact else 1.01 * tensor.float()).to(found) if ".experts.2.w2" in name else tensor
 
     edit_tensors(source, widen)
-    assert not make_pack(source, tmp_path / "packed", EXACT).unquantized
+    manifest = make_pack(source, tmp_path / "packed", EXACT)
+    assert manifest.unquantized == exact
+    assert manifest.source.loses == ("" if exact else "model.layers.0.block_sparse_moe.experts.2.w2.weight")
