@@ -32,6 +32,8 @@ _NO_PART_OF_THE_MODEL = {
     "quantization_config",  # a pack of a rounded copy is measured against the original
 }
 
+_ROUNDED = 0.2  # of an embedding's size: what rounding to four bits changes at most
+
 
 class SourceModel:
     """A checkpoint that answers with logits.
@@ -181,6 +183,8 @@ def identify(source: Checkpoint, packed: PackedModel) -> str:
 
     Configurations have to agree, and every tensor that the pack holds unrounded (embedding, norms, routers) has to
     be the source's own, value by value. The sha256 covers these, the configuration, and size and time of each shard.
+    Of a pack of a rounded copy, `source` may be the original: only the embedding has to be about the same, as copies
+    have other types and AWQ's have other norms.
 
     Raises:
         UsageError: the source is another model; names the difference.
@@ -195,13 +199,19 @@ def identify(source: Checkpoint, packed: PackedModel) -> str:
         if name not in names:
             continue
         own = source.tensor(name).to(kept.dtype)
-        if not torch.equal(own, kept):
+        if not torch.equal(own, kept) and not (packed.manifest.source.rounding and _alike(name, own, kept)):
             raise _another(source, packed, f"The values of {name} differ.")
         digest.update(name.encode() + own.contiguous().view(torch.uint8).numpy().tobytes())
     for path in sorted(source.folder.glob("*.safetensors")):
         stat = path.stat()
         digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()
+
+
+def _alike(name: str, own: Tensor, kept: Tensor) -> bool:
+    if own.shape != kept.shape:
+        return False
+    return EMBEDDING not in name or float((own.float() - kept.float()).norm()) < _ROUNDED * float(own.float().norm())
 
 
 def _model_fields(config: Any) -> dict[str, object]:

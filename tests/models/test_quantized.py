@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.quality.source_model import identify
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.errors import CheckpointError
+from floe_chat.models.errors import CheckpointError, UsageError
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .. import families
-from ..helpers import edit_json, make_checkpoint, make_pack, run_cli
+from ..helpers import edit_json, edit_tensors, make_checkpoint, make_pack, run_cli
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """The tensors that stand for a matrix by the ends of their names, and what its own library makes of them."""
@@ -312,6 +314,28 @@ def test_a_pack_is_that_of_what_the_codes_stand_for(source: Path, tmp_path: Path
         for reference in (source, tmp_path / "copy")
     ]
     assert losses[0] > losses[1] > 0
+
+
+def test_the_original_is_a_reference_of_a_copy_with_other_norms(source: Path, tmp_path: Path) -> None:
+    """AWQ folds scales into them, and copies are of float16."""
+    rounded(source, tmp_path / "copy", "AWQ")
+    broken(
+        tmp_path / "copy",
+        lambda tensors: tensors.update(
+            {
+                name: (tensor * 1.5 if "norm" in name else tensor).half()
+                for name, tensor in tensors.items()
+                if tensor.dtype == torch.bfloat16
+            }
+        ),
+    )
+    make_pack(tmp_path / "copy", tmp_path / "pack", PackSpec())
+    pack = PackedModel.open(tmp_path / "pack")
+    assert len(identify(Checkpoint(source), pack)) == 64
+    other = shutil.copytree(source, tmp_path / "other")
+    edit_tensors(other, lambda name, tensor: tensor.roll(1) if "embed" in name else tensor)
+    with pytest.raises(UsageError, match="is not the source"):
+        identify(Checkpoint(other), pack)
 
 
 @pytest.mark.parametrize(
