@@ -287,7 +287,9 @@ def _of_fields(fields: Mapping[str, Any], name: str, what: str) -> CatalogEntry:
     """What a config.json describes; `what` names it in errors."""
     entry = CatalogEntry(name, supported.sizes(fields, what))
     rounded = supported.quantization(fields)
-    return entry if rounded is None else replace(entry, rounding=rounded.called, expert_bits=rounded.bits)
+    if rounded is None:
+        return entry
+    return replace(entry, rounding=rounded.called, expert_bits=rounded.bits, dense_bits=rounded.dense)
 
 
 def _of_file(path: Path) -> CatalogEntry:

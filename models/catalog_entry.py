@@ -195,7 +195,12 @@ class Sizes:
     @property
     def attention(self) -> int:
         """Weights of that, for each layer with experts."""
-        return sum(rows * columns for rows, columns in self.beside()) // self.layers
+        return self.in_beside // self.layers
+
+    @property
+    def in_beside(self) -> int:
+        """Weights of those matrices."""
+        return sum(rows * columns for rows, columns in self.beside())
 
     @property
     def embedding(self) -> int:
@@ -218,8 +223,7 @@ class Sizes:
     def parameters(self) -> int:
         """All weights; a tied head counts once."""
         heads = 1 if self.tied else 2
-        beside = sum(rows * columns for rows, columns in self.beside())
-        return beside + self.in_experts + heads * self.embedding + self.small
+        return self.in_beside + self.in_experts + heads * self.embedding + self.small
 
     @property
     def in_experts(self) -> int:
@@ -272,8 +276,9 @@ class CatalogEntry:
             accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
             a base model, which has no chat template; "" if unknown. released: year and month, "" if unknown.
         thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
-        expert_bits: of a published weight of its experts. unused: published weights that no pack has: of what a model
-            sees with, and of layers that predict several tokens. rounding: what its weights were rounded to by those
+        expert_bits, dense_bits: of a published weight of its experts, and of attention and other matrices. unused:
+            published weights that no pack has: of what a model sees with, and of layers that predict several tokens;
+            kept: how many of these have 16 bits in the copy `fp8`. rounding: what its weights were rounded to by those
             who converted them, such as "Q4_K_M"; "" where they are as published. coarse: whether that took so much that
             another file should be used. fp8: the repository of its maker's copy in FP8, "" where none is known.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
@@ -291,7 +296,9 @@ class CatalogEntry:
     thinks: bool = False
     made_for: str = ""
     expert_bits: float = 16.0
+    dense_bits: float = 16.0
     unused: int = 0
+    kept: int = 0
     rounding: str = ""
     coarse: bool = False
     fp8: str = ""
@@ -310,7 +317,8 @@ class CatalogEntry:
         """Of a model that is downloaded, how long its maker's rounded copy is; "" where there is none."""
         if not self.fp8 or self.folder is not None:
             return ""
-        there = size(replace(self, expert_bits=8.0).checkpoint_bytes)
+        copy = replace(self, expert_bits=8.0, dense_bits=8.0)
+        there = size(copy.checkpoint_bytes - (self.unused - self.kept))
         return f"Its maker's FP8 copy is about {there} to download; set it up by its name, {self.fp8}."
 
     @property
@@ -330,5 +338,6 @@ class CatalogEntry:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of the published weights, computed from the architecture: 16 bits each, but for experts."""
-        return 2 * (self.sizes.parameters + self.unused) - round((2 - self.expert_bits / 8) * self.sizes.in_experts)
+        """The size of the published weights, computed from the architecture; embedding and head have 16 bits each."""
+        whole, less = 2 * (self.sizes.parameters + self.unused), (2 - self.expert_bits / 8) * self.sizes.in_experts
+        return whole - round(less + (2 - self.dense_bits / 8) * self.sizes.in_beside)

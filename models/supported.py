@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import config_limits
@@ -44,6 +44,9 @@ _PUBLISHED_SO = {"gpt_oss": "mxfp4"}  # families whose original weights are quan
 MODELOPT = "hf_quant_config.json"  # what older versions of it state, with a config.json as of the original
 _MODELOPT_FP8 = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"
 _MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"
+# Modules that have 16 bits, in config.json's ways to say it; whether all of attention is among them.
+_LEFT_OUT = "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"
+_ATTENTION = re.compile(r"self_attn(\W*$|\.[qo]_proj)")
 _AUTOROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # by packing_format
 _FORMATS_OF_NUMBERS = {16: "NVFP4", 32: "MXFP4"}  # compressed-tensors' with four bits, by how many share a scale
 # Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
@@ -169,11 +172,19 @@ class Quantization(NamedTuple):
 
     Attributes:
         stated: its `quantization_config`. called: such as "FP8" or "AWQ, 4 bits". bits: of a weight, with its scales.
+        dense: bits of those outside experts, but for embedding, head and routers.
     """
 
     stated: Mapping[str, Any]
     called: str
     bits: float
+
+    @property
+    def dense(self) -> float:
+        groups = [_mapping(group) for group in _mapping(self.stated.get("config_groups")).values()]
+        targets, left_out = _names(groups, "targets"), _names([self.stated], *_LEFT_OUT)
+        experts_alone = bool(targets) and all("experts" in name for name in targets)
+        return 16.0 if experts_alone or any(map(_ATTENTION.search, left_out)) else self.bits
 
 
 def quantization(fields: Mapping[str, Any]) -> Quantization | None:
@@ -270,6 +281,11 @@ def _quark(stated: Mapping[str, Any]) -> Quantization:
     if not called:
         raise ValueError("Quark")
     return Quantization(stated, " and ".join(sorted(called)), most)
+
+
+def _names(where: Iterable[Mapping[str, Any]], *keys: str) -> list[str]:
+    lists = [each.get(key) for each in where for key in keys]
+    return [name for found in lists if isinstance(found, list) for name in found if isinstance(name, str)]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -79,6 +79,9 @@ GLM4_MOE = Family(
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
             released="2025-07",
+            # A layer that predicts a second token, with an embedding and a head of its own.
+            unused=2_375_059_712 + 2 * 620_756_992,
+            kept=2 * 620_756_992,
             fp8="zai-org/GLM-4.5-Air-FP8",
             thinks=True,
         ),

@@ -231,6 +231,7 @@ QWEN3_5_MOE = Family(
             released,
             thinks=True,
             unused=446_571_248 + 844_640_768,
+            kept=446_571_248,
         )
         for version, released in (("3.5", "2026-02"), ("3.6", "2026-04"))
     ),
