@@ -289,7 +289,8 @@ def _of_fields(fields: Mapping[str, Any], name: str, what: str) -> CatalogEntry:
     rounded = supported.quantization(fields)
     if rounded is None:
         return entry
-    return replace(entry, rounding=rounded.called, expert_bits=rounded.bits, dense_bits=rounded.dense)
+    bits, dense, codes = rounded.bits, rounded.dense, rounded.code_bits
+    return replace(entry, rounding=rounded.called, expert_bits=bits, dense_bits=dense, code_bits=codes)
 
 
 def _of_file(path: Path) -> CatalogEntry:

@@ -237,6 +237,9 @@ class Sizes:
         return self.parameters - idle - (0 if self.tied else self.embedding)
 
 
+GROUP = 64  # weights of an expert that share a scale in a pack, unless asked otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyPack:
     """A pack that can be fetched as it is, by its own account.
@@ -254,7 +257,7 @@ class ReadyPack:
     gate: int
     down: int
     dense: int
-    group: int = 64
+    group: int = GROUP
     short: bool = True
     by: str = ""
     commit: str = ""
@@ -279,8 +282,9 @@ class CatalogEntry:
         expert_bits, dense_bits: of a published weight of its experts, and of attention and other matrices. unused:
             published weights that no pack has: of what a model sees with, and of layers that predict several tokens;
             kept: how many of these have 16 bits in the copy `fp8`. rounding: what its weights were rounded to by those
-            who converted them, such as "Q4_K_M"; "" where they are as published. coarse: whether that took so much that
-            another file should be used. fp8: the repository of its maker's copy in FP8, "" where none is known.
+            who converted them, such as "Q4_K_M"; "" where they are as published. code_bits: of its codes, where packs
+            of as many keep them, else 0. coarse: whether that took so much that another file should be used. fp8:
+            the repository of its maker's copy in FP8, "" where none is known.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
     """
 
@@ -300,6 +304,7 @@ class CatalogEntry:
     unused: int = 0
     kept: int = 0
     rounding: str = ""
+    code_bits: int = 0
     coarse: bool = False
     fp8: str = ""
     ready: ReadyPack | None = None
@@ -308,7 +313,14 @@ class CatalogEntry:
         """What a person should know who packs it at these widths, in a line; "" where there is nothing to say."""
         if not self.rounding:
             return ""
-        again = "" if {*bits.split("/")} == {"16"} else f"; packed again at {bits} they are rounded twice"
+        up, rows, dense = bits.split("/")
+        parts = {"up": up, "gate": rows.partition("+")[0], "attention": dense}
+        kept = [part for part, width in parts.items() if width == str(self.code_bits)]
+        again = "" if {up, rows, dense} == {"16"} else f"; packed again at {bits} they are rounded twice"
+        if kept:
+            *others, last = kept
+            named = f"{', '.join(others)} and {last} keep their codes" if others else f"{last} keeps its codes"
+            again = f"; packed at {bits}, {named} and the rest is rounded twice"
         more = " Q8_0 or F16 keeps more." if self.coarse else ""
         return f"Its weights are {self.rounding}{again}.{more}"
 

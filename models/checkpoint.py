@@ -21,7 +21,7 @@ from .errors import CheckpointError, NoCheckpointError
 from .families import FAMILIES, language_fields
 from .families.sizes import NAMES
 from .families.storage import ExpertTensors, Storage
-from .quantized import QuantizedShelf
+from .quantized import Kept, QuantizedShelf
 from .supported import MODELOPT, quantization, refused_type, with_modelopts
 from .transformers_import import import_library
 
@@ -226,6 +226,10 @@ class Checkpoint:
         raw = torch.empty(nbytes, dtype=torch.uint8)
         self.shelf.read(name, file, place, index, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
         return raw.view(_dtype(name, place)).view(shape)
+
+    def codes(self, name: str) -> Kept | None:
+        """The codes that a matrix was published in, where they may be kept."""
+        return self.shelf.codes(name) if isinstance(self.shelf, QuantizedShelf) else None
 
     def files(self, name: str) -> list[str]:
         """The shards that hold a tensor, by its published name: several where its scales are not with its codes."""

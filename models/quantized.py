@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,19 +56,32 @@ _FOLDED = "pre_quant_scale"  # by which ModelOpt's AWQ multiplies what enters a 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+class Kept(NamedTuple):
+    """The codes of a matrix as others found them: (N, n) uint8, zero and scale (N, n / group) float32; w = (codes -
+    zero) * scale.
+    """
+
+    codes: Tensor
+    zero: Tensor
+    scale: Tensor
+    bits: int
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """A matrix, or one for each expert, not read yet.
 
     Attributes:
         shape, dtype: of it; safetensors' name of the type. sources: the tensors that it is made of, codes first.
-        make: one matrix of these, in the same order; None for one that is not there.
+        make: one matrix of these, in the same order; None for one that is not there. codes: its codes by them, where
+            groups of consecutive columns have a scale; may find that they have not.
     """
 
     shape: tuple[int, ...]
     dtype: str
     sources: tuple[str | None, ...]
     make: Callable[..., Tensor]
+    codes: Callable[..., Kept | None] | None = None
 
 
 class QuantizedShelf:
@@ -132,6 +145,13 @@ class QuantizedShelf:
         else:
             matrix = torch.stack([self._matrix(name, made, expert) for expert in range(made.shape[0])])
         into[:] = memoryview(matrix.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+    def codes(self, name: str) -> Kept | None:
+        """The codes of a matrix, where they are in groups of consecutive columns."""
+        made = self._made.get(name)
+        if made is None or made.codes is None or len(made.shape) != 2:
+            return None
+        return made.codes(*(None if each is None else self._tensor(each, made, None) for each in made.sources))
 
     def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
         """See `Shelf.sample`."""
@@ -255,7 +275,17 @@ class _Finding:
                 values = values - _spread(_unpacked(zeros.T, bits).T[: len(scales)], values.shape, block, groups)
             return values.to(scales.dtype) * _spread(scales, values.shape, block, groups)
 
-        return Made(shape, self._wide(scale, kind), (name, scale, zero, order, stated), whole_numbers)
+        def kept(
+            codes: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, _size: object
+        ) -> Kept | None:
+            if block[0] != 1 or not _in_order(groups, shape[-1], block[1]):
+                return None
+            scale = scales.float().reshape(len(codes), -1)
+            given = zeros if zeros is None else _unpacked(zeros.T, bits).T[: len(codes)].float()
+            zero = torch.full_like(scale, 1 << (bits - 1)) if given is None else given.view_as(scale)
+            return Kept(_unpacked(codes, bits).to(torch.uint8), zero, scale, bits)
+
+        return Made(shape, self._wide(scale, kind), (name, scale, zero, order, stated), whole_numbers, kept)
 
     def _fours(self, name: str, place: TensorPlace, scale: str, shared: str) -> Made:
         """Bytes of two numbers of four bits, with scales of blocks and, where there is one, of the whole."""
@@ -293,18 +323,27 @@ class _Finding:
         # The first version stores zeros less one.
         more = 0 if awq or self._stated.get("checkpoint_format") == "gptq_v2" else 1
 
-        def make(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None) -> Tensor:
+        def read(codes: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
             if awq:
                 values, levels = (_in_awqs_order(_unpacked(each, bits)) for each in (codes, zeros))
             else:
                 values, levels = _unpacked(codes.T, bits).T, _unpacked(zeros, bits)
-            levels = levels + more & (1 << bits) - 1 if more else levels
+            return values, levels + more & (1 << bits) - 1 if more else levels
+
+        def kept(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None) -> Kept | None:
+            if block[1] != 1 or not _in_order(groups, inputs, block[0]):
+                return None
+            values, levels = read(codes, zeros)
+            return Kept(values.T.to(torch.uint8).contiguous(), levels.T.float(), scales.T.float(), bits)
+
+        def make(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None) -> Tensor:
+            values, levels = read(codes, zeros)
             given = (levels, scales) if groups is None else (each[groups.long()] for each in (levels, scales))
             grid = block if groups is None else (1, block[1])
             level, factor = (_spread(each, values.shape, grid) for each in given)
             return ((values - level).to(scales.dtype) * factor).T
 
-        return Made((outputs, inputs), self._wide(scale, self._kind(scale)), (name, scale, zero, groups_at), make)
+        return Made((outputs, inputs), self._wide(scale, self._kind(scale)), (name, scale, zero, groups_at), make, kept)
 
     def _bits(self, stem: str) -> int:
         """Of a matrix in compressed-tensors' words: each group of layers has its own."""
@@ -399,6 +438,11 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     """Codes (N, 32 / bits * W) int32 of words (N, W), the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.contiguous()[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _in_order(groups: Tensor | None, columns: int, size: int) -> bool:
+    """Whether the columns of a group are neighbours."""
+    return groups is None or torch.equal(groups.long(), torch.arange(columns) // size)
 
 
 def _in_awqs_order(codes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import config_limits
-from .catalog_entry import Sizes
+from .catalog_entry import GROUP, Sizes
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES, language_fields
 from .families.sizes import NAMES, sizes_of, view
@@ -47,6 +47,7 @@ _MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"
 # Modules that have 16 bits, in config.json's ways to say it; whether all of attention is among them.
 _LEFT_OUT = "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"
 _ATTENTION = re.compile(r"self_attn(\W*$|\.[qo]_proj)")
+_WORDS = ("bits", "w_bit"), ("group_size", "q_group_size")  # of AWQ and GPTQ, by either name
 _AUTOROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # by packing_format
 _FORMATS_OF_NUMBERS = {16: "NVFP4", 32: "MXFP4"}  # compressed-tensors' with four bits, by how many share a scale
 # Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
@@ -180,6 +181,22 @@ class Quantization(NamedTuple):
     bits: float
 
     @property
+    def code_bits(self) -> int:
+        """Of its codes, where they may be kept: neighbours share a scale, in groups that a pack's divide; else 0."""
+        weights = [
+            _mapping(_mapping(group).get("weights")) for group in _mapping(self.stated.get("config_groups")).values()
+        ]
+        found = [[each.get(key) for key in ("num_bits", "group_size", "actorder", "type")] for each in weights]
+        if self.stated["quant_method"] in ("awq", "gptq"):
+            bits, size = (self.stated.get(short) or self.stated.get(long) for short, long in _WORDS)
+            found = [[bits, size, self.stated.get("desc_act"), "int"]]
+        if len(found) != 1:
+            return 0
+        (bits, size, order, kind), *_ = found
+        fits = size is None or (type(size) is int and (size == -1 or (size > 0 and size % GROUP == 0)))
+        return bits if fits and kind == "int" and not order and type(bits) is int and bits in (2, 4) else 0
+
+    @property
     def dense(self) -> float:
         groups = [_mapping(group) for group in _mapping(self.stated.get("config_groups")).values()]
         targets, left_out = _names(groups, "targets"), _names([self.stated], *_LEFT_OUT)
@@ -211,8 +228,7 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if method in ("fp8", "fbgemm_fp8"):
         return Quantization(stated, "FP8", 8.0)
     if method in ("awq", "gptq"):
-        bits: Any = stated.get("bits") or stated.get("w_bit")
-        group: Any = stated.get("group_size") or stated.get("q_group_size")
+        bits, group = (stated.get(short) or stated.get(long) for short, long in _WORDS)
         called = f"{str(method).upper()}, {bits} bits" if type(bits) is int else str(method).upper()
         if bits not in ((4,) if method == "awq" else (2, 4, 8)) or str(stated.get("version", "gemm")).lower() != "gemm":
             raise ValueError(called)

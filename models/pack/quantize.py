@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.codes import pack_codes
+from ...kernels.codes import byte_below, pack_codes, scale_of_byte
 from ...kernels.layouts import VectorLayout
 from ...kernels.operations import Flow, round_matrix
+from ..quantized import Kept
 from ..transformers_import import import_hqq
 
 MOST_BITS = 8  # with so many there is nothing to gain by another quantizer
@@ -103,6 +104,26 @@ def _checked(codes: Tensor, scale: Tensor, zero: Tensor, values: torch.dtype | N
         raise ValueError("the weights are too large for float16 scales")
     found = Codes(codes, scale, zero)
     return found if values is None else found._replace(values=found.dense().to(values))
+
+
+def keeping(kept: Kept | None, layout: VectorLayout, by: Quantizer, values: torch.dtype | None = None) -> Quantizer:
+    """A quantizer that keeps the codes of a matrix that others rounded, where `layout` can hold them, else `by`.
+
+    Scales become the nearest ones that it can hold: of bytes, 1.6 % from them at most. Rounded once more, to a grid of
+    our own, such weights lose twice as much (tests/bench/LOG.md).
+    """
+    if kept is None or kept.bits != layout.bits or kept.codes.shape[1] // kept.scale.shape[1] % layout.group:
+        return by
+    codes, zero, scale, _ = kept
+    zero, scale = (each.repeat_interleave(layout.groups // each.shape[1], 1) for each in (zero, scale))
+    near = scale.half().float()
+    if layout.scale_dtype == torch.uint8:
+        below = byte_below(scale)
+        low, high = scale_of_byte(below), scale_of_byte(below + 1)
+        near = torch.where(scale - low <= high - scale, low, high)
+    if not bool(((near - scale).abs() * 31 <= scale).all()):  # a group of zeros, or out of range
+        return by
+    return lambda *_: _checked(codes, near.half(), zero.half(), values)
 
 
 def finite(matrix: Tensor) -> None:

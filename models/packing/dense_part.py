@@ -13,7 +13,7 @@ from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
-from ..pack.quantize import MOST_BITS, Quantizer, finite, quantize
+from ..pack.quantize import MOST_BITS, Quantizer, finite, keeping, quantize
 from ..pack.tensor_file import TensorFile, Tensors, TensorShapes
 
 FILE = "dense.safetensors"
@@ -95,7 +95,8 @@ class DensePart:
             file[name].copy_(tensor)
         for layer in self._codes.get(name, []):
             width = quantized_linears.width_of(layer, self._bits)
-            for stored, value in quantized_linears.store(layer, tensor, width, by).items():
+            kept = keeping(self._source.codes(name), quantized_linears.layout_of(tensor.shape[1], width), by)
+            for stored, value in quantized_linears.store(layer, tensor, width, kept).items():
                 file[stored].copy_(value)
 
     def values(self, file: Tensors, name: str) -> Tensor:

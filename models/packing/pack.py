@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.codes import WIDTHS, group_size
+from ..catalog_entry import GROUP
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, FloeError, UsageError
 from ..pack.manifest import (
@@ -59,7 +60,7 @@ class PackSpec:
     gate: int = 4
     down: int = 4
     dense: int = 4
-    group: int = 64
+    group: int = GROUP
     device: str = "cpu"
     signal: Literal["auto", "up", "gate"] = "auto"
     short: bool = True

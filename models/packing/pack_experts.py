@@ -22,7 +22,7 @@ from ...kernels.weights import SignalWeights
 from ..checkpoint import Checkpoint, loses
 from ..families.storage import ExpertTensors
 from ..pack.manifest import DOWN_BIAS, Architecture, Manifest, layer_file, signal_names
-from ..pack.quantize import Codes, by_hqq, store
+from ..pack.quantize import Codes, by_hqq, keeping, store
 from ..pack.tensor_file import TensorFile, TensorShapes
 from ..pack.widths import CALIBRATED
 from . import calibration
@@ -151,15 +151,18 @@ class PackingExperts(nn.Module):
         file, signals, rows, kind = self._file, self._signals, self._rows, x.dtype
         source = self._source.whole_expert(self._layer, expert)
         matrices, biases = [source.gate, source.up], source.biases
+        names = self._source.expert_names(self._source.layers[self._layer], expert)[:2]
         beside: list[Tensor | None] = [None, None] if biases is None else [biases.gate, biases.up]
         if self._signal == "up":  # the signal comes first
-            matrices.reverse()
-            beside.reverse()
+            for each in (matrices, names, beside):
+                each.reverse()
         try:
             along = partial(self._along if self._calibrated else by_hqq, values=kind)
+            vectors, codes = (signals.vector, rows.other), map(self._source.codes, names)
+            quantizers = [keeping(kept, vector, along, kind) for kept, vector in zip(codes, vectors, strict=True)]
             both = [
-                store(matrix.to(self._device), vector, rows.float16, along, kind)
-                for matrix, vector in zip(matrices, (signals.vector, rows.other), strict=True)
+                store(matrix.to(self._device), vector, rows.float16, by, kind)
+                for matrix, vector, by in zip(matrices, vectors, quantizers, strict=True)
             ]
             # By what the rounded neurons give on some tokens, which says in which order they lie.
             _, h = self._through(x[spread(len(x))], [part.dense() for part in both], beside)
@@ -175,8 +178,8 @@ class PackingExperts(nn.Module):
         except ValueError as error:
             raise unpackable(self._layer, expert, str(error)) from error
         self._note_loses(expert, source)
-        names = (*signal_names(self._signal), "rows")
-        parts = dict(zip(names, (signal.packed, signal.scale, signal.zero, records), strict=True))
+        stored = (*signal_names(self._signal), "rows")
+        parts = dict(zip(stored, (signal.packed, signal.scale, signal.zero, records), strict=True))
         if biases is not None and (own := beside[0]) is not None:
             parts |= {f"{self._signal}.bias": own, DOWN_BIAS: biases.down}
         for part, tensor in parts.items():

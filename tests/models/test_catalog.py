@@ -465,9 +465,13 @@ class TestReasons:
         entry = described(fields | {"quantization_config": stated})
         assert (entry.rounding, entry.expert_bits) == ("GPTQ, 4 bits", 4 + 20 / 128)
         assert (
-            entry.rounded_twice("4/4/4")
-            == "Its weights are GPTQ, 4 bits; packed again at 4/4/4 they are rounded twice."
+            entry.rounded_twice("3/3/8")
+            == "Its weights are GPTQ, 4 bits; packed again at 3/3/8 they are rounded twice."
         )
+        assert "; packed at 3/4/4, gate and attention keep their codes and the rest is" in entry.rounded_twice("3/4/4")
+        assert "; packed at 4/3+4/8, up keeps its codes and the rest is" in entry.rounded_twice("4/3+4/8")
+        for other in ({"desc_act": True}, {"group_size": 32}, {"bits": 8}):
+            assert described(fields | {"quantization_config": stated | other}).code_bits == 0
 
     def test_a_makers_smaller_copy_is_named_where_a_model_is_downloaded(self) -> None:
         """Attention is rounded too; embedding, head, routers and norms are not, nor what a model sees with."""

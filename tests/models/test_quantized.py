@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.quality.source_model import identify
+from floe_chat.kernels.codes import unpack_codes, widened
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, UsageError
 from floe_chat.models.pack.packed_model import PackedModel
@@ -99,24 +101,25 @@ def by_rows(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tens
     return codes.flatten(0, 1), zero, scale, found
 
 
-def awq(weight: Tensor) -> Stored:
-    codes, zero, scale, found = by_rows(weight, 4, 32)
+def awq(weight: Tensor, group: int = 32) -> Stored:
+    codes, zero, scale, found = by_rows(weight, 4, math.gcd(weight.shape[1], group))
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # of AutoAWQ's gemm
     swapped = [words(each.unflatten(1, (-1, 8))[..., order].flatten(1), 4) for each in (codes, zero)]
     return {"qweight": swapped[0], "qzeros": swapped[1], "scales": scale}, found
 
 
-def gptq(weight: Tensor, bits: int, *, version: int, moved: bool) -> Stored:
+def gptq(weight: Tensor, bits: int, *, version: int, moved: bool, group: int = 32) -> Stored:
+    group = math.gcd(weight.shape[1], group)
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))  # by importance
     order = order if moved else order.sort()[0]
     back = order.argsort()
-    codes, zero, scale, found = by_rows(weight[:, order], bits, 32)
+    codes, zero, scale, found = by_rows(weight[:, order], bits, group)
     return (
         {
             "qweight": words(codes[back].T, bits).T.contiguous(),
             "qzeros": words(zero - int(version == 1), bits),
             "scales": scale,
-            "g_idx": (torch.arange(len(codes)) // 32)[back].int(),
+            "g_idx": (torch.arange(len(codes)) // group)[back].int(),
         },
         found[:, back],
     )
@@ -195,6 +198,11 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Stored]]] = {
     "FP8, cut blocks": (FP8 | {"weight_block_size": [64, 48]}, lambda weight: fp8(weight, (64, 48), torch.float32)),
     "FP8 whole": (FP8, lambda weight: fp8(weight, (0, 0), torch.bfloat16)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
+    "AWQ in wide groups": ({"quant_method": "awq", "bits": 4, "group_size": 64}, lambda weight: awq(weight, 64)),
+    "GPTQ in wide groups": (
+        GPTQ | {"bits": 4, "group_size": 64},
+        lambda weight: gptq(weight, 4, version=1, moved=False, group=64),
+    ),
     "GPTQ": (GPTQ | {"bits": 4}, lambda weight: gptq(weight, 4, version=1, moved=False)),
     "GPTQ of 8 bits": (GPTQ | {"bits": 8}, lambda weight: gptq(weight, 8, version=1, moved=True)),
     "GPTQ v2": (
@@ -401,3 +409,55 @@ def test_a_config_json_of_another_copy_is_refused(tmp_path: Path, tiny_checkpoin
     with pytest.raises(CheckpointError) as refused:
         Checkpoint(tmp_path / "copy")
     assert "says that its weights are FP8, but no tensor has codes" in refused.value.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "kept"),
+    [
+        ("AWQ in wide groups", "4/4/4", "qkv w1 w3"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (
+                ("GPTQ in wide groups", "3/4/8", "w1"),
+                ("INT4 by rows", "4/8/4", "qkv w3"),
+                ("AWQ", "4/4/4", ""),  # in narrower groups than a pack's
+            )
+        ),
+    ],
+)
+def test_codes_are_kept_where_a_packs_grid_is_as_wide(
+    source: Path, tmp_path: Path, name: str, bits: str, kept: str
+) -> None:
+    """Scales of experts become the nearest bytes; those of attention stay."""
+    rounded(source, tmp_path / "copy", name)
+    up, rows, dense = map(int, bits.split("/"))
+    make_pack(tmp_path / "copy", tmp_path / "pack", PackSpec(up, rows, rows, dense, signal="up"))
+    checkpoint, pack = Checkpoint(tmp_path / "copy"), PackedModel.open(tmp_path / "pack")
+    layer, attention = pack.layer(0), pack.dense()
+    stem = "model.layers.0.self_attn.k_proj"
+    stored = [attention[f"{stem}.{part}"] for part in ("q", "scale", "zero")]
+    given = checkpoint.codes(f"{stem}.weight")
+    assert given is not None and len(given.codes) == len(stored[0])
+    same = dense == 4 and torch.equal(unpack_codes(stored[0], 64, 4), given.codes)
+    assert same == ("qkv" in kept) and (not same or torch.equal(stored[1].float(), given.scale))
+    row = layer.rows.layout.other
+    raw = layer.rows.data[1][:, : row.nbytes]
+    for part, width, packed, (scale, zero) in (
+        ("w3", up, layer.signal.q[1], (layer.signal.scale[1], layer.signal.zero[1])),
+        ("w1", rows, raw[:, row.head :], row.scales(raw)),
+    ):
+        given = checkpoint.codes(f"model.layers.0.block_sparse_moe.experts.1.{part}.weight")
+        assert given is not None
+        found = unpack_codes(packed, 64, width)
+        order = torch.cdist(found.float(), given.codes.float()).argmin(1)  # neurons are sorted
+        same = torch.equal(found, given.codes[order])
+        assert same == (part in kept)
+        if same:
+            wide, level = widened(scale, zero, width)
+            assert torch.equal(level, given.zero[order])
+            assert (wide / given.scale[order] - 1).abs().max() <= 1 / 32
+
+
+def test_an_order_by_importance_keeps_no_codes(source: Path, tmp_path: Path) -> None:
+    rounded(source, tmp_path / "copy", "GPTQ of 8 bits")
+    assert Checkpoint(tmp_path / "copy").codes("model.layers.0.self_attn.k_proj.weight") is None
