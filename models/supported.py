@@ -47,7 +47,6 @@ _MODELOPT_FP4 = "NVFP4", "W4A16_NVFP4"
 # Modules that have 16 bits, in config.json's ways to say it; whether all of attention is among them.
 _LEFT_OUT = "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"
 _ATTENTION = re.compile(r"self_attn(\W*$|\.[qo]_proj)")
-_WORDS = ("bits", "w_bit"), ("group_size", "q_group_size")  # of AWQ and GPTQ, by either name
 _AUTOROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # by packing_format
 _FORMATS_OF_NUMBERS = {16: "NVFP4", 32: "MXFP4"}  # compressed-tensors' with four bits, by how many share a scale
 # Mixture-of-Experts families: model_type, name, and a pattern of their models' names (in lower case, with hyphens for
@@ -188,7 +187,7 @@ class Quantization(NamedTuple):
         ]
         found = [[each.get(key) for key in ("num_bits", "group_size", "actorder", "type")] for each in weights]
         if self.stated["quant_method"] in ("awq", "gptq"):
-            bits, size = (self.stated.get(short) or self.stated.get(long) for short, long in _WORDS)
+            bits, size = _bits_and_group(self.stated)
             found = [[bits, size, self.stated.get("desc_act"), "int"]]
         if len(found) != 1:
             return 0
@@ -219,7 +218,7 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
         raise ValueError("quantized")
     method = stated.get("quant_method")
     if method in ("auto-round", "intel/auto-round"):
-        method = _AUTOROUND.get(stated.get("packing_format", "auto_round:auto_gptq"))
+        method = _AUTOROUND.get(str(stated.get("packing_format", "auto_round:auto_gptq")))
         if method is None or stated.get("data_type", "int") != "int":
             raise ValueError("AutoRound")
         stated = {**stated, "quant_method": method}
@@ -228,7 +227,7 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if method in ("fp8", "fbgemm_fp8"):
         return Quantization(stated, "FP8", 8.0)
     if method in ("awq", "gptq"):
-        bits, group = (stated.get(short) or stated.get(long) for short, long in _WORDS)
+        bits, group = _bits_and_group(stated)
         called = f"{str(method).upper()}, {bits} bits" if type(bits) is int else str(method).upper()
         if bits not in ((4,) if method == "awq" else (2, 4, 8)) or str(stated.get("version", "gemm")).lower() != "gemm":
             raise ValueError(called)
@@ -240,6 +239,11 @@ def quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if method == "quark":
         return _quark(stated)
     raise ValueError(_METHODS.get(method, config_limits.shown(method)) if isinstance(method, str) else "quantized")
+
+
+def _bits_and_group(stated: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Of AWQ and GPTQ, by either name."""
+    return stated.get("bits") or stated.get("w_bit"), stated.get("group_size") or stated.get("q_group_size")
 
 
 def _compressed(stated: Mapping[str, Any]) -> Quantization:

@@ -123,7 +123,8 @@ def keeping(kept: Kept | None, layout: VectorLayout, by: Quantizer, values: torc
         near = torch.where(scale - low <= high - scale, low, high)
     if not bool(((near - scale).abs() * 31 <= scale).all()):  # a group of zeros, or out of range
         return by
-    return lambda *_: _checked(codes, near.half(), zero.half(), values)
+    found = _checked(codes, near.half(), zero.half(), values)
+    return lambda _matrix, _bits, _group: found
 
 
 def finite(matrix: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""What a checkpoint that was rounded before costs: mean KL of the demo, nothing skipped, from the model before it was
-rounded in each format; packed at two widths, on a text that it was not trained on.
+"""What a checkpoint that was rounded before costs: mean KL of the demo, nothing skipped, from its 16-bit source, on a
+text that it was not trained on.
 
+    git restore --source "$(git rev-list -1 HEAD -- assets/demo/checkpoint)^" assets/demo/checkpoint
     python tests/bench/rounded_sources.py
 """
 
@@ -19,41 +20,41 @@ from floe_chat.models.catalog import asset
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.engine.trained import demo_source
+from tests.bench.calibrated_rounding import calibrated
 from tests.models.test_quantized import FORMS, FP8, INT4, by_library, fp8, rounded
 
-# With blocks and groups as they are published; four bits are rounded to the nearest, without calibration.
+# With blocks and groups as they are published.
 FORMS.update(
     {
         "FP8": (FP8 | {"weight_block_size": [128, 128]}, lambda weight: fp8(weight, (128, 128), torch.float32)),
         "INT4": by_library("pack-quantized", INT4 | {"group_size": 128, "strategy": "group"}),
     }
 )
-MEASURED = "FP8", "INT8 bytes", "INT4", "NVFP4", "MXFP4"
-WIDTHS = {"4/4/8": ("4", "4", "8"), "3/4/4": ("3", "4", "4")}
+CALIBRATED = {"GPTQ": 128, "AWQ": 128}  # their groups; the others are rounded to the nearest
+MEASURED = "nothing", "FP8", "INT8 bytes", "INT4", "NVFP4", "MXFP4", *CALIBRATED
 TOKENS = 4096
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        source = demo_source(folder / "source")
-        print(f"| rounded as | {' | '.join(f'packed at {widths}' for widths in WIDTHS)} |")
-        for name in ("nothing", *MEASURED):
-            copy = source
-            if name in MEASURED:
-                copy = folder / "copy"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=MEASURED, choices=MEASURED)
+    parser.add_argument("--widths", nargs="+", default=["16/16/16", "4/4/8", "4/4/4", "3/4/4"])
+    given = parser.parse_args()
+    source = asset("demo", "checkpoint")
+    print(f"| rounded as | {' | '.join(f'packed at {widths}' for widths in given.widths)} |")
+    for name in given.names:
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = source if name == "nothing" else Path(scratch) / "copy"
+            if name in CALIBRATED:
+                calibrated(source, copy, name, CALIBRATED[name])
+            elif copy != source:
                 rounded(source, copy, name)
-            print(
-                f"| {name} | {' | '.join(loss(copy, source, folder / 'pack', bits) for bits in WIDTHS)} |", flush=True
-            )
-            if copy != source:
-                shutil.rmtree(copy)
+            losses = [loss(copy, source, Path(scratch) / "pack", widths) for widths in given.widths]
+            print(f"| {name} | {' | '.join(losses)} |", flush=True)
 
 
 def loss(copy: Path, source: Path, pack: Path, widths: str) -> str:
-    up, rows, dense = WIDTHS[widths]
+    up, rows, dense = widths.split("/")
     floe("pack", str(copy), str(pack), "--up", up, "--rows", rows, "--dense", dense)
     measured = ("--source", str(source), "--text", str(asset("demo", "heldout.md")), "--tokens", str(TOKENS))
     said = json.loads(floe("eval", str(pack), *measured, "--sparsity", "0", "--json"))

@@ -15,9 +15,13 @@ from random import Random
 from typing import Any
 
 import torch
+from floe_chat.kernels.codes import group_size
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models import catalog
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import FloeError
+from floe_chat.models.pack.quantize import keeping, quantize
+from floe_chat.models.supported import MODELOPT
 from floe_chat.models.visible import visible
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -72,6 +76,8 @@ def attempt(seed: int, scratch: Path) -> str:
         fields = json.loads(json.dumps(fields))
         for _ in range(rng.choice((0, 0, 1, 2))):
             _lie(rng, fields["quantization_config"])
+        if "ModelOpt" in base.name and rng.random() < 0.5:  # said in a file of its own
+            (folder / MODELOPT).write_text(json.dumps({"quantization": fields.pop("quantization_config")}))
         (folder / "config.json").write_text(json.dumps(fields))
         save_file(changed, folder / "model.safetensors")
         return _opened(folder)
@@ -127,6 +133,10 @@ def _opened(folder: Path) -> str:
         checkpoint = Checkpoint(folder)
         for name, (_, place) in checkpoint.places.items():
             assert checkpoint.tensor(name).numel() == math.prod(place.shape)
+            if (kept := checkpoint.codes(name)) is not None:
+                layout = VectorLayout(place.shape[1], kept.bits, group_size(place.shape[1]), short=True)
+                if (by := keeping(kept, layout, quantize)) is not quantize:
+                    by(checkpoint.tensor(name), kept.bits, layout.group)
         assert checkpoint.whole_expert(0, 0) and checkpoint.fingerprint()
     except FloeError as error:
         for text in (error.title, error.cause, error.hint):
