@@ -237,10 +237,10 @@ def get(name: str, manifest: Manifest) -> Preset:
         ours, theirs = (", ".join(p.name for p in presets) for presets in (PRESETS, PUBLISHED))
         raise UsageError(f"There is no preset {name!r}", "", f"Choose one of {ours}; as published: {theirs}.")
     preset = next((preset for preset in (*of(manifest), *published(manifest)) if preset.name == known), None)
-    if preset is None and (name := manifest.source.loses):
+    if preset is None and (why := manifest.inexact):
         raise UsageError(
             f"This pack cannot run {known}",
-            f"16 bits do not hold all that the source's {name} says.",
+            why,
             f"Choose one of {', '.join(available(manifest))}.",
         )
     if preset is None:

@@ -105,8 +105,8 @@ def pack(
             *(source, destination, spec, called, progress, text_file), fresh=fresh, text_needed=rounding == CALIBRATED
         )
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
-    if up == gate == down == dense == 16 and (lost := manifest.source.loses):
-        click.echo(f"Without preset Exact: 16 bits do not hold all that the source's {lost} says.", err=True)
+    if why := manifest.inexact:
+        click.echo(f"Without preset Exact: {why}", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
     click.echo(f"Measure its own presets: floe-chat tune {destination}", err=True)
 

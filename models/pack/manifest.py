@@ -165,6 +165,13 @@ class Manifest:
         return self.source.exact and w.up == w.gate == w.down == w.dense == 16
 
     @property
+    def inexact(self) -> str:
+        """Why 16-bit weights are not all that the source has, in a sentence; "" where they are, or have fewer bits."""
+        w, name = self.widths, self.source.loses
+        whole = w.up == w.gate == w.down == w.dense == 16
+        return f"{name} of its source has numbers that 16 bits do not hold." if whole and name else ""
+
+    @property
     def float16(self) -> torch.dtype:
         """What 16-bit values of experts are."""
         return _FLOAT16[self.widths.float16]

@@ -109,7 +109,7 @@ def _checked(codes: Tensor, scale: Tensor, zero: Tensor, values: torch.dtype | N
 def keeping(kept: Kept | None, layout: VectorLayout, by: Quantizer, values: torch.dtype | None = None) -> Quantizer:
     """A quantizer that keeps the codes of a matrix that others rounded, where `layout` can hold them, else `by`.
 
-    Scales become the nearest ones that it can hold: of bytes, 1.6 % from them at most. Rounded once more, to a grid of
+    Scales become the nearest ones that it can hold: of bytes, 3 % off at most. Rounded once more, to a grid of
     our own, such weights lose twice as much (tests/bench/LOG.md).
     """
     if kept is None or kept.bits != layout.bits or kept.codes.shape[1] // kept.scale.shape[1] % layout.group:

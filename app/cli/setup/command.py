@@ -319,6 +319,8 @@ def _asked(error: AccessError) -> str:
 
 
 def _run(wanted: Wish, token: str | None) -> None:
+    from ....models.pack.manifest import Manifest
+
     while True:
         try:
             _follow(wanted, token)
@@ -328,6 +330,8 @@ def _run(wanted: Wish, token: str | None) -> None:
             token = _asked(error)
         else:
             break
+    if why := Manifest.read(wanted.folder).inexact:
+        note(f"Without preset Exact: {why}")
     note(f"{wanted.name} is ready. Chat with it: floe-chat --model {wanted.name}")
 
 
