@@ -479,10 +479,11 @@ class TestReasons:
         assert entry.smaller.endswith("Qwen/Qwen3-30B-A3B-FP8.")
         for name, bytes_ in (("qwen3-30b-a3b", "31.2 GB"), ("qwen3.6-35b-a3b", "37.4 GB"), ("glm-4.5-air", "113 GB")):
             assert f"is about {bytes_}" in described(name).smaller, described(name).smaller
-        stated = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}
+        left_out = ["lm_head", "model.layers.0.mlp.gate"]
+        stated = {"quant_method": "fp8", "modules_to_not_convert": left_out}
         fields = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": stated}
         assert f"{described(fields).checkpoint_bytes / 1e9:.1f} GB" in entry.smaller
-        stated["modules_to_not_convert"].append("model.layers.0.self_attn.q_proj")
+        left_out.append("model.layers.0.self_attn.q_proj")
         assert described(fields).checkpoint_bytes > 32e9
         assert described("mixtral-8x7b").smaller == replace(entry, folder=Path("here")).smaller == ""
         assert all(each.fp8.endswith("-FP8") for each in PUBLISHED if each.fp8)
