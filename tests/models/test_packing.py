@@ -128,6 +128,20 @@ def test_an_interrupted_pack_is_called_incomplete_and_packing_again_is_as_if_not
     assert contents(tmp_path / "p") == contents(exact_pack)
 
 
+def test_what_16_bits_do_not_hold_is_known_after_an_interruption(tmp_path: Path) -> None:
+    """It is in the first half, which is not read again."""
+    source = make_checkpoint(tmp_path / "source")
+
+    def widen(name: str, tensor: Tensor) -> Tensor:
+        return 1.01 * tensor.float() if ".0.block_sparse_moe.experts.1.w3" in name else tensor
+
+    edit_tensors(source, widen)
+    interrupted(source, tmp_path / "p", in_the_second_layer)
+    manifest = make_pack(source, tmp_path / "p", EXACT)
+    assert not manifest.unquantized
+    assert manifest.source.loses == "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("mark", ['{"pid": 4194305, "started": 1.0}', "", '{"pid": "x"}'], ids=repr)
 def test_a_folder_whose_writer_is_gone_is_taken_over(tmp_path: Path, tiny_checkpoint: Path, mark: str) -> None:
