@@ -19,7 +19,7 @@ from ..kernels.weights import LinearWeights
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
 from ..models.errors import UsageError, damaged
-from ..models.families import FAMILIES
+from ..models.families import family_of
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
 from ..models.pack.manifest import FILE_NAME, Manifest, file_entry
@@ -206,7 +206,7 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
         config = read_config(pack.packed.folder)
     model: Any = library_model.build(
         config,
-        FAMILIES[manifest.architecture.model_type],
+        family_of(manifest.architecture.model_type),
         pack.packed.dense(),
         manifest.widths.dense,
         experts,
@@ -360,7 +360,7 @@ class _Experts:
             decoder.rooms = [one if part.choice.shares.place == "pool" else None for part, one in each]
             for room in (one for one in self._offloads if one in decoder.rooms and one is not None):
                 room.share()
-        family = FAMILIES[self._pack.architecture.model_type]
+        family = family_of(self._pack.architecture.model_type)
         routers = [family.router(block) for block in family.blocks(model)]
         for layer, after in zip(self._made, [*self._made[1:], None], strict=False):
             following = after if after is not None and after.index == layer.index + 1 else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..models import configuration
 from ..models.errors import damaged
-from ..models.families import FAMILIES
+from ..models.families import family_of
 from ..models.pack.manifest import Architecture
 from ..models.pack.packed_model import PackedLayer, PackedModel
 from . import quality_presets
@@ -66,13 +66,14 @@ def opened(
 
 
 def _compare(folder: Path, config: Any, a: Architecture) -> None:
+    family = family_of(config.model_type)
     for name, configured, packed in (
         ("model type", config.model_type, a.model_type),
-        ("number of layers with experts", len(FAMILIES[config.model_type].expert_layers(config)), a.layers),
-        ("number of experts", FAMILIES[config.model_type].experts(config), a.experts),
-        ("experts per token", config.num_experts_per_tok, a.top_k),
+        ("number of layers with experts", len(family.expert_layers(config)), a.layers),
+        ("number of experts", family.experts(config), a.experts),
+        ("experts per token", family.top_k(config), a.top_k),
         ("hidden size", config.hidden_size, a.hidden),
-        ("number of neurons per expert", FAMILIES[config.model_type].neurons(config), a.intermediate),
+        ("number of neurons per expert", family.neurons(config), a.intermediate),
     ):
         if configured != packed:
             raise damaged(folder, f"Its {name} is {packed} in the manifest and {configured} in config.json.")

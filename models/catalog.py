@@ -323,7 +323,7 @@ def _unknown(model: str) -> UsageError:
 
 def _by_id(model: str) -> str:
     """A sentence that says how to name a model that is not listed but, by its name, of a supported family; or ""."""
-    family = supported.family_of(model)
+    family = supported.called_so(model)
     return f"Other {family} models work by hub id (owner/name)." if family else ""
 
 

@@ -101,6 +101,22 @@ class Wide:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """What is not experts of a model that is none of the usual ones, counted tensor by tensor.
+
+    Attributes:
+        linears: the linear layers that a pack may store at low width, of all layers, without the head. small: numbers
+            that every pack stores as they are, without the embedding. cached: numbers that all layers cache of a token.
+            state: numbers that they keep of a text whatever its length.
+    """
+
+    linears: tuple[Matrix, ...]
+    small: int
+    cached: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
@@ -114,6 +130,7 @@ class Sizes:
         latent: None where all heads of keys and values are cached. recurrent: None where all layers are attention.
         gated_heads: whether the queries' projection also gives a gate of each output. wide: layers of other heads.
         windowed: how many of the other layers see only the last `sees` tokens.
+        counted: instead of all that says something about what is not experts; None for the usual models.
     """
 
     model_type: str
@@ -141,6 +158,7 @@ class Sizes:
     wide: Wide | None = None
     windowed: int = 0
     sees: int = 0
+    counted: Counted | None = None
 
     @property
     def decoder_layers(self) -> int:
@@ -162,6 +180,8 @@ class Sizes:
     @property
     def cached(self) -> int:
         """Numbers that all layers cache of a token, while they keep it."""
+        if self.counted is not None:
+            return self.counted.cached
         if self.latent is not None:
             return self.attending * (self.latent.keys + self.latent.rope)
         return sum(layers * 2 * heads * size for layers, heads, size in self.caching)
@@ -181,6 +201,8 @@ class Sizes:
 
     def beside(self) -> list[Matrix]:
         """All that a token reads besides experts and the head, of all layers."""
+        if self.counted is not None:
+            return list(self.counted.linears)
         found = self.caching[0][0] * self.projections()
         if self.wide is not None:
             found += self.wide.layers * self.wide.projections(self.heads, self.hidden)
@@ -210,6 +232,8 @@ class Sizes:
     @property
     def small(self) -> int:
         """Numbers of 16 bits of all routers, norms and biases, which every pack stores as they are."""
+        if self.counted is not None:
+            return self.counted.small
         router = self.experts * (self.hidden + (2 if self.router_bias else 0)) + (
             self.hidden if self.shared_gate else 0
         )

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from . import config_limits, private_file
 from .checkpoint_files import INDEX, FolderShelf, Shelf, TensorPlace
+from .converted import ConvertedShelf
 from .errors import CheckpointError, NoCheckpointError
-from .families import FAMILIES, language_fields
+from .families import FAMILIES, family_of, language_fields
+from .families.derived import Derived, configured, fit
 from .families.sizes import NAMES
 from .families.storage import ExpertTensors, Storage
 from .quantized import Kept, QuantizedShelf
@@ -33,6 +35,7 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
     "F16": torch.float16,
     "F32": torch.float32,
 }
+WHOLE = {"I64": torch.int64}  # of tensors that are no weights, which are kept as they are
 CODES = "U8"  # bytes that are no numbers by themselves
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _HEADS = {"head_dim", "num_key_value_heads"}  # in which layers of one model may differ
@@ -45,7 +48,7 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
         called: what errors call the checkpoint; "": by its folder.
 
     Raises:
-        CheckpointError: no config.json, one that cannot be read, or a model that is not an MoE of a family in FAMILIES.
+        CheckpointError: no config.json, one that cannot be read, or a model that cannot be run.
     """
     path = folder / "config.json"
     try:
@@ -65,6 +68,8 @@ def read_config(folder: Path, called: str = "") -> PretrainedConfig:
         raise refused
     # transformers makes lists of as many entries as there are layers, so sizes are checked before it sees them.
     fields = language_fields(fields)
+    if str(fields["model_type"]) not in FAMILIES:
+        return configured(fields)  # which was checked there
     defaults = FAMILIES[str(fields["model_type"])].defaults
     _check_values(path, config_limits.in_force(fields, defaults))
     import_library()
@@ -154,15 +159,21 @@ class Checkpoint:
         self._called = f"The checkpoint at {self.folder}" if here else self.shelf.name
         self.shelf.small(MODELOPT)
         self.config: Any = read_config(self.folder, self._called)
-        self.family = FAMILIES[self.config.model_type]
+        self.family = family_of(self.config.model_type)
+        if isinstance(self.family, Derived):
+            self.family = family_of(self.config.model_type, fit(self.config))
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
         every = _places(self.shelf)
-        if (rounded := quantization(read_fields(self.folder))) is not None:
+        fields = read_fields(self.folder)
+        if (rounded := quantization(fields)) is not None:
             self.shelf = QuantizedShelf(self.shelf, every, rounded.stated, rounded.called)
             every = self.shelf.places
         self.places = {name: place for name, place in every.items() if not name.startswith(unused)}
         self.unused = {name: place for name, place in every.items() if name.startswith(unused)}
+        if isinstance(self.family, Derived):
+            self.shelf = ConvertedShelf(self.shelf, every, self.family, self.config, fields)
+            self.places, self.unused = self.shelf.places, self.shelf.unused
         self.storage = self._stored()
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}
@@ -188,6 +199,11 @@ class Checkpoint:
     def experts(self) -> int:
         """How many a layer has."""
         return self.family.experts(self.config)
+
+    @property
+    def top_k(self) -> int:
+        """How many a token uses."""
+        return self.family.top_k(self.config)
 
     @property
     def neurons(self) -> int:
@@ -233,7 +249,11 @@ class Checkpoint:
 
     def files(self, name: str) -> list[str]:
         """The shards that hold a tensor, by its published name: several where its scales are not with its codes."""
-        return self.shelf.files(name) if isinstance(self.shelf, QuantizedShelf) else [self.places[name][0]]
+        return (
+            self.shelf.files(name)
+            if isinstance(self.shelf, QuantizedShelf | ConvertedShelf)
+            else [self.places[name][0]]
+        )
 
     def fingerprint(self) -> str:
         """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of
@@ -358,10 +378,10 @@ def _disagree(cause: str) -> CheckpointError:
 def _dtype(name: str, place: TensorPlace) -> torch.dtype:
     if place.dtype == CODES:
         return torch.uint8
-    if place.dtype not in DTYPES:
+    if place.dtype not in DTYPES | WHOLE:
         raise CheckpointError(
             f"{name} of the checkpoint cannot be read",
             f"It is {place.dtype}; floating point of 16 or 32 bit is needed.",
             "Use the model's original, unquantized checkpoint.",
         )
-    return DTYPES[place.dtype]
+    return (DTYPES | WHOLE)[place.dtype]

@@ -59,6 +59,7 @@ _OPTIONAL = (
     *("moe_layer_freq", "num_global_key_value_heads"),
     *("n_shared_experts", "moe_num_shared_experts", "q_lora_rank"),
 )
+_MOST_LISTED, _MOST_LAYERS, _MOST_OTHERS = 1 << 12, 1 << 10, 1 << 24  # of fields that are not among these
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720
 
 
@@ -108,6 +109,22 @@ def problem(values: Mapping[str, Any]) -> str | None:
     size = values.get("head_dim") or (values["hidden_size"] // heads if known else 2)
     if size < 2 or size % 2:
         return f"Its attention heads have {size} values; an even number is needed."
+    return None
+
+
+def beyond(fields: Mapping[str, Any]) -> str | None:
+    """Why a configuration whose fields nobody knows could take a machine's time or memory; None if it does not."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            if cause := beyond(value):
+                return cause
+        elif isinstance(value, list | tuple):
+            if len(value) > _MOST_LISTED:
+                return f"Its {shown(name)} has {len(value):,} entries; {_MOST_LISTED:,} are supported."
+        elif type(value) is int and name not in SIZES and not name.endswith("_id"):
+            most = _MOST_LAYERS if "layer" in name else _MOST_OTHERS
+            if abs(value) > most:
+                return f"Its {shown(name)} is {shown(value)}; up to {most:,} is supported."
     return None
 
 

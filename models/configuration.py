@@ -16,7 +16,7 @@ from typing import Any
 from . import config_limits, private_file
 from .checkpoint import LARGEST_CONFIG, read_config
 from .errors import CheckpointError, damaged
-from .families import FAMILIES
+from .families import FAMILIES, family_of
 
 _log = logging.getLogger("floe_chat.models")
 
@@ -166,5 +166,5 @@ def _check(config: Config) -> None:
     values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
     if cause := config_limits.problem(values):
         raise ValueError(cause)
-    if config.hidden_act != FAMILIES[config.model_type].activation:
+    if config.hidden_act != family_of(config.model_type).activation:
         raise ValueError(f"its experts use {config.hidden_act}")

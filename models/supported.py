@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from . import config_limits
 from .catalog_entry import GROUP, Sizes
 from .errors import CheckpointError, FloeError, UsageError
-from .families import FAMILIES, language_fields
+from .families import FAMILIES, family_of, language_fields
+from .families.derived import Derived, UnfitError, configured, fit
 from .families.sizes import NAMES, sizes_of, view
 from .paths import is_file
 
@@ -23,7 +24,10 @@ CALLED = f"{', '.join(_FIRST)} and {_LAST}"
 _NEEDED = (
     "floe-chat packs a model from its original weights (*.safetensors) or a copy in FP8, FP4, INT8, INT4, AWQ, GPTQ."
 )
-_HINT = f"{CALLED} models work; `floe-chat plan` shows which of them run on this machine."
+_HINT = (
+    f"{CALLED} models work, and most others with experts that transformers knows; `floe-chat plan` shows which of them "
+    "run on this machine."
+)
 
 # Formats of converted weights, by what their files and repositories are called.
 _FORMATS = (
@@ -84,6 +88,8 @@ _FAMILIES = (
     ("grok", "Grok", r"grok-?[12]"),
     ("jamba", "Jamba", r"jamba"),
 )
+# Of these, what is not run, as far as is known before a config.json is read; derived.py decides about the others.
+_NOT_YET = ("qwen3_omni_moe", "ernie4_5_vl_moe", "llama4", "kimi_k2", "nemotron_h", "bailing_moe", "dbrx", "grok")
 _DENSE = re.compile(
     r"(tiny-?)?llama-?[123]?(-|$)|mistral-(7b|nemo|small|large)|gemma(-?[1-3])?(-|$)|phi-?[1-4](-|$)"
     r"|qwen-?(1-5|2|2-5|3)-.*\d+b(-|$)|gpt-?2(-|$)|falcon|smollm|olmo-?[123]?(-|$)|vicuna|yi-\d+b|deepseek-.*distill"
@@ -103,10 +109,10 @@ def refused(name: str) -> FloeError | None:
     if re.search(r"mixtral|olmoe|\d+x\d+(-\d+)?b", key):
         return None
     kind, called = _family(key)
-    if kind in FAMILIES:
-        return None
-    if kind:
+    if kind in _NOT_YET:
         return UsageError(*_not_yet(called))
+    if kind:
+        return None
     return UsageError(*_no_experts(name)) if _DENSE.match(key) else None
 
 
@@ -135,7 +141,7 @@ def _refused_gguf(name: str, key: str) -> FloeError:
     return UsageError("GGUF files are not downloaded yet", f"{name} has only these.", hint)
 
 
-def family_of(name: str) -> str:
+def called_so(name: str) -> str:
     """The supported family that a model belongs to by its name, as people call it; "" if the name does not say."""
     kind, called = _family(_key(name))
     return called if kind in FAMILIES else ""
@@ -149,7 +155,7 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
     language = language_fields(fields)
     kind = language.get("model_type")
     if isinstance(kind, str) and kind in SUPPORTED:
-        if cause := FAMILIES[kind].refused(language):
+        if cause := family_of(kind).refused(language):
             return CheckpointError(f"{what} is not a model that floe-chat supports", cause, _HINT)
         return _refused_weights(fields, what)
     called = next((called for known, called, _ in _FAMILIES if known == kind), None)
@@ -157,13 +163,20 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
     cause = f"{what}: its model_type is {kind!r}."
     if not isinstance(kind, str) or not kind:
         title, hint = f"{what} does not describe a model", "Download config.json again."
-    elif fields.get("auto_map") and not _in_transformers(kind):
-        title, hint = f"{what} needs code of its own, which floe-chat never runs", _HINT
-        cause = f"Its model_type {config_limits.shown(kind)} is not part of transformers."
     elif called is None and not experts:
         title, _, hint = _no_experts(what)
-    else:
+    elif not _in_transformers(kind):
         title, _, hint = _not_yet(called or f"A model of type {kind!r}")
+        if fields.get("auto_map"):
+            title = f"{what} needs code of its own, which floe-chat never runs"
+            cause = f"Its model_type {config_limits.shown(kind)} is not part of transformers."
+    else:
+        try:
+            fit(configured(language))
+            return _refused_weights(fields, what)
+        except UnfitError as error:
+            title, _, hint = _not_yet(called or f"A model of type {kind!r}")
+            cause = f"{what}: its model_type is {kind!r}; {error}."
     return CheckpointError(title, cause, hint)
 
 
@@ -387,7 +400,9 @@ def sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         if cause := config_limits.out_of_range(names[0], value):
             raise _no_model(what, cause)
 
-    family = FAMILIES[kind]
+    family = family_of(kind)
+    if isinstance(family, Derived):
+        return sizes_of(family, configured(fields))
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", family.width)
     for called in (*((name,) for name in needed), *NAMES.values()):
         number(*called)

@@ -25,7 +25,7 @@ from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...models.catalog import described
 from ...models.catalog_entry import Convolutions, Sizes
 from ...models.errors import FloeError, UsageError
-from ...models.families import FAMILIES, Family
+from ...models.families import Family, family_of
 from ...models.modules import library_model
 from ...models.pack.manifest import Architecture, Calibration, Manifest, PackSource, Widths
 from ...models.pack.packed_model import PackedLayer
@@ -163,7 +163,7 @@ class Spec:
         from transformers import AutoConfig
 
         sizes = MODELS[self.name]
-        family = FAMILIES[sizes.model_type]
+        family = family_of(sizes.model_type)
         family.register()
         fields: dict[str, Any] = {
             "vocab_size": sizes.vocab,
@@ -218,7 +218,7 @@ class Spec:
     def manifest(self) -> Manifest:
         """The manifest of such a pack."""
         config = self.config()
-        family = FAMILIES[config.model_type]
+        family = family_of(config.model_type)
         experts, neurons = family.experts(config), family.neurons(config)
         sizes = (self.layers, experts, config.num_experts_per_tok, config.hidden_size, neurons)
         widths = Widths(
@@ -270,7 +270,7 @@ def nbytes(spec: Spec) -> int:
 
 def dense_bytes(spec: Spec) -> int:
     """Memory of everything but the experts, in bytes."""
-    family, total = FAMILIES[spec.manifest().architecture.model_type], 0
+    family, total = family_of(spec.manifest().architecture.model_type), 0
     for name, shape in _dense_shapes(spec).items():
         bits = _dense_width(name.removesuffix(".weight"), spec, family)
         total += shape[0] * layout_of(shape[1], bits).nbytes if bits < 16 else 4 * shape.numel()
@@ -288,7 +288,7 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
     manifest, config = spec.manifest(), spec.config()
     a = manifest.architecture
     control, telemetry = Control(NO_SPARSITY, chunk_for(a.experts, a.top_k)), Telemetry(a.layers, a.experts)
-    family = FAMILIES[a.model_type]
+    family = family_of(a.model_type)
 
     def linear(weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
         parts = (part.to(device) for part in (weights.q, weights.scale, weights.zero))
@@ -316,7 +316,7 @@ def calibrate(subject: Subject) -> None:
     """
     layers = [module for module in subject.model.modules() if isinstance(module, MoELayer)]
     handles = [layer.register_forward_pre_hook(_measure) for layer in layers]
-    family = FAMILIES[subject.manifest.architecture.model_type]
+    family = family_of(subject.manifest.architecture.model_type)
     top_k = subject.manifest.architecture.top_k
     for router in map(family.router, family.blocks(subject.model)):
         scoring = getattr(router, "proj", router)  # a router may do something to its input first

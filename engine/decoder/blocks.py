@@ -113,6 +113,8 @@ def read_router(family: Family, block: Any) -> Router:
         heard = experts.hears(gate.proj.weight) if isinstance(experts, OffloadedLayer) else None
         own = gate.proj.weight, gate.config.num_experts_per_tok, True, torch.float32, heard
         return Router(*own, factors=gate.per_expert_scale, norm=Norm(gate.scale * gate.scalar_root_size))
+    if routing.kind == "own":
+        raise Unsupported("its router is transformers' own")
     if family.biased and not isinstance(experts, MoELayer):
         raise Unsupported("its experts have biases that are not a pack's")
     correction = _corrected(block, routing.correction) if routing.correction else None

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ...models.families import family_of
+from ...models.families.derived import Derived
 from ..sampling import Sampler
 from . import finite_check
 from .fused_pass import FusedDecoder
@@ -20,6 +23,10 @@ from .kv_stores import KvForm
 from .layers import Unsupported
 
 _log = logging.getLogger("floe_chat.engine")
+
+_FEW = 16  # tokens that are computed one by one rather than with all before them
+_TRIED = range(3, 3 + 2 * _FEW)  # ids
+_ALIKE = 0.05  # relative difference of logits: what is left out of experts hangs on their last digits
 
 __all__ = ["Decoder", "FusedDecoder", "LibraryDecoder", "choose"]
 
@@ -97,6 +104,7 @@ class LibraryDecoder:
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})
+        self._derived = isinstance(family_of(model.config.model_type), Derived)
         rope: Any = getattr(model.config, "rope_parameters", None) or {}
         # With "longrope" a text beyond this length has other frequencies, from its first token on.
         self._short: int | None = (
@@ -113,14 +121,38 @@ class LibraryDecoder:
             ids = [*kv.tokens, *ids]
             kv.store = None
         store = kv.store_of(LibraryStore, self._new_store)
+        if self._derived and store.held and len(ids) > 1 and not self._continues:
+            if len(ids) <= _FEW:
+                return [self._pass([each], store) for each in ids][-1]
+            ids, store = [*kv.tokens, *ids], self._new_store()
+            kv.store = store
+        return self._pass(ids, store)
+
+    def _pass(self, ids: Sequence[int], store: LibraryStore) -> Tensor:
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         store.begin()
         found = self.model(input_ids=inputs, past_key_values=store.cache, use_cache=True, logits_to_keep=1)
+        store.cache = found.past_key_values
         store.end(len(ids))
         return found.logits[:, -1]
 
+    @cached_property
+    def _continues(self) -> bool:
+        """Whether the library's modules go on from what they keep with several tokens at once, which is tried: some
+        then begin anew.
+        """
+        whole, cut = self._new_store(), self._new_store()
+        self._pass(_TRIED[:-_FEW], cut)
+        wanted, found = self._pass(_TRIED, whole), self._pass(_TRIED[-_FEW:], cut)
+        return float((found - wanted).norm() / wanted.norm()) < _ALIKE
+
     def _new_store(self) -> LibraryStore:
-        return LibraryStore(self.model.config if self._recurrent else None)
+        if self._derived:
+            return LibraryStore()
+        from transformers import DynamicCache
+
+        config = self.model.config if self._recurrent else None
+        return LibraryStore(lambda: DynamicCache(config=config), stuck=self._recurrent)
 
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
         """See `Decoder`: the library does not draw."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.families import FAMILIES
+from ...models.families import family_of
 
 NO_PART = "no part when it was run again"
 
@@ -28,7 +28,7 @@ def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
         model.model.norm.register_forward_hook(_check("the last norm")),
         model.lm_head.register_forward_hook(_check("the output head")),
     ]
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config.model_type)
     for index, block in zip(family.expert_layers(model.config), family.blocks(model), strict=False):
         handles.append(block.experts.register_forward_hook(_check_experts(index)))
     for index, layer in enumerate(model.model.layers):

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ...kernels.rule import Rule
+from ...models.families.derived import tensors_of
 from ..quality_presets import Preset
 
 S = TypeVar("S", bound="KVStore")
@@ -338,17 +339,34 @@ class LibraryStore:
     A layer that keeps a state instead of keys and values cannot go back: such a cache is kept as it is, or not at all.
 
     Args:
-        config: of a model that has such layers; else None.
+        new: makes an empty one; None where the model's first pass makes its own, of which only keys and values of all
+            tokens can go back. stuck: whether it cannot go back in any case.
+
+    Attributes:
+        cache: None before that pass.
     """
 
-    def __init__(self, config: Any = None) -> None:
-        self._config = config
+    def __init__(self, new: Callable[[], Any] | None = None, *, stuck: bool = False) -> None:
+        self._new, self._always_stuck = new, stuck
         self._renew()
 
-    def _renew(self) -> None:
-        from transformers import DynamicCache
+    @property
+    def held(self) -> int:
+        """Tokens that it holds; 0 inside a pass, and after one that broke off."""
+        return self._held or 0
 
-        self.cache: Any = DynamicCache() if self._config is None else DynamicCache(config=self._config)
+    @property
+    def stuck(self) -> bool:
+        """Whether it cannot go back to fewer tokens."""
+        if self._always_stuck or self._new is not None:
+            return self._always_stuck
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        layers = self.cache.layers if type(self.cache) is DynamicCache else [None]
+        return any(type(layer) is not DynamicLayer for layer in layers)
+
+    def _renew(self) -> None:
+        self.cache: Any = None if self._new is None else self._new()
         self._held: int | None = 0  # tokens; None inside a pass, and after one that broke off
 
     def begin(self) -> None:
@@ -361,14 +379,11 @@ class LibraryStore:
 
     def nbytes(self) -> int:
         """Bytes that the cached keys and values, or states, take."""
-        names = ("keys", "values", "conv_states", "recurrent_states")
-        found: list[Any] = [getattr(layer, name, None) for layer in self.cache.layers for name in names]
-        parts = [each for one in found for each in (one.values() if isinstance(one, dict) else [one])]
-        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        return sum(part.nbytes for part in tensors_of(self.cache))
 
     def keeps(self, length: int) -> int:
         """All of them, unless a layer keeps a state: then nothing, or what is there."""
-        return length if self._config is None or length == self._held else 0
+        return length if not self.stuck or length == self._held else 0
 
     def spilled(self) -> int:
         """All are where they are computed."""
@@ -380,7 +395,7 @@ class LibraryStore:
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens, layer by layer: a pass that broke off left some longer."""
-        if self._config is not None:
+        if self.stuck:
             if length != self._held:
                 self._renew()
             return

@@ -29,6 +29,11 @@ class PackedLinear(nn.Module):
         backend = kernels.choose(weights.q.device)
         self._linear, self._joined = backend.linear, backend.linear_joined
 
+    @property
+    def weight(self) -> Tensor:
+        """(N, K) float32: what the codes stand for, for modules of the library that multiply by it themselves."""
+        return self.weights.dense(torch.float32)
+
     def forward(self, x: Tensor, norm: tuple[Norm, float] | None = None, added: Tensor | None = None) -> Tensor:
         """x (..., K) floating point -> (..., N) of x's dtype.
 

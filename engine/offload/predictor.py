@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...kernels import operations as kernels
 from ...models.errors import UsageError
-from ...models.families import FAMILIES
+from ...models.families import family_of
 from ...models.pack.learned_predictor import Lookahead, carry
 from ...models.pack.packed_model import PackedModel
 from ..ranges import PREDICTORS
@@ -131,7 +131,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     """
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config.model_type)
     routers = [family.scores_by(model.model.layers[index]) for index in family.expert_layers(model.config)]
     if name == "partial" and ahead is not None:
         return PartialPredictor(routers, ahead, _learned(packed, routers, packed.lookahead_far()))
@@ -167,7 +167,7 @@ def _learned(packed: PackedModel, routers: Sequence[Tensor], useful: Sequence[bo
 
 def carries(model: Any) -> list[Tensor]:
     """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last."""
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config.model_type)
     layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
     norms = [getattr(layer, family.norm).weight for layer in layers]
     return [carry(norm, following.to(norm.device)) for norm, following in itertools.pairwise(norms)]

@@ -23,7 +23,7 @@ from ...kernels import operations as kernels
 from ...kernels.activation import applied
 from ...kernels.types import Calls
 from ...models.errors import UsageError
-from ...models.families import FAMILIES
+from ...models.families import family_of
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import threshold_at
 from .. import quality_presets
@@ -81,7 +81,7 @@ class Layer:
 
 def layers_of(model: Any) -> list[Layer]:
     """Those with experts, in order."""
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config.model_type)
     correction = family.routing.correction
     found: list[Layer] = []
     for place, block in zip(family.expert_layers(model.config), family.blocks(model), strict=True):
@@ -96,7 +96,7 @@ def attends(model: Any) -> bool:
     """Whether the next layer's attention can be passed through ahead: all layers with experts are neighbours, and have
     the modules that most families have.
     """
-    places = FAMILIES[model.config.model_type].expert_layers(model.config)
+    places = family_of(model.config.model_type).expert_layers(model.config)
     needed = ("input_layernorm", "self_attn", "post_attention_layernorm")
     neighbours = places == list(range(places[0], places[-1] + 1))
     return neighbours and all(hasattr(model.model.layers[place], name) for place in places for name in needed)
@@ -104,7 +104,7 @@ def attends(model: Any) -> bool:
 
 def watch(model: Any, ids: Tensor) -> tuple[list[Seen], Rope]:
     """What every layer sees of ids (N, T), and the rope tables."""
-    layers, norm_name = layers_of(model), FAMILIES[model.config.model_type].norm
+    layers, norm_name = layers_of(model), family_of(model.config.model_type).norm
     seen: list[dict[str, Tensor]] = [{} for _ in layers]
     rope: list[Rope] = []
     hooks: list[Any] = []

@@ -12,7 +12,7 @@ from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Recurrent, Sizes
-from ...models.families import FAMILIES
+from ...models.families import family_of
 from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor
 from ...models.pack.manifest import Manifest
@@ -46,7 +46,7 @@ class Footprint:
             VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group), spec.short)
             for bits in (spec.gate, spec.down, spec.up)
         )
-        biased = FAMILIES[sizes.model_type].biased
+        biased = family_of(sizes.model_type).biased
         beside = sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.beside())
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
@@ -99,7 +99,7 @@ class Footprint:
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:
     """Of a pack; `config`: as config.json has it."""
-    return family_sizes(FAMILIES[manifest.architecture.model_type], config)
+    return family_sizes(family_of(manifest.architecture.model_type), config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class KvBytes:
 
 def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
     """Of a model. element: bytes of a number, where they are no codes of 8 bits."""
-    if sizes.latent is not None:
+    if sizes.latent is not None or sizes.counted is not None:
         return KvBytes(sizes.cached * element)
     each = [
         (layers, math.prod(entry_of(2 * heads, size, CODES)) if bits == 8 else 2 * heads * size * element)
@@ -153,6 +153,8 @@ def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
 def state_bytes(sizes: Sizes) -> int:
     """Bytes of a text's states, in all layers that keep one."""
     recurrent = sizes.recurrent
+    if sizes.counted is not None:
+        return 4 * sizes.counted.state
     if recurrent is None:
         return 0
     one = recurrent.state if isinstance(recurrent, Recurrent) else (recurrent.taps - 1) * sizes.hidden
@@ -176,7 +178,7 @@ def prompt_bytes(sizes: Sizes) -> int:
 
 def divisible(model_type: str) -> bool:
     """Whether several cards may have some of a family's layers each."""
-    return not FAMILIES[model_type].states
+    return not family_of(model_type).states
 
 
 def kv_element(dense: int) -> int:

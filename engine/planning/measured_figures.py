@@ -30,9 +30,10 @@ class Figures:
             rate of one core, likewise.
         vector_cost: by kind, what a vector costs besides its values, as a share of what Mixtral's 4,096 values take.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
-        host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
-            GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
-            beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
+        host_s, host_library_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the
+            CPU, more of it where transformers' modules run, beside a GPU that holds all rows, with a pool until absent
+            rows are asked for, and for experts that the CPU computes beside a GPU. host_behind_s: the rest of it with
+            a pool, behind which the device and the link work.
             host_ahead_s, host_fetch_s: what looking one layer ahead adds there, and sending for what was guessed.
         cards: on which our kernels have been measured. card_bytes: for each multiprocessor of a card and clock, what
             our kernels' instructions allow, by kind and bits; what the memory gives is less on most.
@@ -51,6 +52,7 @@ class Figures:
     core_prompt_bytes_s: float
     packed_weights_s: float
     host_s: float
+    host_library_s: float
     host_gpu_s: float
     host_pool_s: float
     host_behind_s: float
@@ -79,6 +81,7 @@ def figures() -> Figures:
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
         host_s=values["host_ms"] / 1e3,
+        host_library_s=values["host_library_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
         host_behind_s=values["host_behind_ms"] / 1e3,

@@ -281,10 +281,17 @@ def decode(
         attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
         # A state is read and written, and now and then copied to RAM, for which the device waits.
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
-        return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+        token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+        return dataclasses.replace(token, host=token.host + held.part * _library(takes.sizes))
     seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense)).seen(context)
     token = _on_cpu(takes, work, speeds, held, seen)
-    return dataclasses.replace(token, host=token.host + held.part * state_bytes(takes.sizes) / speeds.states)
+    more = state_bytes(takes.sizes) / speeds.states + _library(takes.sizes)
+    return dataclasses.replace(token, host=token.host + held.part * more)
+
+
+def _library(sizes: Sizes) -> float:
+    """Seconds that transformers' own modules add to a token, of a family for which there is nothing else."""
+    return 0.0 if sizes.counted is None else sizes.decoder_layers * figures().host_library_s
 
 
 def host_times(speeds: Speeds) -> HostTimes:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...models import private_file
 from ...models.catalog import asset
-from ...models.families import FAMILIES
+from ...models.families import family_of
 from ...models.pack import learned_predictor
 from ...models.pack.learned_predictor import Lookahead, Training, carry
 from ...models.pack.manifest import AHEAD, Manifest, file_entry
@@ -58,7 +58,7 @@ class _Lessons:
 
     def __init__(self, loaded: LoadedModel, study: int, told: Told) -> None:
         packed, config = loaded.packed, loaded.model.config
-        family, layers = FAMILIES[config.model_type], loaded.model.model.layers
+        family, layers = family_of(config.model_type), loaded.model.model.layers
         places, count = family.expert_layers(config), packed.manifest.architecture.layers
         self._routers = [family.scores_by(layers[place]).detach().cpu() for place in places]
         self._norms = [getattr(layers[place], family.norm).weight.detach().cpu() for place in places]
@@ -130,7 +130,7 @@ def run(loaded: LoadedModel, ids: Sequence[int], told: Told) -> OwnPredictors | 
 @torch.inference_mode()
 def _watched(model: Any, windows: Tensor, lessons: _Lessons) -> None:
     hooks: list[Any] = []
-    for index, block in enumerate(FAMILIES[model.config.model_type].blocks(model)):
+    for index, block in enumerate(family_of(model.config.model_type).blocks(model)):
 
         def given(_own: Any, given: Any, index: int = index) -> None:
             lessons.reach(index, given[0], given[1])

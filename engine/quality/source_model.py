@@ -62,7 +62,7 @@ class SourceModel:
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
             )
-        if config.tie_word_embeddings:
+        if getattr(config, "tie_word_embeddings", False):
             self._published.setdefault("lm_head.weight", self._published.get(EMBEDDING, ""))
         family = checkpoint.family
         rename(model.model, family)
@@ -81,7 +81,7 @@ class SourceModel:
         self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
         self._stream(model.model.norm, "model.norm", "Source: last norm")
         self._stream(model.lm_head, "lm_head", "Source: output head")
-        renew(model.model, config, "cpu")
+        renew(model, family, config, "cpu")
         self._model, self._divided = model.eval(), family.factor(config, family.divided)
 
     def logits(self, ids: Tensor, keep: int) -> Tensor:

@@ -17,7 +17,7 @@ from ...kernels.activation import beside
 from ...kernels.layouts import VectorLayout
 from ..checkpoint import Checkpoint, read_config
 from ..errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
-from ..families import FAMILIES
+from ..families import family_of
 from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
@@ -219,7 +219,7 @@ def _bad_dense(packed: PackedModel) -> str | None:
     manifest, dense = packed.manifest, packed.dense()
     config = read_config(packed.folder)
     model = library_model.empty(config, torch.bfloat16)
-    family = FAMILIES[manifest.architecture.model_type]
+    family = family_of(manifest.architecture.model_type)
     for block in family.blocks(model):
         block.experts = nn.Identity()
     weights = library_model.with_head(config, family, dense)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from .derived import derived
 from .ernie import ERNIE4_5_MOE
 from .family import Family
 from .gemma import GEMMA4
@@ -17,6 +18,9 @@ from .mixtral import MIXTRAL
 from .olmoe import OLMOE
 from .phimoe import PHIMOE
 from .qwen import QWEN2_MOE, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+
+if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from ...kernels.activation import Activation
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -43,10 +47,19 @@ FAMILIES: dict[str, Family] = {
 """By the model_type of config.json."""
 
 
+def family_of(model_type: str, experts_by: Activation = "silu") -> Family:
+    """The record of a family, or what stands for it where there is none; experts_by: what such experts compute."""
+    return FAMILIES.get(model_type) or derived(model_type, experts_by)
+
+
 def language_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a config.json that describe the language model: nested ones where the model also sees or hears."""
     kind, nested = fields.get("model_type"), fields.get("text_config")
     for family in FAMILIES.values():
         if kind and kind == family.within:
             return {**(nested if isinstance(nested, Mapping) else {}), "model_type": family.model_type}
+    inner = nested.get("model_type") if isinstance(nested, Mapping) else None
+    if isinstance(kind, str) and isinstance(inner, str) and not {kind, inner} & FAMILIES.keys():
+        tied = {"tie_word_embeddings": fields["tie_word_embeddings"]} if "tie_word_embeddings" in fields else {}
+        return {**tied, **nested}
     return fields

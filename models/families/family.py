@@ -71,7 +71,8 @@ class Routing:
         module: its name in the block.
         kind: "softmax": the top-k by their probabilities, which weigh them; "sigmoid", or probabilities whose choice a
             bias corrects; "sparsemixer": one by one, each weighed among those near it. "scaled", whose weights are
-            probabilities times a factor of each expert, is computed by transformers' router.
+            probabilities times a factor of each expert, is computed by transformers' router. "own": however
+            transformers' module does it.
         normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
         precise: whether logits are computed in float32 whatever the rest is.
         correction: name in the block of the bias that is added to scores for the choice alone, if it has it; "" where
@@ -80,7 +81,7 @@ class Routing:
     """
 
     module: str = "gate"
-    kind: Literal["softmax", "sigmoid", "sparsemixer", "scaled"] = "softmax"
+    kind: Literal["softmax", "sigmoid", "sparsemixer", "scaled", "own"] = "softmax"
     normalized: bool | None = None
     precise: bool = False
     correction: str = ""
@@ -201,6 +202,10 @@ class Family:
         """How many neurons an expert has."""
         return int(getattr(config, self.width))
 
+    def top_k(self, config: Any) -> int:
+        """How many experts a token uses."""
+        return int(config.num_experts_per_tok)
+
     def expert_layers(self, config: Any) -> list[int]:
         """The decoder layers that have experts. A pack counts these alone: its layer n is the n-th of them."""
         without = self.dense_layers(config)
@@ -217,7 +222,11 @@ class Family:
 
     def scores_by(self, layer: Any) -> Tensor:
         """(E, H) by which the input of a decoder layer's experts gives their scores."""
-        return self.routing.scores_by(self.router(self.block_of(layer)), getattr(layer, self.norm).weight)
+        return self.routing.scores_by(self.router(self.block_of(layer)), self.norm_weight(layer))
+
+    def norm_weight(self, layer: Any) -> Tensor:
+        """(H,) of the norm before a decoder layer's experts."""
+        return getattr(layer, self.norm).weight
 
     def router(self, block: Any) -> Any:
         """The router of a module with experts."""

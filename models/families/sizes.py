@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..catalog_entry import Convolutions, Latent, Recurrent, Sizes
+from .derived import Derived
 from .family import Family, GroupedQuery
 
 # A field of ours, and what families call it in config.json.
@@ -30,7 +31,9 @@ class _View(SimpleNamespace):
 
 
 def sizes_of(family: Family, config: Any) -> Sizes:
-    """`config`: transformers' configuration, ours, or a `view`."""
+    """`config`: transformers' configuration, ours, or a `view`; of a derived family, transformers'."""
+    if isinstance(family, Derived):
+        return family.sizes(config)
     windowed, sees = _windows(family, config)
     config, wide = family.parts(config)
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers

@@ -121,6 +121,27 @@ class Stacked:
         return ExpertTensors(gate, up, down)
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Gate above up in one tensor (2 F, H) for each expert, and down (H, F): what `converted.py` makes of others."""
+
+    together: bool = False
+
+    def names(self, layer: int, expert: int) -> list[str]:
+        """See `Storage`."""
+        return [f"model.layers.{layer}.experts.{expert}.{part}_proj" for part in ("gate_up", "down")]
+
+    def needed(self, experts: int, neurons: int, hidden: int) -> list[Needed]:
+        """See `Storage`."""
+        return [Needed((2 * neurons, hidden)), Needed((hidden, neurons))]
+
+    def read(self, read: Read, layer: int, expert: int) -> ExpertTensors:
+        """See `Storage`."""
+        both, down = (read(name, None) for name in self.names(layer, expert))
+        gate, up = both.chunk(2)
+        return ExpertTensors(gate, up, down)
+
+
 _GPT_OSS = "model.layers.{layer}.mlp.experts.{part}"
 
 

@@ -67,6 +67,8 @@ def finer_router(family: Family, config: Any, parts: int) -> FinerRouter:
             return FinerRouter(parts if normalized else 1, 1.0)
         case "softmax" | "scaled":
             return FinerRouter(parts, 1 / parts)
+        case "own":
+            raise _refused(family, "Its router is transformers' own, of which nothing is known.")
 
 
 def repeated_names(family: Family, layer: int) -> dict[str, bool]:

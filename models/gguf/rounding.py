@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ..families import FAMILIES
+from ..families import family_of
 from ..families.storage import Mxfp4
 from .header import GgufTensor
 from .names import is_expert
@@ -36,7 +36,7 @@ def is_coarse(gguf: Gguf, model_type: str) -> bool:
 
 
 def _rounded(gguf: Gguf, model_type: str) -> list[GgufTensor]:
-    in_blocks = isinstance(FAMILIES[model_type].stored[0], Mxfp4)
+    in_blocks = isinstance(family_of(model_type).stored[0], Mxfp4)
     return [
         tensor
         for name, tensor in gguf.tensors.items()

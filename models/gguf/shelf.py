@@ -16,7 +16,7 @@ from .. import private_file
 from ..checkpoint import Checkpoint, read_config
 from ..checkpoint_files import SAMPLE, TensorPlace
 from ..errors import CheckpointError, FloeError
-from ..families import FAMILIES
+from ..families import family_of
 from ..modules import library_model
 from ..pack.manifest import COPIED
 from ..visible import as_name
@@ -83,7 +83,7 @@ class GgufShelf:
             if ".experts." not in name
         }
         try:
-            return Naming(self.gguf, FAMILIES[config.model_type], config).made(modules)
+            return Naming(self.gguf, family_of(config.model_type), config).made(modules)
         except ValueError as error:
             raise CheckpointError(
                 f"{self.name} cannot be read",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ...kernels.weights import LinearWeights
 from ..errors import PackError
-from ..families import FAMILIES, Family
+from ..families import Family, family_of
+from ..families.derived import HEADLESS, Derived, headed
 from ..pack import quantized_linears
 from ..transformers_import import import_model_code
 
@@ -55,11 +56,11 @@ def build(
     model = empty(config, dtype, make)
     for index, block in enumerate(family.blocks(model)):
         block.experts = experts(index)
+    renew(model, family, config, device)
     weights = with_head(config, family, dense)
     for index, (own, place) in (elsewhere or {}).items():
         furnish(model.model.layers[index], f"model.layers.{index}", family, weights, bits, own, dtype, place)
     furnish(model, "", family, weights, bits, linear, dtype, device)
-    renew(model.model, config, device)
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
         raise PackError(
             "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
@@ -70,7 +71,7 @@ def build(
 def with_head(config: Any, family: Family, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Dense tensors by published names, with the output head where it is the embedding."""
     weights = dict(dense)
-    if config.tie_word_embeddings:
+    if getattr(config, "tie_word_embeddings", False):
         embedding = next((tensor for name, tensor in dense.items() if family.is_embedding(name)), torch.empty(0))
         weights.setdefault("lm_head.weight", embedding)
     return weights
@@ -89,10 +90,20 @@ def rename(decoder: Any, family: Family) -> None:
     decoder.__class__ = type(kind.__name__, (kind,), aliases)
 
 
-def renew(decoder: Any, config: Any, device: str) -> None:
+def renew(model: Any, family: Family, config: Any, device: str) -> None:
     """Make again what is computed, not stored, and so is empty on the meta device: rope's tables, and the factor by
-    which an embedding multiplies.
+    which an embedding multiplies; of a derived family whatever there is, as the library does where it loads a model.
+    Before weights are filled in.
     """
+    if isinstance(family, Derived):
+        owners = {name.rpartition(".")[0] for name, _ in model.named_non_persistent_buffers()}
+        for module in map(model.get_submodule, owners):
+            for name in module._non_persistent_buffers_set:
+                if (buffer := module._buffers[name]) is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+            model._init_weights(module)
+        return
+    decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
     if (factor := getattr(decoder.embed_tokens, "scalar_embed_scale", None)) is not None:
         decoder.embed_tokens.embed_scale = torch.tensor(factor, device=device)
@@ -147,7 +158,8 @@ def furnish(
             raise unfit(lead + name, None if tensor is None else tuple(tensor.shape), tuple(own.shape))
         owner, _, leaf = name.rpartition(".")
         precise = bool(family.precise) and name.endswith(family.precise)
-        value = tensor.to(device=device, dtype=torch.float32 if precise else dtype)
+        kind = torch.float32 if precise else dtype if tensor.is_floating_point() else tensor.dtype
+        value = tensor.to(device=device, dtype=kind)
         if isinstance(own, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(module.get_submodule(owner), leaf, value)
@@ -167,6 +179,8 @@ def _library(config: Any, dtype: torch.dtype) -> nn.Module:
     import_model_code()
     from transformers import AutoModelForCausalLM
 
+    if config.model_type in HEADLESS:
+        return headed(config, dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    rename(model.model, FAMILIES[config.model_type])
+    rename(model.model, family_of(config.model_type))
     return model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families import FAMILIES
+from ..families import FAMILIES, family_of
 from ..families.family import GroupedQuery
 
 STATIC_ROPE = (
@@ -85,7 +85,7 @@ def _layer(config: Any, dtype: torch.dtype) -> nn.Module:
     layer.self_attn = _attention(config, dtype)
     layer.post_attention_layernorm = _weight(config.hidden_size, dtype=dtype)
     layer.mlp = nn.Module()
-    family = FAMILIES[config.model_type]
+    family = family_of(config.model_type)
     gate: Any = _weight(family.experts(config), config.hidden_size, dtype=dtype)
     layer.mlp.gate = gate
     gate.top_k = config.num_experts_per_tok
@@ -98,7 +98,7 @@ def _layer(config: Any, dtype: torch.dtype) -> nn.Module:
 def _attention(config: Any, dtype: torch.dtype) -> nn.Module:
     hidden, dim = config.hidden_size, _head_dim(config)
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    kind = FAMILIES[config.model_type].attention
+    kind = family_of(config.model_type).attention
     assert isinstance(kind, GroupedQuery)
     biased, out_biased = kind.biased(config)
     attention: Any = nn.Module()

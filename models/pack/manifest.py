@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -13,13 +14,13 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ...kernels.activation import Projection
+from ...kernels.activation import Activation, Projection
 from ...kernels.codes import WIDTHS
 from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.rule import Rule
 from .. import config_limits, private_file
 from ..errors import NoPackError, PackError
-from ..families import FAMILIES, Family
+from ..families import Family, family_of
 from ..visible import as_name
 from . import marks
 from .dial_loss import DialLoss
@@ -54,7 +55,11 @@ DENSE_WIDTHS = (4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes that the packed tensors follow."""
+    """The sizes that the packed tensors follow.
+
+    Attributes:
+        experts_by: what experts compute, of a family without a record.
+    """
 
     model_type: str
     layers: int
@@ -62,6 +67,7 @@ class Architecture:
     top_k: int
     hidden: int
     intermediate: int
+    experts_by: Activation = "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ class Manifest:
     @property
     def family(self) -> Family:
         """The model's."""
-        return FAMILIES[self.architecture.model_type]
+        return family_of(self.architecture.model_type, self.architecture.experts_by)
 
     def signal_of(self, layer: int) -> Projection:
         """The projection that is a layer's signal."""
@@ -236,6 +242,8 @@ class Manifest:
         for name in ("weighed", "plain"):
             if not fields["calibration"][name]:
                 del fields["calibration"][name]
+        if self.architecture.experts_by == "silu":
+            del fields["architecture"]["experts_by"]
         if not self.widths.short:
             del fields["widths"]["short"]
         if self.widths.rounding == CALIBRATED:
@@ -343,7 +351,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     a, w = manifest.architecture, manifest.widths
     if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or config_limits.problem(_named(a)):
         raise ValueError("its sizes")
-    if a.model_type not in FAMILIES:
+    if not re.fullmatch("[a-z0-9_]{1,64}", a.model_type):
         raise ValueError(f"the model type {as_name(a.model_type)!r}")
     known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
     if not known or a.hidden % w.group:

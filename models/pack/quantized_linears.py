@@ -48,7 +48,7 @@ def stored_layers(source: Checkpoint, bits: int) -> dict[str, str]:
     found = {name.removesuffix(".weight"): name for name in names}
     found = {layer: name for layer, name in found.items() if source.family.is_linear(layer)}
     embedding = next(filter(source.family.is_embedding, names), None)
-    if source.config.tie_word_embeddings and embedding is not None:
+    if getattr(source.config, "tie_word_embeddings", False) and embedding is not None:
         found.setdefault("lm_head", embedding)
     for layer, name in found.items():
         place = source.places[name][1]

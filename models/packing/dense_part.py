@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.operations import fast_type
-from ..checkpoint import DTYPES, Checkpoint
+from ..checkpoint import DTYPES, WHOLE, Checkpoint
 from ..errors import CheckpointError, PackError
+from ..families.derived import Derived
 from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.quantize import MOST_BITS, Quantizer, finite, keeping, quantize
@@ -22,7 +23,8 @@ FILE = "dense.safetensors"
 class DensePart:
     """The tensors of a checkpoint that go into dense.safetensors, known from the shards' headers.
 
-    Stage 0 is the embedding, stage n + 1 layer n, and the last stage the rest: the last norm, the head. Tensors of the
+    Stage 0 is the embedding, stage n + 1 layer n, and the last stage the rest: the last norm, the head. Of a derived
+    family stage 0 is all that lies around layers. Tensors of the
     rest in a shard that an earlier stage reads are stored then, so that the shard need not stay until the end.
 
     Attributes:
@@ -35,18 +37,18 @@ class DensePart:
     def __init__(self, source: Checkpoint, bits: int) -> None:
         self._source, self._bits = source, bits
         low = quantized_linears.stored_layers(source, bits)
-        kept = [name for name in source.dense_names() if name.removesuffix(".weight") not in low]
         self.plan: TensorShapes = {}
-        for name in kept:
+        for name in (name for name in source.dense_names() if name.removesuffix(".weight") not in low):
             place = source.places[name][1]
-            if place.dtype not in DTYPES:
+            if place.dtype not in DTYPES | WHOLE:
                 raise CheckpointError(
                     f"{name} of the checkpoint cannot be packed",
                     f"It is {place.dtype}; floating point is needed.",
                     "Use the model's original, unquantized checkpoint.",
                 )
-            whole = not (source.wide or source.shelf.rounding) or name.endswith(source.family.precise or "\0")
-            self.plan[name] = DTYPES[place.dtype] if whole else source.float16, place.shape
+            exact = not (source.wide or source.shelf.rounding) or place.dtype in WHOLE
+            kept = exact or name.endswith(source.family.precise or "\0")
+            self.plan[name] = (DTYPES | WHOLE)[place.dtype] if kept else source.float16, place.shape
         self._codes: dict[str, list[str]] = {}  # published name -> layers that are stored as codes of it
         for layer, name in low.items():
             rows, columns = source.places[name][1].shape
@@ -136,6 +138,8 @@ class DensePart:
                 return 0
             case ["model", "layers", number, *_] if number.isdecimal() and int(number) < last - 1:
                 return int(number) + 1
+            case ["model", part, *_] if part != "norm" and isinstance(self._source.family, Derived):
+                return 0  # such as what lies between the embedding and the first layer
             case _:
                 return last
 
@@ -145,7 +149,7 @@ class DensePart:
         shapes = {
             self._source.family.module_name(name): place.shape for name, (_, place) in self._source.places.items()
         }
-        if config.tie_word_embeddings:
+        if getattr(config, "tie_word_embeddings", False):
             shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
         try:
             for name, own in library_model.empty(config, torch.float32).state_dict(keep_vars=True).items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,13 @@ from ..pack.tensor_file import Tensors
 from .dense_part import DensePart
 
 
+class Called(NamedTuple):
+    """What a layer is called with."""
+
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 class LayerPass:
     """The library's model without weights; masks, rope and the order of calls are its own.
 
@@ -29,14 +37,15 @@ class LayerPass:
         config = copy.deepcopy(config)  # `run` changes what it says of the layer
         self._config, self._family, self._bits = config, family, bits
         self._kinds: list[str] | None = getattr(config, "layer_types", None)
-        self._model = library_model.empty(config, torch.float32).model.eval()
+        whole = library_model.empty(config, torch.float32)
+        library_model.renew(whole, family, config, "cpu")
+        self._model = whole.model.eval()
         self._config = self._model.config
         self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
         self._scaled = family.scaled
         own = getattr(self._model.embed_tokens, "scalar_embed_scale", 1.0)  # an embedding may multiply by itself
         self._scale = family.factor(config, self._scaled) if self._scaled else own
         self._model.norm = nn.Identity()  # what counts here is what leaves a layer
-        library_model.renew(self._model, config, "cpu")
 
     def embed(self, dense: DensePart, file: Tensors, tokens: Tensor) -> Tensor:
         """tokens (N, T) int64 -> what enters the first layer, (N, T, H) float32."""
@@ -49,9 +58,7 @@ class LayerPass:
         self._about(index)
         if experts is not None:
             self._family.block_of(layer).experts = experts
-        weights = dense.stored(file, index + 1)
-        prefix = f"model.layers.{index}"
-        library_model.furnish(layer, prefix, self._family, weights, self._bits, _dequantized, torch.float32, "cpu")
+        _furnish(layer, f"model.layers.{index}", self._family, dense.stored(file, index + 1), self._bits)
         return layer
 
     def feel(
@@ -67,22 +74,8 @@ class LayerPass:
             weights: the source's, by published names. rounded: is told a linear layer's name in the model, its matrix
                 (n, k) and its inputs (B, k) when these are known, and gives what takes the matrix's place.
         """
-        layer, prefix = copy.deepcopy(self._layers[index]), f"model.layers.{index}"
-        if index in self._family.expert_layers(self._config):
-            self._family.block_of(layer).experts = _NoExperts()
-        library_model.furnish(layer, prefix, self._family, weights, 16, _dequantized, torch.float32, "cpu")
-
-        hooks: dict[str, RemovableHandle] = {}
-
-        def before(name: str, module: Any, given: tuple[Tensor, ...]) -> None:
-            hooks.pop(name).remove()
-            found = rounded(name, module.weight, given[0].flatten(0, -2))
-            module.weight = nn.Parameter(found, requires_grad=False)
-
-        for name, module in layer.named_modules():
-            if self._family.is_linear(full := f"{prefix}.{name}"):
-                module.forward = partial(_multiplied, module)
-                hooks[full] = module.register_forward_pre_hook(partial(before, full))
+        layer = copy.deepcopy(self._layers[index])
+        _feel(layer, f"model.layers.{index}", self._family, weights, rounded)
         self._about(index)
         self.run(layer, hidden)
 
@@ -97,6 +90,108 @@ class LayerPass:
     def _about(self, index: int) -> None:
         if self._kinds:
             self._config.layer_types = [self._kinds[index]]  # the library looks its only layer's mask up there
+
+
+class WholePass:
+    """The library's own forward pass, from ids to the last layer, of a model of which nothing is known.
+
+    What one layer passes on to the next is the model's own affair, so nothing can be kept at a border: a pass that
+    continues goes through finished layers again. A layer gets its weights when the pass comes to it, and loses them
+    behind it.
+
+    Args:
+        reached: called before each layer with its number and what it is called with, and behind the last one with
+            None; says whether to go on.
+    """
+
+    def __init__(self, config: Any, family: Any, bits: int, reached: Callable[[int, Called | None], bool]) -> None:
+        self._family, self._bits, self._reached = family, bits, reached
+        whole = library_model.empty(config, torch.float32)
+        library_model.renew(whole, family, config, "cpu")
+        self._model = whole.model.eval()
+        for index, layer in enumerate(self._model.layers):
+            layer.register_forward_pre_hook(partial(self._before, index), with_kwargs=True)
+            layer.register_forward_hook(partial(self._behind, index))
+
+    def run(self, dense: DensePart, file: Tensors, tokens: Tensor) -> None:
+        """tokens (N, T) int64 through all layers."""
+        around: Any = copy.copy(self._model)
+        around._modules = {name: part for name, part in self._model._modules.items() if name not in ("layers", "norm")}
+        _furnish(around, "model", self._family, dense.stored(file, 0), self._bits)
+        self._model._modules |= around._modules
+        with torch.inference_mode(), suppress(_EnoughError):
+            self._model(input_ids=tokens, use_cache=False)
+
+    def _before(self, index: int, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not self._reached(index, Called(given, named)):
+            raise _EnoughError
+
+    def _behind(self, index: int, layer: nn.Module, _given: object, _found: object) -> None:
+        for module in layer.modules():
+            for name, _ in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, None)
+        if index + 1 == len(self._model.layers):
+            self._reached(index + 1, None)
+            raise _EnoughError
+
+    def layer(self, index: int, dense: DensePart, file: Tensors, experts: nn.Module | None) -> Any:
+        """See `LayerPass`: the layer itself, which the pass is about to call."""
+        layer = self._model.layers[index]
+        if experts is not None:
+            self._family.block_of(layer).experts = experts
+        _furnish(layer, f"model.layers.{index}", self._family, dense.stored(file, index + 1), self._bits)
+        return layer
+
+    def feel(
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        called: Called,
+        rounded: Callable[[str, Tensor, Tensor], Tensor],
+    ) -> None:
+        """See `LayerPass`: with what the layer is called with."""
+        own = self._model.layers[index]
+        hooks, own._forward_pre_hooks, own._forward_hooks = (own._forward_pre_hooks, own._forward_hooks), {}, {}
+        layer = copy.deepcopy(own)
+        own._forward_pre_hooks, own._forward_hooks = hooks
+        _feel(layer, f"model.layers.{index}", self._family, weights, rounded)
+        with torch.inference_mode():
+            layer(*called.given, **called.named)
+
+
+class _EnoughError(Exception):
+    """Nothing behind this layer is wanted."""
+
+
+def _furnish(module: nn.Module, prefix: str, family: Any, weights: Mapping[str, Tensor], bits: int) -> None:
+    library_model.furnish(module, prefix, family, weights, bits, _dequantized, torch.float32, "cpu")
+
+
+def _feel(
+    layer: nn.Module,
+    prefix: str,
+    family: Any,
+    weights: Mapping[str, Tensor],
+    rounded: Callable[[str, Tensor, Tensor], Tensor],
+) -> None:
+    """Prepare a layer to be called as published and without its experts, and its linear layers to be rounded then."""
+    if (block := family.block_of(layer)) is not None and hasattr(block, "experts"):
+        block.experts = _NoExperts()
+    _furnish(layer, prefix, family, weights, 16)
+    hooks: dict[str, RemovableHandle] = {}
+
+    def before(name: str, module: Any, given: tuple[Tensor, ...]) -> None:
+        hooks.pop(name).remove()
+        found = rounded(name, module.weight, given[0].flatten(0, -2))
+        module.weight = nn.Parameter(found, requires_grad=False)
+
+    linears: list[tuple[str, Any]] = [
+        (n, module) for n, module in layer.named_modules() if isinstance(module, nn.Linear)
+    ]
+    for name, module in linears:
+        if family.is_linear(full := f"{prefix}.{name}"):
+            module.forward = partial(_multiplied, module)
+            hooks[full] = module.register_forward_pre_hook(partial(before, full))
 
 
 class _NoExperts(nn.Module):

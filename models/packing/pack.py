@@ -23,6 +23,7 @@ from ...kernels.codes import WIDTHS, group_size
 from ..catalog_entry import GROUP
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, FloeError, UsageError
+from ..families.derived import Derived
 from ..pack.manifest import (
     COPIED,
     DENSE_WIDTHS,
@@ -183,9 +184,10 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             model_type=config.model_type,
             layers=len(source.layers),
             experts=source.experts,
-            top_k=config.num_experts_per_tok,
+            top_k=source.top_k,
             hidden=config.hidden_size,
             intermediate=source.neurons,
+            experts_by=source.family.experts_by if isinstance(source.family, Derived) else "silu",
         ),
         widths=Widths(
             *(spec.up, spec.gate, spec.down, spec.dense, float16, group),

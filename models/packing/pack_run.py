@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, loses
+from ..families.derived import Derived
 from ..pack import learned_predictor
 from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
 from ..pack.quantize import by_hqq, quantize
@@ -23,7 +25,7 @@ from ..pack.widths import CALIBRATED
 from .dense_part import FILE as DENSE_FILE
 from .dense_part import DensePart
 from .journal import Journal, lost
-from .layer_pass import LayerPass
+from .layer_pass import Called, LayerPass, WholePass
 from .pack_experts import PackingExperts, measures_name, measures_plan
 from .reading_order import ReadingOrder
 from .rounding import Feeling, round_for
@@ -68,20 +70,17 @@ class Packing:
         if self._journal.resumed:
             self._clock.say(CONTINUES)
         with self._dense_file() as file, ThreadPoolExecutor(1, "hash") as hashing:
-            passing = LayerPass(self._source.config, self._source.family, self._manifest.widths.dense)
             self._store_dense(file, 0)
             first, hidden = self._restore()
             hashes = [self._hash(hashing, layer_file(layer)) for layer in range(self._packed(first))]
-            if hidden is None:  # nothing was finished
-                hidden = passing.embed(self._dense, file, tokens)
-            for decoder in range(first, self._until):
-                self._store_dense(file, decoder + 1, passing, hidden)
-                if decoder in self._source.layers:
-                    layer = self._packed(decoder)
-                    hidden = self._pack_layer(passing, file, layer, hidden)
-                    hashes.append(self._hash(hashing, layer_file(layer)))
-                else:
-                    hidden = passing.run(passing.layer(decoder, self._dense, file, None), hidden)
+
+            def packed(layer: int) -> None:
+                hashes.append(self._hash(hashing, layer_file(layer)))
+
+            if isinstance(self._source.family, Derived):
+                self._whole(file, tokens, packed)
+            else:
+                self._by_layers(file, tokens, packed, first, hidden)
             for stage in range(self._until + 1, self._decoders + 2):
                 self._store_dense(file, stage)
             self._clock.say("Writing the profile", _LAST)
@@ -95,6 +94,44 @@ class Packing:
                 hashed.result()
         self._finish()
         return self._manifest
+
+    def _by_layers(
+        self, file: TensorFile, tokens: Tensor, packed: Callable[[int], None], first: int, hidden: Tensor | None
+    ) -> None:
+        """From layer `first` on, which hidden (N, T, H) enters; None: nothing was finished."""
+        passing = LayerPass(self._source.config, self._source.family, self._manifest.widths.dense)
+        if hidden is None:
+            hidden = passing.embed(self._dense, file, tokens)
+        for decoder in range(first, self._until):
+            self._store_dense(file, decoder + 1, partial(passing.feel, hidden=hidden))
+            if decoder not in self._source.layers:
+                hidden = passing.run(passing.layer(decoder, self._dense, file, None), hidden)
+                continue
+            layer = self._packed(decoder)
+            hidden = passing.run(self._layer(passing, file, layer), hidden)
+            state = {"layers": torch.tensor([decoder + 1]), "hidden": hidden}
+            if self._training.before is not None:
+                state |= dict(zip(("given", "chosen", "norm"), self._training.before, strict=True))
+            self._journal.keep(_STATE, state)
+            packed(layer)
+
+    def _whole(self, file: TensorFile, tokens: Tensor, packed: Callable[[int], None]) -> None:
+        """All layers, finished ones too, from the pack: nothing is kept at their borders."""
+
+        def reached(decoder: int, called: Called | None) -> bool:
+            if decoder - 1 in self._source.layers:
+                packed(self._packed(decoder - 1))
+            if called is None or decoder >= self._until:
+                return False
+            self._store_dense(file, decoder + 1, partial(passing.feel, called=called))
+            if decoder in self._source.layers:
+                self._layer(passing, file, self._packed(decoder))
+            else:
+                passing.layer(decoder, self._dense, file, None)
+            return True
+
+        passing = WholePass(self._source.config, self._source.family, self._manifest.widths.dense, reached)
+        passing.run(self._dense, file, tokens)
 
     def _finish(self) -> None:
         signals = [self._journal.signals.get(layer, "up") for layer in range(self._layers)]
@@ -134,14 +171,12 @@ class Packing:
         with opened as file:
             yield file
 
-    def _store_dense(
-        self, file: TensorFile, stage: int, passing: LayerPass | None = None, hidden: Tensor | None = None
-    ) -> None:
-        """Linear layers are rounded for what hidden (N, T, H) becomes on its way through the layer, if it is given."""
+    def _store_dense(self, file: TensorFile, stage: int, feel: Callable[..., None] | None = None) -> None:
+        """Linear layers are rounded for what they are given where the layer is run as published, by `feel`."""
         left = {name: self._dense.read(name) for name in self._dense.stages[stage] if name not in self._journal.dense}
         if left:
             calibrated = self._manifest.widths.rounding == CALIBRATED
-            layers = self._dense.rounded(stage) if passing is not None and calibrated else {}
+            layers = self._dense.rounded(stage) if feel is not None and calibrated else {}
             found, feeling = set[str](), Feeling()
 
             def rounded(layer: str, matrix: Tensor, x: Tensor) -> Tensor:
@@ -150,8 +185,8 @@ class Packing:
                 found.add(layers[layer])
                 return self._dense.values(file, layers[layer])
 
-            if passing is not None and hidden is not None and layers:
-                passing.feel(stage - 1, left, hidden, rounded)
+            if feel is not None and layers:
+                feel(stage - 1, left, rounded=rounded)
             for name, tensor in left.items():
                 if name in self._dense.plan and loses(tensor, self._dense.plan[name][0]):
                     self._journal.note_loses(name)
@@ -161,8 +196,8 @@ class Packing:
             self._journal.note_dense(list(left))
         self._order.finished(("dense", stage))
 
-    def _pack_layer(self, passing: LayerPass, file: TensorFile, layer: int, hidden: Tensor) -> Tensor:
-        """hidden (N, T, H) that enters the layer -> what leaves it; both the layer and that are on the disk."""
+    def _layer(self, passing: LayerPass | WholePass, file: TensorFile, layer: int) -> Any:
+        """The decoder's layer with these experts, which packs them when it is called."""
         step = f"Packing layer {layer + 1} of {self._layers}"
 
         def given(x: Tensor, chosen: Tensor) -> None:
@@ -183,13 +218,8 @@ class Packing:
         )
         family, decoder = self._source.family, self._source.layers[layer]
         module = passing.layer(decoder, self._dense, file, experts)
-        scores_by, norm = family.scores_by(module), getattr(module, family.norm).weight
-        hidden = passing.run(module, hidden)
-        state = {"layers": torch.tensor([decoder + 1]), "hidden": hidden}
-        if self._training.before is not None:
-            state |= dict(zip(("given", "chosen", "norm"), self._training.before, strict=True))
-        self._journal.keep(_STATE, state)
-        return hidden
+        scores_by, norm = family.scores_by(module), family.norm_weight(module)
+        return module
 
     def _restore(self) -> tuple[int, Tensor | None]:
         """How many of the decoder's layers are finished, and the state that left the last of them (N, T, H)."""

@@ -349,7 +349,9 @@ def test_a_new_conversation_gives_borrowed_memory_back() -> None:
 
 
 def test_the_librarys_cache_is_cropped_where_a_pass_broke_off() -> None:
-    store = LibraryStore()
+    from transformers import DynamicCache
+
+    store = LibraryStore(DynamicCache)
     whole = torch.randn(2, 1, 3, 10, 4)
     for layer in range(2):
         store.cache.update(whole[0][:, :, : 9 - layer], whole[1][:, :, : 9 - layer], layer)  # layer 1 is behind

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....kernels.activation import applied
 from ....models.errors import UsageError
-from ....models.families import FAMILIES
+from ....models.families import family_of
 from ....models.pack.packed_model import PackedLayer
 from ....models.packing.calibration import quantile_table
 from ...decoder.fused_pass import FusedDecoder
@@ -133,7 +133,7 @@ def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> 
         guesses: by which predictor; "partial" knows nothing of a layer's output here.
     """
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
-    family = FAMILIES[loaded.packed.manifest.architecture.model_type]
+    family = family_of(loaded.packed.manifest.architecture.model_type)
     blocks = family.blocks(loaded.model)
     routers = [family.scores_by(loaded.model.model.layers[at]) for at in family.expert_layers(loaded.model.config)]
     own = loaded.decoder.ahead if isinstance(loaded.decoder, FusedDecoder) else None

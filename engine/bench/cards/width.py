@@ -12,7 +12,7 @@ from ....kernels.codes import group_size
 from ....kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ....kernels.weights import ExpertRows, SignalWeights
 from ....models.catalog_entry import Sizes
-from ....models.families import FAMILIES
+from ....models.families import family_of
 from ....models.pack.packed_model import PackedLayer
 from ....models.packing.pack import PackSpec
 from ...context import CONTEXT
@@ -89,7 +89,7 @@ class Width:
             VectorLayout(self.hidden, bits, group_size(self.hidden, spec.group), spec.short)
             for bits in (spec.up, spec.gate, spec.down)
         )
-        biased = FAMILIES[self.sizes.model_type].biased
+        biased = family_of(self.sizes.model_type).biased
         layout = RowLayout(other, down, torch.bfloat16, biased=biased)
         up = SignalLayout(signal, torch.bfloat16)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....models.catalog_entry import Convolutions, Latent, Recurrent, Sizes
 from ....models.errors import UsageError
-from ....models.families import FAMILIES
+from ....models.families import family_of
 from ....models.families.sizes import sizes_of
 
 BLOCKS = {  # values and bytes of a block (ggml-common.h)
@@ -83,7 +83,7 @@ class PeerSizes:
                 f"{config.model_type} of hidden size {config.hidden_size} and {_neurons(config)} neurons per expert.",
                 "Leave out --peer, or measure --synthetic mixtral-8x7b.",
             )
-        sizes = sizes_of(FAMILIES[config.model_type], config)
+        sizes = sizes_of(family_of(config.model_type), config)
         kinds: tuple[str, ...] = ()
         if sizes.recurrent or sizes.wide:
             special = sizes.wide.layers if sizes.wide else sizes.attending

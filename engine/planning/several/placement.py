@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....models.errors import UsageError
-from ....models.families import FAMILIES
+from ....models.families import family_of
 from ....models.pack.manifest import Manifest
 from ....models.pack.packed_model import PackedLayer, PackedModel
 from ....models.quantities import digits
@@ -280,7 +280,7 @@ class _Several:
         """All layers of the decoder that go with those with experts: what is before the first goes to the first card,
         all others to the card of the one before.
         """
-        at = FAMILIES[self._config.model_type].expert_layers(self._config)
+        at = family_of(self._config.model_type).expert_layers(self._config)
         last = self._config.num_hidden_layers if layers.stop == len(at) else at[layers.stop]
         return range(at[layers.start] if layers.start else 0, last)
 

@@ -1,0 +1,281 @@
+"""A checkpoint of a family without a record, by the names and shapes of transformers' modules.
+
+Which published tensors a module's are made of, and how, is transformers' own conversion mapping, applied by the
+library's own code to what is read when it is needed: one expert's, or one dense tensor's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint_files import Shelf, TensorPlace
+from .errors import CheckpointError
+from .families.derived import Derived, UnfitError, outer
+
+Places = Mapping[str, tuple[str, TensorPlace]]
+"""Published tensor name -> shard and place."""
+
+_TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors of which the library's converter makes others.
+
+    Attributes:
+        target: the first of the others. converter: transformers'; None where one tensor has another name and no more.
+        sources: its pattern -> published names, in the order of their numbers.
+    """
+
+    target: str
+    converter: Any
+    sources: dict[str, list[str]]
+
+    def names(self, expert: int | None = None) -> list[str]:
+        """The published names of what is made of an expert, or of all."""
+        each = self.sources.values()
+        if expert is None:
+            return [name for names in each for name in names]
+        return [names[expert if len(names) > 1 else 0] for names in each]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """Where one matrix of one expert is. group: with it. expert: its number. part: of the module's tensor."""
+
+    group: _Group
+    expert: int
+    part: str
+
+
+class ConvertedShelf:
+    """A `Shelf` of such a checkpoint.
+
+    Args:
+        places: of all its tensors. config: of the model that reads. fields: of config.json.
+
+    Attributes:
+        places: by modules' names; of experts by those of `families.storage.Joined`. unused: published tensors that the
+            library's model does not have.
+
+    Raises:
+        CheckpointError: tensors that the library's conversion cannot make the model's of.
+    """
+
+    def __init__(self, shelf: Shelf, places: Places, family: Derived, config: Any, fields: Mapping[str, Any]) -> None:
+        self.name, self.commit, self.rounding = shelf.name, shelf.commit, shelf.rounding
+        self._shelf, self._raw = shelf, places
+        try:
+            self._model, self._reads = outer(fields, config)
+        except UnfitError as error:
+            raise self._unfit(str(error)) from error
+        self._dense, self._experts = dict[str, _Group](), dict[str, _Expert]()
+        self.places: dict[str, tuple[str, TensorPlace]] = {}
+        self._own = {name: tuple(part.shape) for name, part in self._model.state_dict(keep_vars=True).items()}
+        groups, self.unused = self._grouped()
+        layers = {f"{self._reads or 'model.'}layers.{layer}.": layer for layer in family.expert_layers(config)}
+        for group in groups:
+            if self._reads and not group.target.startswith((self._reads, "lm_head.")):
+                self.unused |= {name: self._raw[name] for name in group.names()}
+                continue
+            layer = next((number for prefix, number in layers.items() if group.target.startswith(prefix)), None)
+            if layer is not None and ".experts." in group.target:
+                self._add_experts(group, layer, family.experts(config))
+            else:
+                self._add_dense(group)
+
+    def _grouped(self) -> tuple[list[_Group], dict[str, tuple[str, TensorPlace]]]:
+        """What the library would make of the published tensors, as `convert_and_load_state_dict_in_model` does."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix, groups = self._model.base_model_prefix, dict[str, _Group]()
+        unused = dict[str, tuple[str, TensorPlace]]()
+        for name in sorted(self._raw, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, self._own)
+            if target not in self._own and name in self._own:
+                target, pattern = rename_source_key(name, [], [], prefix, self._own)
+            if target not in self._own:
+                unused[name] = self._raw[name]
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            group = groups.setdefault(target, _Group(target, converter, {}))
+            if (group.converter is None) != (pattern is None) or (pattern is None and group.sources):
+                raise self._unfit(f"{name} and {group.names()[0]} are both {target}")
+            group.sources.setdefault(pattern or name, []).append(name)
+        return list(groups.values()), unused
+
+    def _add_dense(self, group: _Group) -> None:
+        for name, tensor in self._converted(group, self._meta(group)).items():
+            name = self._named(name)
+            self._place(name, tensor, group, group.names())
+            self._dense[name] = group
+
+    def _add_experts(self, group: _Group, layer: int, experts: int) -> None:
+        for names in group.sources.values():
+            shape = self._raw[names[0]][1].shape
+            there = len(names) if len(names) > 1 or len(shape) < 3 else shape[0]
+            if there != experts:
+                raise self._unfit(f"{group.target} is of {there} experts where its config.json has {experts}")
+            kind = self._raw[names[0]][1].dtype
+            for name in names:
+                if (self._raw[name][1].shape, self._raw[name][1].dtype) != (shape, kind):
+                    raise self._unfit(
+                        f"{name} is {self._raw[name][1].dtype} of {self._raw[name][1].shape}, not {kind} of {shape}"
+                    )
+        one = self._oriented(group, self._converted(group, self._meta(group, 0)))
+        for expert in range(experts):
+            for part, tensor in one.items():
+                name = f"model.layers.{layer}.experts.{expert}.{part}"
+                self._place(name, tensor, group, group.names(expert))
+                self._experts[name] = _Expert(group, expert, part)
+
+    def _named(self, target: str) -> str:
+        """A tensor's name in the model that reads, by that in the whole."""
+        return f"model.{target.removeprefix(self._reads)}" if self._reads and target.startswith(self._reads) else target
+
+    def _place(self, name: str, tensor: Tensor, group: _Group, sources: Sequence[str]) -> None:
+        if name in self.places:
+            raise self._unfit(f"two of its tensors are {name}")
+        kinds = {self._raw[source][1].dtype for source in sources}
+        if len(kinds) > 1:
+            raise self._unfit(f"{group.target} is made of tensors of several types")
+        file, place = self._raw[sources[0]]
+        shape = tuple(tensor.shape)
+        nbytes = math.prod(shape) * _TORCH[place.dtype].itemsize if place.dtype in _TORCH else place.end - place.start
+        self.places[name] = file, TensorPlace(place.dtype, shape, place.start, place.start + nbytes)
+
+    def _meta(self, group: _Group, expert: int | None = None) -> dict[str, list[Tensor]]:
+        """What is made, in shapes alone."""
+        return {
+            pattern: [torch.empty(self._shape(name, expert), device="meta") for name in self._of(names, expert)]
+            for pattern, names in group.sources.items()
+        }
+
+    def _shape(self, name: str, expert: int | None) -> tuple[int, ...]:
+        shape = self._raw[name][1].shape
+        return (1, *shape[1:]) if expert is not None and len(shape) == 3 else shape
+
+    @staticmethod
+    def _of(names: list[str], expert: int | None) -> list[str]:
+        return names if expert is None or len(names) == 1 else [names[expert]]
+
+    def _read(self, group: _Group, expert: int | None = None) -> dict[str, list[Tensor]]:
+        """What is made, read."""
+        found: dict[str, list[Tensor]] = {}
+        for pattern, names in group.sources.items():
+            found[pattern] = []
+            for name in self._of(names, expert):
+                file, place = self._raw[name]
+                number = expert if expert is not None and len(place.shape) == 3 else None
+                nbytes = (place.end - place.start) // (1 if number is None else place.shape[0])
+                raw = torch.empty(nbytes, dtype=torch.uint8)
+                self._shelf.read(name, file, place, number, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
+                found[pattern].append(raw.view(_TORCH[place.dtype]).view(self._shape(name, expert)))
+        return found
+
+    def _converted(self, group: _Group, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """By the library's own converter."""
+        if group.converter is None:
+            return {group.target: next(iter(tensors.values()))[0]}
+        converter = copy.deepcopy(group.converter)
+        for operation in converter.operations:
+            if getattr(operation, "check_dims", False):  # by the shape of all experts together, where one is read
+                if self._raw[group.names()[0]][1].shape == self._own[group.target]:
+                    return {group.target: next(iter(tensors.values()))[0]}
+                operation.check_dims = False
+        for pattern, each in tensors.items():
+            converter.collected_tensors[pattern] = each
+        try:
+            found = converter.convert(group.target, model=self._model, config=self._model.config)
+        # Operations raise whatever torch does for shapes that do not fit.
+        except Exception as error:
+            raise self._unfit(f"{group.target} cannot be made of {group.names()[0]}: {str(error)[:200]}") from error
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+
+    def _oriented(self, group: _Group, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One expert's tensors (1, ...) by the last part of their names, gate above up (2 F, H), and down (H, F)."""
+        owner = self._model.get_submodule(group.target.rpartition(".")[0])
+        oriented: dict[str, Tensor] = {}
+        for name, tensor in found.items():
+            if tensor.dim() != 3 or tensor.shape[0] != 1:
+                raise self._unfit(f"{name} is not stored expert by expert")
+            matrix, part = tensor[0], name.rpartition(".")[2]
+            if owner.is_transposed:
+                matrix = matrix.T
+            if part == "gate_up_proj" and not owner.is_concatenated:
+                matrix = matrix.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+            oriented[part] = matrix
+        return oriented
+
+    def _unfit(self, cause: str) -> CheckpointError:
+        hint = "Download config.json and the weights of the same model."
+        return CheckpointError(f"{self.name} cannot be packed", f"{cause}.", hint)
+
+    def _sources(self, name: str) -> list[str]:
+        """Published names of what a tensor is made of."""
+        if (found := self._experts.get(name)) is not None:
+            return found.group.names(found.expert)
+        return self._dense[name].names()
+
+    def files(self, name: str) -> list[str]:
+        """The shards with all that a tensor is made of."""
+        inner = getattr(self._shelf, "files", None)
+        return [file for each in self._sources(name) for file in (inner(each) if inner else [self._raw[each][0]])]
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `Shelf.headers`: as stored."""
+        return self._shelf.headers()
+
+    def small(self, name: str) -> Path | None:
+        """See `Shelf.small`."""
+        return self._shelf.small(name)
+
+    def path(self, file: str) -> Path:
+        """See `Shelf.path`."""
+        return self._shelf.path(file)
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """See `Shelf.read`."""
+        if (found := self._experts.get(name)) is not None:
+            every = self._oriented(found.group, self._converted(found.group, self._read(found.group, found.expert)))
+            tensor = every[found.part]
+        else:
+            group = self._dense[name]
+            every = {self._named(each): tensor for each, tensor in self._converted(group, self._read(group)).items()}
+            tensor = every[name]
+        into[:] = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+    def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
+        """See `Shelf.sample`."""
+        return b"".join(self._shelf.sample(each, *self._raw[each]) for each in self._sources(name))
+
+    def done(self, file: str) -> None:
+        """See `Shelf.done`."""
+        self._shelf.done(file)
+
+    def order(self, files: Sequence[str]) -> None:
+        """See `Shelf.order`."""
+        self._shelf.order(files)

@@ -1,0 +1,483 @@
+"""Families without a record of their own: what a record says is read from transformers' modules, and tried out.
+
+A model of such a family has in each layer with experts a block whose `experts` are called with (hidden, top_k_index,
+top_k_weights) and hold gate above up, and down, of all experts. Everything else in a layer, its router too, stays the
+library's own module. What experts compute between their matrices is found by calling them with random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, get_args
+
+from .. import config_limits
+from ..catalog_entry import Counted, Sizes
+from .family import LATENT, LINEARS, Family, Routing
+from .storage import Joined
+
+if TYPE_CHECKING:  # the command line reads families before it needs torch
+    from torch import Tensor, nn
+
+    from ...kernels.activation import Activation
+
+# What linear layers are called that a pack may store at low width, besides those of most families.
+_MORE_LINEARS = (
+    *(".qkv_proj", ".in_proj", ".out_proj", ".input_linear", ".output_linear", ".q_a_proj", ".kv_a_proj"),
+    *(".q_lora_proj", ".dense", ".gate_up_proj", ".in_proj_qkv", ".in_proj_z", ".g_proj", ".fc1", ".fc2"),
+)
+_NORMS = (  # what the norm before a layer's experts is called, the likeliest first
+    *("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "pre_ff_layernorm", "ffn_norm"),
+    *("post_attention_norm", "input_layernorm", "norm"),
+)
+_EXPERTS = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"  # in config.json
+_COUNTS = "num_experts", "n_routed_experts", "num_local_experts"
+# Models that the library has only as a part of one that also sees, whose head is a matrix: tried by a test.
+HEADLESS = ("qwen3_vl_moe_text", "glm4v_moe_text", "glm5_next_text")
+_CALLED_WITH = ["hidden_states", "top_k_index", "top_k_weights"]
+_TRIED = 2, 6, 4  # experts, their neurons and hidden size of those that are called to find out what they compute
+_LARGE = 40.0  # of what is tried, so that limits are reached
+
+
+class UnfitError(ValueError):
+    """A model of transformers that cannot be run; the text names the part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived(Family):
+    """One of them."""
+
+    @property
+    def plain(self) -> bool:
+        """Nothing is known of its layers."""
+        return False
+
+    def experts(self, config: Any) -> int:
+        """See `Family`."""
+        return _experts(config).down_proj.shape[0]
+
+    def neurons(self, config: Any) -> int:
+        """See `Family`."""
+        return _neurons(_experts(config))
+
+    def top_k(self, config: Any) -> int:
+        """See `Family`."""
+        return top_k(config)
+
+    def expert_layers(self, config: Any) -> list[int]:
+        """See `Family`."""
+        return [index for index, layer in enumerate(tree(config).model.layers) if _block(layer) is not None]
+
+    def block_of(self, layer: Any) -> Any:
+        """See `Family`."""
+        return _block(layer)
+
+    def router(self, block: Any) -> Any:
+        """See `Family`."""
+        return next(getattr(block, name) for name in ("gate", "router") if hasattr(block, name))
+
+    def scores_by(self, layer: Any) -> Tensor:
+        """See `Family`; zeros where the router is more than a matrix, so that predictors begin with nothing."""
+        import torch
+
+        router, norm = self.router(_block(layer)), self.norm_weight(layer)
+        weight = getattr(router, "weight", None)
+        count = next(value for name in _COUNTS if type(value := getattr(router, name, None)) is int)
+        if isinstance(weight, torch.Tensor) and tuple(weight.shape) == (count, len(norm)):
+            return weight
+        return torch.zeros(count, len(norm), device=norm.device, dtype=norm.dtype)
+
+    def norm_weight(self, layer: Any) -> Tensor:
+        """See `Family`; guessed by its name, for predictors alone; ones where there is none."""
+        import torch
+
+        norms = [module for name in _NORMS if (module := getattr(layer, name, None)) is not None]
+        found = next((part for module in norms for part in module.parameters() if part.dim() == 1), None)
+        if found is not None:
+            return found
+        router = next(part for part in self.router(_block(layer)).parameters() if part.dim() == 2)
+        return torch.ones(router.shape[1], dtype=router.dtype, device=router.device)
+
+    def normalizes(self, router: Any) -> bool:
+        """Nobody has looked."""
+        return False
+
+    def sizes(self, config: Any) -> Sizes:
+        """Its architecture: what is not experts is counted, tensor by tensor."""
+        whole = tree(config)
+        experts, every = _experts(config), len(whole.model.layers)
+        with_experts, hidden = len(self.expert_layers(config)), config.hidden_size
+        heads = _stated(config, "num_attention_heads") or 1
+        return Sizes(
+            model_type=self.model_type,
+            layers=with_experts,
+            hidden=hidden,
+            intermediate=_neurons(experts),
+            experts=experts.down_proj.shape[0],
+            top_k=top_k(config),
+            heads=heads,
+            kv_heads=_stated(config, "num_key_value_heads") or heads,
+            head_dim=_stated(config, "qk_head_dim") or _stated(config, "head_dim") or hidden // heads,
+            vocab=config.vocab_size,
+            window=_stated(config, "max_position_embeddings") or 4096,
+            tied=bool(_stated(config, "tie_word_embeddings")),
+            dense_layers=every - with_experts,
+            counted=_counted(whole, self),
+        )
+
+
+def derived(model_type: str, experts_by: Activation = "silu") -> Derived:
+    """A family by its model_type. experts_by: what its experts compute, as `fit` finds it."""
+    return Derived(
+        model_type=model_type,
+        called=model_type,
+        stored=(Joined(),),
+        linears=(*LINEARS, *LATENT, *_MORE_LINEARS),
+        precise=("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"),
+        routing=Routing(kind="own"),
+        experts_by=experts_by,
+    )
+
+
+def configured(fields: Mapping[str, Any]) -> Any:
+    """transformers' configuration of these fields of a config.json.
+
+    Raises:
+        UnfitError: they are out of all bounds, or describe no model.
+    """
+    from ..transformers_import import import_library
+
+    experts = next((fields[name] for name in _EXPERTS if type(fields.get(name)) is int), None)
+    given = {name: value for name, value in {**fields, "num_local_experts": experts}.items() if value is not None}
+    if cause := config_limits.problem(given) or config_limits.beyond(fields):
+        raise UnfitError(cause.removesuffix("."))
+    import_library()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    given = {name: _decoded(value) for name, value in fields.items() if name != "quantization_config"}
+    try:
+        return CONFIG_MAPPING[str(fields["model_type"])].from_dict(given)
+    # transformers' configurations raise all kinds of errors, down to ZeroDivisionError.
+    except Exception as error:
+        raise UnfitError(f"transformers cannot read its config.json: {str(error)[:200]}") from error
+
+
+def _decoded(value: Any) -> Any:
+    """With infinities as numbers, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if isinstance(value, Mapping):
+        tagged = value.get("__float__") if len(value) == 1 else None
+        named = {"Infinity": math.inf, "-Infinity": -math.inf}
+        return named[tagged] if tagged in named else {name: _decoded(each) for name, each in value.items()}
+    return value
+
+
+def tree(config: Any) -> Any:
+    """transformers' model of a configuration, on the meta device; to be read, not changed.
+
+    Raises:
+        UnfitError: the library cannot build it.
+    """
+    return _tree(config.model_type, config.to_json_string(use_diff=False), _Kept(config))
+
+
+class _Kept:
+    """A configuration that a cache does not look at."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kept)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=4)
+def _tree(_kind: str, _fields: str, kept: _Kept) -> Any:
+    import torch
+
+    from ..transformers_import import import_model_code
+
+    import_model_code()
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = copy.deepcopy(kept.config)
+    try:
+        with torch.device("meta"):
+            if config.model_type in HEADLESS:
+                return headed(config, torch.float32)
+            if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                raise ValueError("it has no model of this type that writes")
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # transformers looks configuration values up in its tables and passes on whatever that raises.
+    except Exception as error:
+        raise UnfitError(f"transformers cannot build it: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def headed(config: Any, dtype: Any) -> Any:
+    """The part that reads of a model that also sees, with a head: the library has the whole alone."""
+    from torch import nn
+    from transformers import AutoModel
+
+    inner: Any = AutoModel.from_config(config, dtype=dtype)
+    parent: Any = type(inner).__mro__[1]
+
+    class Headed(parent):
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = inner
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+        def forward(self, logits_to_keep: int = 0, **named: Any) -> Any:
+            found = self.model(**named)
+            found.logits = self.lm_head(found.last_hidden_state[:, -logits_to_keep:])
+            return found
+
+        def get_input_embeddings(self) -> Any:
+            return self.model.get_input_embeddings()
+
+    Headed.__module__ = parent.__module__  # the library reads there what its models can do
+    return Headed(config)
+
+
+def outer(fields: Mapping[str, Any], config: Any) -> tuple[Any, str]:
+    """The library's model by whose names the tensors of a config.json are published, and what it calls the part that
+    reads, with a full stop: the model that also sees, or that of `config` itself and "".
+
+    Raises:
+        UnfitError: the library cannot build it.
+    """
+    if fields.get("model_type") == config.model_type:
+        return tree(config), ""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    whole, reads = configured(fields), type(tree(config).model)
+    autos: list[Any] = [AutoModelForImageTextToText, AutoModelForMultimodalLM]
+    for auto in autos:
+        if type(whole) in auto._model_mapping:
+            try:
+                with torch.device("meta"):
+                    model = auto.from_config(whole, dtype=torch.float32)
+            except Exception as error:
+                raise UnfitError(f"transformers cannot build it: {str(error)[:200]}") from error
+            found = next((name for name, part in model.named_modules() if type(part) is reads), None)
+            if found is not None:
+                return model, f"{found}."
+    raise UnfitError(f"transformers has no model of type {fields.get('model_type')} that reads with a part of its own")
+
+
+def top_k(config: Any) -> int:
+    """How many experts a token uses.
+
+    Raises:
+        UnfitError: it does not say.
+    """
+    names = "num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k"
+    found = next((value for name in names if type(value := getattr(config, name, None)) is int), None)
+    if found is None:
+        raise UnfitError("its config.json does not say how many experts a token uses")
+    return found
+
+
+def _stated(config: Any, name: str) -> int | None:
+    """A field of a configuration; None if it has none, or one for each kind of layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001 - the library has an error of its own for this
+        return None
+
+
+def fit(config: Any) -> Activation:
+    """What the experts of a configuration compute, if this model can be run.
+
+    Raises:
+        UnfitError: it cannot; the message names the part.
+    """
+    whole = tree(config)
+    layers = getattr(getattr(whole, "model", None), "layers", None)
+    if layers is None:
+        raise UnfitError("its layers are not where most models have theirs")
+    blocks = [block for layer in layers if (block := _block(layer)) is not None]
+    if not blocks:
+        raise UnfitError("none of its layers has experts that are called with a router's choice")
+    found = {_shapes(block.experts) for block in blocks}
+    if len(found) > 1:
+        raise UnfitError("its layers have experts of several sizes")
+    top_k(config)
+    return activation_of(blocks[0].experts)
+
+
+def _block(layer: Any) -> Any | None:
+    """The module of a decoder layer whose `experts` these are; None if it has none."""
+    return next((module for module in layer.modules() if "experts" in module._modules), None)
+
+
+def _experts(config: Any) -> Any:
+    """The experts of the first layer that has some."""
+    found = next((block for layer in tree(config).model.layers if (block := _block(layer)) is not None), None)
+    if found is None:
+        raise UnfitError("none of its layers has experts")
+    return found.experts
+
+
+def _shapes(experts: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(E, 2 F, H) and (E, H, F).
+
+    Raises:
+        UnfitError: they are otherwise.
+    """
+    names = [name for name in inspect.signature(type(experts).forward).parameters if name != "self"]
+    if names != _CALLED_WITH:
+        raise UnfitError(f"its experts are called with {', '.join(names)}")
+    if unknown := [name for name, _ in experts.named_children() if name != "act_fn"]:
+        raise UnfitError(f"its experts have a part {unknown[0]}")
+    tensors = {name: tuple(tensor.shape) for name, tensor in experts.named_parameters(recurse=False)}
+    if tensors.keys() != {"gate_up_proj", "down_proj"}:
+        raise UnfitError(f"its experts consist of {', '.join(sorted(tensors)) or 'modules'}")
+    both, down = tensors["gate_up_proj"], tensors["down_proj"]
+    if getattr(experts, "is_transposed", False):
+        both, down = (both[0], both[2], both[1]), (down[0], down[2], down[1])
+    if both != (down[0], 2 * down[2], down[1]):
+        raise UnfitError(f"its experts are of {both} and {down}")
+    return both, down
+
+
+def _neurons(experts: Any) -> int:
+    return _shapes(experts)[1][2]
+
+
+def activation_of(experts: Any) -> Activation:
+    """What such a module computes between its matrices, found by calling a small copy.
+
+    Raises:
+        UnfitError: nothing that the kernels know.
+    """
+    import torch
+
+    from ...kernels.activation import Activation, applied, function_of
+
+    count, neurons, hidden = _TRIED
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    both, down, x = drawn(count, 2 * neurons, hidden) * _LARGE, drawn(count, hidden, neurons), drawn(64, hidden)
+    small = _small(experts, both, down)
+    chosen = torch.tensor([[0], [1]] * 32)
+    try:
+        with torch.no_grad():
+            found = small(x, chosen, torch.ones(len(x), 1, dtype=torch.float64))
+    except Exception as error:
+        raise UnfitError(f"its experts cannot be called alone: {type(error).__name__}") from error
+    gate, up = torch.einsum("bh,bnh->bn", x, both[chosen[:, 0]]).chunk(2, -1)
+    for activation in get_args(Activation):
+        h = applied(function_of("gate", activation), gate) * applied(function_of("up", activation), up)
+        wanted = torch.einsum("bn,bhn->bh", h, down[chosen[:, 0]])
+        if torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):  # some compute it in float32
+            return activation
+    raise UnfitError(f"its experts ({type(experts).__name__}) compute something that floe-chat does not know yet")
+
+
+def _small(experts: nn.Module, both: Tensor, down: Tensor) -> Any:
+    """A copy of the module with these matrices, computed expert by expert."""
+    from torch import nn
+
+    config: Any = copy.copy(experts.config)
+    config._experts_implementation = "eager"
+    small: Any = copy.copy(experts)
+    small.__dict__ = dict(experts.__dict__)
+    if not small.is_concatenated:
+        both = both.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    if small.is_transposed:
+        both, down = both.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    small._parameters = {
+        "gate_up_proj": nn.Parameter(both, requires_grad=False),
+        "down_proj": nn.Parameter(down, requires_grad=False),
+    }
+    small.config, small.num_experts = config, len(down)
+    for name in ("hidden_dim", "hidden_size"):
+        if hasattr(small, name):
+            setattr(small, name, _TRIED[2])
+    for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
+        if hasattr(small, name):
+            setattr(small, name, _TRIED[1])
+    return small
+
+
+def _counted(whole: Any, family: Derived) -> Counted:
+    """What a token reads besides experts."""
+    from torch import nn
+
+    names = {name for name, module in whole.named_modules() if type(module) is nn.Linear and family.is_linear(name)}
+    linears = [whole.get_submodule(name).weight for name in sorted(names - {"lm_head"})]
+    known = {id(weight) for weight in (*linears, whole.lm_head.weight, whole.get_input_embeddings().weight)}
+    small = sum(
+        tensor.numel()
+        for name, tensor in whole.state_dict(keep_vars=True).items()
+        if id(tensor) not in known and ".experts." not in name
+    )
+    return Counted(tuple((weight.shape[0], weight.shape[1]) for weight in linears), small, *_kept(whole))
+
+
+def _kept(whole: Any) -> tuple[int, int]:
+    """Numbers that the library's cache keeps of a token, and of a text whatever its length: by two passes over no
+    numbers. As most models do it, where those cannot be made.
+    """
+    import torch
+    from torch import nn
+
+    class Nothing(nn.Module):
+        def forward(self, hidden: Tensor, *_routed: Tensor) -> Tensor:
+            return torch.zeros_like(hidden)
+
+    model, config = copy.deepcopy(whole), whole.config
+    for layer in model.model.layers:
+        if (block := _block(layer)) is not None:
+            block.experts = Nothing()
+
+    def after(tokens: int) -> int:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        return sum(tensor.numel() for tensor in tensors_of(cache))
+
+    try:
+        with torch.no_grad():
+            two, three = after(2), after(3)
+    except Exception:  # noqa: BLE001 - whatever a model does with numbers that are not there
+        heads = _stated(config, "num_attention_heads") or 1
+        each = _stated(config, "head_dim") or config.hidden_size // heads
+        return 2 * len(model.model.layers) * (_stated(config, "num_key_value_heads") or heads) * each, 0
+    return three - two, max(0, two - 2 * (three - two))
+
+
+def tensors_of(cache: Any) -> list[Tensor]:
+    """All that one of transformers' caches holds, in layers of whatever kind."""
+    import torch
+
+    found: dict[int, Tensor] = {}
+    waiting, seen = [cache], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            found[id(one)] = one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            if isinstance(one, Mapping):
+                waiting += one.values()
+            elif isinstance(one, list | tuple):
+                waiting += one
+            elif type(one).__module__.startswith("transformers.") and not hasattr(one, "model_type"):
+                waiting += vars(one).values()
+    return list(found.values())

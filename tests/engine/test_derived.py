@@ -1,0 +1,331 @@
+"""Models of families without a record: each type with experts of the installed transformers runs, or says why not.
+
+At 16 bits a pack's logits are those of transformers' own model, in a prompt and token by token. Where the library
+itself answers otherwise from its cache than in one pass, what it answers from its cache counts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.models import supported
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import CheckpointError, FloeError
+from floe_chat.models.families import FAMILIES
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import EXACT, PackSpec, pack
+from floe_chat.models.transformers_import import import_model_code
+from torch import Tensor
+
+from ..helpers import calibration_tokens, relative_rms, write_tokenizer
+from .driver import open_model
+
+# Small sizes by whatever a configuration calls them.
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_dense_layers": 1,
+    "num_nextn_predict_layers": 0,
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"), 32),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    "sliding_window": 16,
+    "dense_intermediate_size": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+}
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "bailing_hybrid": {"layer_group_size": 2, "n_group": 1, "num_experts_per_tok": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "qwen3_vl_moe_text": {"sliding_window": None},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+        }
+    },
+    "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": None},
+}
+SEEING = {  # sizes of what a model sees with
+    "depth": 1,
+    "num_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+RUNS = (
+    *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32", "deepseek_v4"),
+    *("dots1", "dots3_note_text", "exaone_moe", "flex_olmo", "flint", "glm_moe_dsa", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba"),
+    *("kimi_linear", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"),
+    *("qwen4_exp_text", "solar_open", "zaya"),
+    *("aria", "glm4v_moe", "inkling_mm_model", "minimax_m3_vl", "qwen3_vl_moe", "qwen4_exp"),  # which also see
+)
+REFUSED = {  # -> what is said
+    "dbrx": "transformers cannot build it",
+    "inkling2_text": "compute something",
+    "jetmoe": "called with",
+    "llama4_text": "called with hidden_states",
+    "longcat_flash": "identity_expert",
+    "nemotron_h": "consist of down_proj, up_proj",
+}
+# Refused or not tried; which part of them is another model, or one of which no small one could be made.
+NOT_TRIED = (
+    *("deepseek_ocr2", "diffusion_gemma", "dots3_note", "ernie4_5_vl_moe", "glm5_next", "inkling2", "llama4"),
+    *("mistral4", "mistral_large4", "muse_spark", "qwen3_omni_moe_thinker", "step3p7", "unlimited_ocr"),
+)
+LIMIT, KL_LIMIT = 3e-5, 1e-9
+PIECES = [40, 1, 1, 3]
+
+
+def writing() -> set[str]:
+    """The model types of the installed transformers that write text and have experts."""
+    import_model_code()
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+    folder, found = Path(transformers.__file__).parent / "models", set[str]()
+    mapping = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for kind in CONFIG_MAPPING_NAMES.keys() & mapping.keys():
+        name = model_type_to_module_name(kind)
+        name = name if (folder / name).is_dir() else name.removesuffix("_text")
+        code = folder / name / f"modeling_{name}.py"
+        if code.is_file() and re.search(r"class \w+Experts\b", code.read_text()):
+            found.add(kind)
+    return found
+
+
+def test_every_type_of_the_library_is_known() -> None:
+    known = {*FAMILIES, *RUNS, *REFUSED, *NOT_TRIED, *(family.within for family in FAMILIES.values())}
+    assert writing() - known == set()
+
+
+def config_of(kind: str) -> Any:
+    """A small configuration."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kinds: Any = CONFIG_MAPPING[kind]
+    parts: dict[str, Any] = getattr(kinds, "sub_configs", {})
+    if "text_config" in parts:
+        given = {"text_config": config_of(parts["text_config"].model_type).to_dict()}
+        for name in parts.keys() - {"text_config"}:
+            if (other := getattr(parts[name], "model_type", None)) is not None:
+                fields = CONFIG_MAPPING[other]().to_dict()
+                small = {**{key: value for key, value in SMALL.items() if key in fields}, **SEEING}
+                sees: Any = CONFIG_MAPPING[other]
+                given[name] = sees(**{key: value for key, value in small.items() if key in fields}).to_dict()
+        tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        return kinds(**given, **{name: 290 + index for index, name in enumerate(tokens)})
+    fields = kinds().to_dict()
+    given = {name: value for name, value in SMALL.items() if name in fields}
+    if "kv_lora_rank" in fields:
+        given.pop("head_dim", None)
+        given["num_key_value_heads"] = 4
+    given |= OTHERWISE.get(kind, {})
+    return kinds(**{name: value for name, value in given.items() if value is not None or name == "sliding_window"})
+
+
+def model_of(config: Any) -> Any:
+    """transformers' own, with random weights of 16 bits, in float32."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    seeing: Any = AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM
+    if "text_config" in type(config).sub_configs:
+        auto = seeing if type(config) in seeing._model_mapping else AutoModelForMultimodalLM
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    with torch.no_grad():
+        for name, own in model.named_parameters():
+            around = 1.0 if "norm" in name or name.endswith("scale") else 0.0
+            own.copy_(around + 0.15 * torch.randn_like(own))
+        for name, own in model.named_buffers():
+            if "correction" in name:
+                own.copy_(0.1 * torch.randn_like(own))
+    return model.to(torch.bfloat16).to(torch.float32)
+
+
+def published(kind: str, folder: Path) -> Any:
+    """The model, and a checkpoint of it."""
+    import_model_code()
+    model = model_of(config_of(kind))
+    folder.mkdir()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def theirs(model: Any, ids: list[int]) -> tuple[list[Tensor], Tensor]:
+    """transformers' logits after each piece, by its cache, and after all in one pass."""
+    found, cache, start = list[Tensor](), None, 0
+    with torch.inference_mode():
+        for piece in PIECES:
+            some = torch.tensor([ids[start : start + piece]])
+            out = model(input_ids=some, past_key_values=cache, use_cache=True)
+            cache, start = out.past_key_values, start + piece
+            found.append(out.logits[0, -1])
+        return found, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def ours(folder: Path, preset: str, ids: list[int]) -> list[Tensor]:
+    loaded, kv, found, start = open_model(folder, preset), KVCache(), list[Tensor](), 0
+    for piece in PIECES:
+        some = ids[start : start + piece]
+        found.append(loaded.decoder.forward(some, kv)[0])
+        kv.computed(some, loaded.control.preset)
+        start += piece
+    return found
+
+
+def agree(got: Tensor, *wanted: Tensor) -> bool:
+    """Whether logits are one of these."""
+    for each in wanted:
+        kl = F.kl_div(got.double().log_softmax(-1), each.double().log_softmax(-1), log_target=True, reduction="sum")
+        if relative_rms(got, each) <= LIMIT and float(kl) <= KL_LIMIT:
+            return True
+    return False
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_pack_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) -> None:
+    model = published(kind, tmp_path / "source")
+    ids = torch.randint(3, 250, (sum(PIECES),), generator=torch.Generator().manual_seed(5)).tolist()
+    pack(Checkpoint(tmp_path / "source"), tmp_path / "exact", EXACT, calibration_tokens(), "tiny")
+    pieces, whole = theirs(model, ids)
+    # The library goes on from some states with single tokens alone: the last piece then is as in one pass.
+    for index, (got, wanted) in enumerate(zip(ours(tmp_path / "exact", "Exact", ids), pieces, strict=True)):
+        assert agree(got, wanted, *([whole] if index + 1 == len(PIECES) else [])), (kind, index)
+    pack(Checkpoint(tmp_path / "source"), tmp_path / "low", PackSpec(), calibration_tokens(), "tiny")
+    assert all(bool(logits.isfinite().all()) for logits in ours(tmp_path / "low", "Balanced", ids))
+    packed = PackedModel.open(tmp_path / "low")
+    assert any(name.endswith("_proj.q") for name in packed.dense()), "linear layers are codes"
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("kind", "said"), REFUSED.items())
+def test_what_differs_is_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
+    import_model_code()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config: Any = CONFIG_MAPPING[kind]() if kind == "dbrx" else config_of(kind)
+    error = supported.refused_type(config.to_dict(), "It")
+    assert error is not None
+    assert said in error.cause
+
+
+def test_an_interrupted_pack_continues_with_the_same_bytes(tmp_path: Path) -> None:
+    published("minimax_m2", tmp_path / "source")
+    spec, tokens = PackSpec(), calibration_tokens()
+    pack(Checkpoint(tmp_path / "source"), tmp_path / "whole", spec, tokens, "tiny")
+
+    class Stopped(Exception):  # noqa: N818 - of this test
+        pass
+
+    def stop(step: str, share: float, _left: float | None) -> None:
+        if share > 0.6:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pack(Checkpoint(tmp_path / "source"), tmp_path / "cut", spec, tokens, "tiny", stop)
+    pack(Checkpoint(tmp_path / "source"), tmp_path / "cut", spec, tokens, "tiny")
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "cut" / path.name).read_bytes(), path.name
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published("dots1", tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    expert = "model.layers.2.mlp.experts.3.up_proj.weight"
+    assert expert in tensors
+
+    def refused(changed: Mapping[str, Tensor]) -> str:
+        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file, {"format": "pt"})
+        with pytest.raises(FloeError) as error:
+            pack(Checkpoint(tmp_path / "source"), tmp_path / "pack", EXACT, calibration_tokens(), "tiny")
+        shutil.rmtree(tmp_path / "pack", ignore_errors=True)
+        return f"{error.value.title} {error.value.cause}"
+
+    assert "layers.2.mlp.experts" in refused({name: part for name, part in tensors.items() if name != expert})
+    assert "layers.2.mlp.experts" in refused({**tensors, expert: tensors[expert][:-1]})
+    assert "layers.2.mlp.experts" in refused({**tensors, expert: tensors[expert].float()})
+    assert "self_attn.q_proj" in refused({n: part for n, part in tensors.items() if "1.self_attn.q_proj" not in n})
+
+
+def test_a_configuration_out_of_all_bounds_is_refused() -> None:
+    import_model_code()
+    fields = config_of("minimax_m2").to_dict()
+    for name, value in (("num_hidden_layers", 10**6), ("num_local_experts", 10**6), ("num_mtp_modules", 1 << 40)):
+        error = supported.refused_type({**fields, name: value}, "It")
+        assert isinstance(error, CheckpointError)
+        assert name in error.cause or "experts" in error.cause
+    assert supported.refused_type({**fields, "hidden_act": "relu"}, "It") is not None
+    assert not isinstance(supported.refused_type(fields, "It"), CheckpointError)
