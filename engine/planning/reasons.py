@@ -110,6 +110,7 @@ def why(
             _why_place(machine, entry, chosen, context),
             _why_cards(machine, entry, chosen, context),
             _why_compiled(chosen),
+            _why_slow(entry),
             _why_ram(machine, chosen),
             _why_speed(chosen),
         )
@@ -218,6 +219,16 @@ def _why_compiled(chosen: Option) -> str:
     if chosen.place != "pool" or not (why := hardware.uncompiled()):
         return ""
     return f"Cards that hold a part of a model need compiled code, and {why}. {hardware.compiled_by()}"
+
+
+def _why_slow(entry: CatalogEntry) -> str:
+    """That floe-chat has code of its own for its experts alone."""
+    if entry.sizes.counted is None:
+        return ""
+    said = (
+        f"Its experts run in floe-chat's own code, and all else of {entry.sizes.model_type} in transformers' modules,"
+    )
+    return f"{said} which takes about {1e3 * figures().host_library_s:.1f} ms more for each layer and token."
 
 
 def _experts(mix: Mix, chosen: Option) -> str:

@@ -1,11 +1,13 @@
 """What the dense part of a decode step costs beside its computing: a tiny model, experts replaced by nothing.
 
     python tests/bench/dense_overhead.py [--tokens 200] [--families mixtral olmoe]
+    python tests/bench/dense_overhead.py --families minimax_m2 afmoe dots1 hunyuan_v1_moe
 
-The lean pass (with the compiled step and by torch's operations) beside transformers' own modules, in one run, in turns
-and on one thread. Milliseconds of processor time per layer and token, which other programs hardly change: a model of
-many layers less the same model's first ones, so that embedding and head do not count. The floor is what a layer's
-30,000 weights take to be multiplied, a few microseconds. The last line is JSON.
+Of families without a record, transformers' own modules alone, which is what runs. Of the others, the lean pass (with
+the compiled step and by torch's operations) and transformers' own modules, in one run, in turns and on one thread.
+Milliseconds of processor time per layer and token, which other programs hardly change: a model of many layers less the
+same model's first ones, so that embedding and head do not count. The floor is what a layer's 30,000 weights take to be
+multiplied, a few microseconds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, LibraryDeco
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.decoder.ways import Way
 from floe_chat.engine.quality_presets import Preset
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import FAMILIES, family_of
 from torch import Tensor, nn
 
 LAYERS, FIRST = 24, 8
@@ -41,6 +43,12 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 2048,
 }
+OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "afmoe": {"num_dense_layers": 0, "head_dim": 16},
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 16},
+}
 PRESET = Preset("", x_bits=22)
 
 
@@ -51,15 +59,15 @@ class Nothing(nn.Module):
         return hidden
 
 
-def make_model(family: str) -> Any:
+def make_model(family: str, layers: int = LAYERS) -> Any:
     """A random tiny model without experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: Any = AutoConfig.for_model(family, **SIZES)
+    config: Any = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": layers} | OWN.get(family, {}))
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
-    for layer in model.model.layers:
-        layer.mlp.experts = Nothing()
+    for block in family_of(family).blocks(model):
+        block.experts = Nothing()
     return model.eval()
 
 
@@ -93,6 +101,14 @@ def layer_ms(model: Any, decoder: Decoder, tokens: int) -> float:
     return (whole - first) / (LAYERS - FIRST)
 
 
+def library_ms(family: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds per layer and token where the library's modules run."""
+    sizes = LAYERS, FIRST
+    models = [LibraryDecoder(make_model(family, layers)) for layers in sizes]
+    whole, first = (min(token_ms(decoder, tokens) for _ in range(rounds)) for decoder in models)
+    return {"family": family, "library_ms": round((whole - first) / (LAYERS - FIRST), 4)}
+
+
 def measure(family: str, tokens: int, rounds: int) -> dict[str, Any]:
     """The least of a few rounds: whatever else runs makes times longer."""
     model = make_model(family)
@@ -115,8 +131,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"ms per layer and token; goal {GOAL_MS}")
-    rows = [measure(family, arguments.tokens, arguments.rounds) for family in arguments.families]
+    given = arguments.tokens, arguments.rounds
+    rows = [(measure if family in FAMILIES else library_ms)(family, *given) for family in arguments.families]
     for row in rows:
+        if "lean_ms" not in row:
+            print(f"{row['family']:10} transformers {row['library_ms']:.3f}")
+            continue
         print(
             f"{row['family']:10} lean {row['lean_ms']:.3f}  torch {row['torch_ms']:.3f}  "
             f"transformers {row['library_ms']:.3f}  ({row['reason']})"
