@@ -58,8 +58,10 @@ def language_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     for family in FAMILIES.values():
         if kind and kind == family.within:
             return {**(nested if isinstance(nested, Mapping) else {}), "model_type": family.model_type}
-    inner = nested.get("model_type") if isinstance(nested, Mapping) else None
-    if isinstance(kind, str) and isinstance(inner, str) and not {kind, inner} & FAMILIES.keys():
-        tied = {"tie_word_embeddings": fields["tie_word_embeddings"]} if "tie_word_embeddings" in fields else {}
-        return {**tied, **nested}
-    return fields
+    if not isinstance(nested, Mapping) or not isinstance(kind, str) or kind in FAMILIES:
+        return fields
+    inner = nested.get("model_type")
+    if not isinstance(inner, str) or inner in FAMILIES:
+        return fields
+    tied = {"tie_word_embeddings": fields["tie_word_embeddings"]} if "tie_word_embeddings" in fields else {}
+    return {**tied, **nested}

@@ -189,7 +189,8 @@ class PackingExperts(nn.Module):
     def _note_loses(self, expert: int, source: ExpertTensors) -> None:
         """Note the tensor with a matrix that is stored at 16 bits, and had more."""
         first, *others = self._source.expert_names(self._source.layers[self._layer], expert)
-        names = (first, *others[:2]) if not self._source.storage.together else (first, first, others[0])
+        apart = len(others) > 1 and not self._source.storage.together
+        names = (first, *others[:2]) if apart else (first, first, others[0])
         sides = [self._rows.other, self._signals.vector]
         vectors = (*(reversed(sides) if self._signal == "gate" else sides), self._rows.down)
         for name, matrix, vector in zip(names, source[:3], vectors, strict=True):

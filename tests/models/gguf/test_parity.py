@@ -111,7 +111,7 @@ def test_so_is_that_of_other_widths(name: str, kind: str, tmp_path: Path) -> Non
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[kind]
     source = made(name, tmp_path / "source", dtype)
     shelf = GgufShelf(convert(source, tmp_path / "tiny.gguf", kind), tmp_path / "made")
-    assert Checkpoint(shelf).exact == (kind != "F32")
+    assert Checkpoint(shelf).exact  # until a number that 16 bits do not hold is read
     assert packed(shelf, tmp_path / "ours") == packed(source, tmp_path / "theirs")
 
 
