@@ -249,11 +249,7 @@ class Checkpoint:
 
     def files(self, name: str) -> list[str]:
         """The shards that hold a tensor, by its published name: several where its scales are not with its codes."""
-        return (
-            self.shelf.files(name)
-            if isinstance(self.shelf, QuantizedShelf | ConvertedShelf)
-            else [self.places[name][0]]
-        )
+        return self.shelf.files(name, self.places[name][0])
 
     def fingerprint(self) -> str:
         """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of

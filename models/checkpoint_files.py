@@ -91,6 +91,10 @@ class Shelf(Protocol):
         """
         ...
 
+    def files(self, name: str, file: str) -> list[str]:
+        """What has to be here to read a tensor that `headers` has in `file`: the names that `order` and `done` get."""
+        ...
+
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """Fill `into` with a tensor's bytes, or with those of number `index` of the tensors that it consists of.
 
@@ -190,6 +194,10 @@ class Shards(ABC):
     @abstractmethod
     def path(self, file: str) -> Path:
         """See `Shelf.path`."""
+
+    def files(self, name: str, file: str) -> list[str]:
+        """See `Shelf.files`."""
+        return [file]
 
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""

@@ -240,10 +240,9 @@ class ConvertedShelf:
             return found.group.names(found.expert)
         return self._dense[name].names()
 
-    def files(self, name: str) -> list[str]:
-        """The shards with all that a tensor is made of."""
-        inner = getattr(self._shelf, "files", None)
-        return [file for each in self._sources(name) for file in (inner(each) if inner else [self._raw[each][0]])]
+    def files(self, name: str, file: str) -> list[str]:
+        """See `Shelf.files`."""
+        return [shard for each in self._sources(name) for shard in self._shelf.files(each, self._raw[each][0])]
 
     def headers(self) -> dict[str, dict[str, TensorPlace]]:
         """See `Shelf.headers`: as stored."""

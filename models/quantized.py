@@ -117,8 +117,8 @@ class QuantizedShelf:
                 place = TensorPlace(made.dtype, made.shape, place.start, place.start + nbytes)
             self.places[name] = file, place
 
-    def files(self, name: str) -> list[str]:
-        """The shards with all that a tensor is made of."""
+    def files(self, name: str, file: str) -> list[str]:
+        """See `Shelf.files`."""
         made = self._made.get(name)
         sources = (name,) if made is None else made.sources
         return [self._raw[each][0] for each in sources if each is not None]

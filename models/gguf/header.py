@@ -10,8 +10,8 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePath
+from typing import Protocol
 
 from .. import private_file
 from ..errors import CheckpointError
@@ -38,6 +38,38 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", _FLOAT32: "f", 7: "?
 _NO_WEIGHTS = {"Q8_1", "Q8_K", "Q1_0", "NVFP4", "I8", "I16", "I32", "I64", "F64"}
 
 
+class Bytes(Protocol):
+    """Where a file's bytes come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    def fill(self, start: int, into: memoryview) -> int:
+        """Fill `into` with the file's bytes from `start` on; how many there were.
+
+        Raises:
+            OSError: of the disk. FloeError: they are not available.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """The bytes of a file on this machine."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def fill(self, start: int, into: memoryview) -> int:
+        """See `Bytes.fill`."""
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return file.readinto(into)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One tensor of a file.
@@ -50,16 +82,16 @@ class GgufTensor:
     name: str
     kind: str
     shape: tuple[int, ...]
-    file: Path
+    file: Bytes
     start: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about itself. values: its metadata."""
+    """What a file says about itself. path: of it, here or in a repository. values: its metadata."""
 
-    path: Path
+    path: PurePath
     values: dict[str, Value]
     tensors: dict[str, GgufTensor]
 
@@ -73,19 +105,35 @@ def read_header(path: Path) -> Header:
     try:
         private_file.need_ordinary(path)
         with path.open("rb", buffering=1 << 20) as file:
-            return _read(path, _Reader(file, path.stat().st_size))
+            return parsed(path, OnDisk(path), file, path.stat().st_size)
     except OSError as error:
         raise unreadable(path, f"{error.strerror or error}.") from error
+
+
+def parsed(path: PurePath, holder: Bytes, beginning: Beginning, size: int) -> Header:
+    """The header of a file of `size` bytes. beginning: is read as far as the header goes. holder: of its tensors.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    try:
+        return _read(path, holder, _Reader(beginning, size))
     except _BadHeaderError as error:
         raise unreadable(path, f"{error}") from error
 
 
-def unreadable(path: Path, cause: str) -> CheckpointError:
+class Beginning(Protocol):
+    """A file that is read from its beginning on."""
+
+    def read(self, count: int, /) -> bytes: ...
+
+
+def unreadable(file: PurePath | Bytes, cause: str) -> CheckpointError:
     """The error for a file that is damaged, and not of a kind that is not supported."""
-    return CheckpointError(f"{path.name} cannot be read", cause, "Download that file again.")
+    return CheckpointError(f"{file.name} cannot be read", cause, "Download that file again.")
 
 
-def undescribed(path: Path, error: CheckpointError) -> CheckpointError:
+def undescribed(path: PurePath, error: CheckpointError) -> CheckpointError:
     """The error for a file whose metadata gives a config.json that is refused, for which `error` blames that one."""
     return CheckpointError(
         f"{path.name} cannot be read",
@@ -101,7 +149,7 @@ class _BadHeaderError(Exception):
 class _Reader:
     """Reads a header from its beginning, never beyond the file's end."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: Beginning, size: int) -> None:
         self._file, self.size, self.at = file, size, 0
         self._elements = _MOST_ELEMENTS
 
@@ -173,7 +221,7 @@ def shortest(value: float) -> float:
     return value
 
 
-def _read(path: Path, reader: _Reader) -> Header:
+def _read(path: PurePath, holder: Bytes, reader: _Reader) -> Header:
     if reader.size < 4 or reader.take(4) != b"GGUF":
         raise _BadHeaderError("It is not a GGUF file.")
     version = int(reader.number("I"))
@@ -193,7 +241,7 @@ def _read(path: Path, reader: _Reader) -> Header:
     tensors: dict[str, GgufTensor] = {}
     size_of = _sizes()
     for _ in range(count):
-        tensor = _tensor(path, reader, size_of)
+        tensor = _tensor(holder, reader, size_of)
         if tensor.name in tensors:
             raise _BadHeaderError(f"Its header has the tensor {_quoted(tensor.name)} twice.")
         tensors[tensor.name] = tensor
@@ -201,14 +249,13 @@ def _read(path: Path, reader: _Reader) -> Header:
 
 
 def _sizes() -> Callable[[int], tuple[str, int, int] | None]:
-    """Number of a type -> its name, and the values and bytes of a block; None if there is none of weights."""
+    """Number of a type -> its name, and the values and bytes of a block; None if there is no such type."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    known = {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items() if kind.name not in _NO_WEIGHTS}
-    return known.get
+    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}.get
 
 
-def _tensor(path: Path, reader: _Reader, size_of: Callable[[int], tuple[str, int, int] | None]) -> GgufTensor:
+def _tensor(file: Bytes, reader: _Reader, size_of: Callable[[int], tuple[str, int, int] | None]) -> GgufTensor:
     name = reader.text(_MOST_NAME)
     dimensions = int(reader.number("I"))
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -218,11 +265,13 @@ def _tensor(path: Path, reader: _Reader, size_of: Callable[[int], tuple[str, int
     if not all(1 <= size <= _LARGEST for size in (*shape, math.prod(shape), start + 1)):
         raise _BadHeaderError(f"Its tensor {_quoted(name)} has an impossible size or place.")
     if (found := size_of(number)) is None:
-        raise _BadHeaderError(f"Its tensor {_quoted(name)} is of type {number}, which holds no known weights.")
+        raise _BadHeaderError(f"Its tensor {_quoted(name)} is of type {number}, which is not known.")
     kind, values, nbytes = found
+    if kind in _NO_WEIGHTS:
+        raise _BadHeaderError(f"Its tensor {_quoted(name)} is of type {kind}, which is not read.")
     if shape[-1] % values:
         raise _BadHeaderError(f"A row of its tensor {_quoted(name)} is no whole number of {kind} blocks.")
-    return GgufTensor(name, kind, shape, path, start, math.prod(shape) // values * nbytes)
+    return GgufTensor(name, kind, shape, file, start, math.prod(shape) // values * nbytes)
 
 
 def _placed(tensors: dict[str, GgufTensor], alignment: Value, reader: _Reader) -> dict[str, GgufTensor]:

@@ -81,7 +81,7 @@ class Naming:
                 found[published] = one
         found |= dict(self._experts())
         last = self.config.num_hidden_layers
-        further = {name for name in self.gguf.tensors if (found_in := _layer(name)) is not None and found_in >= last}
+        further = {name for name in self.gguf.tensors if (found_in := layer_of(name)) is not None and found_in >= last}
         unused = {name for name in self.gguf.tensors if name.startswith(_UNUSED) or name.endswith(_UNUSED_ENDS)}
         if strange := sorted(self.gguf.tensors.keys() - self.used - unused - (further if self._guesses else set())):
             raise ValueError(f"nothing is known about its tensor {strange[0]}")
@@ -264,7 +264,7 @@ def is_expert(name: str) -> bool:
     return "exps" in name or (len(parts) == 5 and parts[2].startswith("ffn_") and parts[3].isdecimal())
 
 
-def _layer(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """The number of a tensor's layer; None if it is in none."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal() else None

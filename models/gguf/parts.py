@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ..errors import CheckpointError
 from ..paths import is_file
 from ..visible import as_name
 from .header import GgufTensor, Header, Value, read_header, unreadable
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+"""A part's name: the model's, its number, and how many there are."""
 _MOST_PARTS = 1 << 10
 _DRAFTS = ("eagle", "dflash", "medusa", "draft")  # beginnings of architectures that guess another model's tokens
 
@@ -24,7 +26,7 @@ class Gguf:
         path: the file, the first of several. values: its metadata. tensors: of all parts, by their names in GGUF.
     """
 
-    path: Path
+    path: PurePath
     values: dict[str, Value]
     tensors: dict[str, GgufTensor]
 
@@ -59,14 +61,14 @@ def _begins(path: Path) -> bool:
 
 def first_part(path: Path) -> Path:
     """The first part of a split file, if `path` is one of its parts and the first is there; else `path`."""
-    found = _PART.fullmatch(path.name)
+    found = PART.fullmatch(path.name)
     first = path.with_name(f"{found[1]}-00001-of-{found[3]}.gguf") if found else path
     return first if first.is_file() else path
 
 
 def model_name(path: Path) -> str:
     """What a model is called by its file: without the ending, the number of a part, and signs that folders lack."""
-    found = _PART.fullmatch(path.name)
+    found = PART.fullmatch(path.name)
     return re.sub(r"[^\w.-]+", "-", found[1] if found else path.stem).strip("-.").lower()
 
 
@@ -78,11 +80,19 @@ def open_gguf(path: Path) -> Gguf:
             with experts; says which and why.
     """
     header = read_header(path)
-    count = header.values.get("split.count", 1)
-    if type(count) is not int or not 0 <= count <= _MOST_PARTS:
-        raise unreadable(path, "Its number of parts makes no sense.")
-    parts = [header] if count < 2 else _parts(header, count)
-    first = parts[0]
+    return joined([header] if (count := _count(header)) < 2 else _parts(path, header, count))
+
+
+def joined(parts: Sequence[Header]) -> Gguf:
+    """The model whose parts, in order, have these headers.
+
+    Raises:
+        CheckpointError: as `open_gguf`.
+    """
+    count, first = len(parts), parts[0]
+    for number, part in enumerate(parts):
+        if max(1, _count(part)) != count or (count > 1 and part.values.get("split.no") != number):
+            raise unreadable(part.path, f"By its header it is not part {number + 1} of {count}.")
     refuse(first)
     tensors: dict[str, GgufTensor] = {}
     for part in parts:
@@ -98,27 +108,31 @@ def open_gguf(path: Path) -> Gguf:
     return found
 
 
-def _parts(given: Header, count: int) -> list[Header]:
-    match = _PART.fullmatch(given.path.name)
+def _count(header: Header) -> int:
+    """Of the model's parts; 0 or 1: it is not split."""
+    count = header.values.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= _MOST_PARTS:
+        raise unreadable(header.path, "Its number of parts makes no sense.")
+    return count
+
+
+def _parts(path: Path, given: Header, count: int) -> list[Header]:
+    match = PART.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise CheckpointError(
-            f"{given.path.name} is one of {count} parts, and its name does not say which",
+            f"{path.name} is one of {count} parts, and its name does not say which",
             "",
             f"Give it back its name, NAME-00001-of-{count:05}.gguf, with all parts in one folder.",
         )
-    paths = [given.path.with_name(f"{match[1]}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
+    paths = [path.with_name(f"{match[1]}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
     if missing := [path for path in paths if not path.is_file()]:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise CheckpointError(
-            f"{given.path.name} is one of {count} parts, and {missing[0].name}{more} missing",
+            f"{path.name} is one of {count} parts, and {missing[0].name}{more} missing",
             "",
             "Download all parts into one folder.",
         )
-    found = [given if path == given.path else read_header(path) for path in paths]
-    for number, part in enumerate(found):
-        if (part.values.get("split.no"), part.values.get("split.count")) != (number, count):
-            raise unreadable(part.path, f"By its header it is not part {number + 1} of {count}.")
-    return found
+    return [given if each == path else read_header(each) for each in paths]
 
 
 def refuse(header: Header) -> None:

@@ -25,7 +25,7 @@ from .configuration import config_of
 from .header import undescribed
 from .made import Made
 from .names import Naming
-from .parts import is_gguf, open_gguf
+from .parts import Gguf, is_gguf, open_gguf
 from .values import sample
 
 
@@ -50,8 +50,8 @@ class GgufShelf:
     """A `Shelf` of a GGUF file, or of all parts of a split one. The files are only read, tensor by tensor.
 
     Args:
-        path: the file, or any of its parts. folder: for config.json, the tokenizer's files and the chat template, which
-            are made of the metadata. The same file always gives the same bytes.
+        source: the file, or any of its parts, or what was read of its header. folder: for config.json, the tokenizer's
+            files and the chat template, which are made of the metadata. The same file always gives the same bytes.
 
     Raises:
         CheckpointError: as `open_gguf` and `config_of`.
@@ -59,8 +59,8 @@ class GgufShelf:
 
     commit: str | None = None
 
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.gguf = open_gguf(path)
+    def __init__(self, source: Path | Gguf, folder: Path) -> None:
+        self.gguf = open_gguf(source) if isinstance(source, Path) else source
         self.name = self.gguf.name
         self._folder, self._contents = folder, dict[str, bytes | None]()
         self._fields = config_of(self.gguf)
@@ -128,7 +128,11 @@ class GgufShelf:
 
     def path(self, file: str) -> Path:
         """See `Shelf.path`."""
-        return self.gguf.path
+        return Path(self.gguf.path)
+
+    def files(self, name: str, file: str) -> list[str]:
+        """See `Shelf.files`."""
+        return [file]
 
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""

@@ -43,14 +43,7 @@ def blocks(tensor: GgufTensor, index: int | None = None) -> Tensor:
     """
     count = tensor.nbytes if index is None else tensor.nbytes // tensor.shape[0]
     raw = torch.empty(count, dtype=torch.uint8)
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start + (index or 0) * count)
-            read = file.readinto(raw.numpy())  # pyright: ignore[reportArgumentType]
-    except OSError as error:
-        raise unreadable(tensor.file, f"{error.strerror or error}.") from error
-    if read != count:
-        raise unreadable(tensor.file, f"It ends inside {tensor.name}.")
+    _fill(tensor, (index or 0) * count, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
     return raw
 
 
@@ -61,9 +54,15 @@ def sample(tensor: GgufTensor, most: int, index: int | None = None) -> bytes:
         CheckpointError: the file cannot be read.
     """
     count = tensor.nbytes if index is None else tensor.nbytes // tensor.shape[0]
+    raw = bytearray(min(most, count))
+    _fill(tensor, (index or 0) * count, memoryview(raw))
+    return bytes(raw)
+
+
+def _fill(tensor: GgufTensor, start: int, into: memoryview) -> None:
     try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start + (index or 0) * count)
-            return file.read(min(most, count))
+        read = tensor.file.fill(tensor.start + start, into)
     except OSError as error:
         raise unreadable(tensor.file, f"{error.strerror or error}.") from error
+    if read != len(into):
+        raise unreadable(tensor.file, f"It ends inside {tensor.name}.")

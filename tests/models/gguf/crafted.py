@@ -27,6 +27,10 @@ def number(name: str, value: int) -> bytes:
     return key(name, 4, struct.pack("<I", value))
 
 
+def listed(kind: int, count: int, raw: bytes = b"") -> bytes:
+    return key("list", ARRAY, struct.pack("<IQ", kind, count) + raw)
+
+
 def tensor(name: str, shape: tuple[int, ...] = (2, 3), kind: int = F32, start: int = 0, **lies: Any) -> bytes:
     """Of a shape as torch has it."""
     dimensions = struct.pack("<I", lies.get("dimensions", len(shape)))

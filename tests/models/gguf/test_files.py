@@ -16,7 +16,7 @@ from floe_chat.models import catalog
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.gguf import rounding, values
-from floe_chat.models.gguf.header import GgufTensor, read_header
+from floe_chat.models.gguf.header import GgufTensor, OnDisk, read_header
 from floe_chat.models.gguf.parts import Gguf, open_gguf
 from floe_chat.models.gguf.shelf import GgufShelf
 from floe_chat.models.pack.manifest import Manifest
@@ -31,7 +31,7 @@ from ... import families
 from ...helpers import calibration_tokens, edit_json, make_checkpoint
 from . import vocabulary
 from .converting import convert
-from .crafted import ARRAY, TEXT, Crafted, key, number, tensor, text, word
+from .crafted import ARRAY, TEXT, Crafted, key, listed, number, tensor, text, word
 
 BLOCKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 FEW_BITS = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4"]
@@ -43,7 +43,7 @@ def on_disk(path: Path, kind: str, shape: tuple[int, ...], seed: int = 0) -> Ggu
     raw = np.random.default_rng(seed).integers(0, 256, math.prod(shape) // size * nbytes, dtype=np.uint8)
     raw.reshape(-1, nbytes)[:] &= 0x7B  # no exponent of a float16 is all ones
     path.write_bytes(bytes(96) + raw.tobytes() + bytes(7))
-    return GgufTensor("x", kind, shape, path, 96, raw.size)
+    return GgufTensor("x", kind, shape, OnDisk(path), 96, raw.size)
 
 
 @pytest.mark.parametrize("kind", [*BLOCKED, *FEW_BITS])
@@ -88,7 +88,7 @@ def test_a_rounded_file_gives_what_its_blocks_stand_for(kind: str, tmp_path: Pat
 
 
 def of(kinds: dict[str, str], file_type: int | None) -> Gguf:
-    tensors = {name: GgufTensor(name, kind, (256, 256), Path(), 0, size(kind)) for name, kind in kinds.items()}
+    tensors = {name: GgufTensor(name, kind, (256, 256), OnDisk(Path()), 0, size(kind)) for name, kind in kinds.items()}
     return Gguf(Path("x.gguf"), {} if file_type is None else {"general.file_type": file_type}, tensors)
 
 
@@ -193,10 +193,6 @@ HUGE = 1 << 60
 UP = "blk.0.ffn_up_exps.weight"
 
 
-def listed(kind: int, count: int, raw: bytes = b"") -> bytes:
-    return key("list", ARRAY, struct.pack("<IQ", kind, count) + raw)
-
-
 LIES: dict[str, tuple[Crafted, str]] = {
     "another format": (Crafted(magic=b"PK\3\4"), "not a GGUF file"),
     "big-endian": (Crafted(version=3 << 24), "big-endian"),
@@ -227,8 +223,12 @@ LIES: dict[str, tuple[Crafted, str]] = {
     "an impossible offset": (Crafted(tensors=[tensor(UP, start=(1 << 64) - 32)]), "impossible"),
     "an odd offset": (Crafted(tensors=[tensor(UP, start=4)]), "not where it could be"),
     "two in one place": (Crafted(tensors=[tensor(UP), tensor("x")]), "not where it could be"),
-    "an unknown tensor type": (Crafted(tensors=[tensor(UP, kind=999)]), "type 999"),
-    "a type of no weights": (Crafted(tensors=[tensor(UP, kind=int(Kind.I32))]), "type 26"),
+    "an unknown tensor type": (Crafted(tensors=[tensor(UP, kind=999)]), "type 999, which is not known"),
+    "a type of no weights": (Crafted(tensors=[tensor(UP, kind=int(Kind.I32))]), "type I32, which is not read"),
+    "a type that is not read": (
+        Crafted(tensors=[tensor(UP, (2, 64), kind=int(Kind.NVFP4))]),
+        "type NVFP4, which is not read",
+    ),
     "half a block": (Crafted(tensors=[tensor(UP, (2, 33), kind=int(Kind.Q8_0))]), "no whole number of Q8_0 blocks"),
     "an alignment of three": (Crafted(keys=[LLAMA, number("general.alignment", 3)]), "power of two"),
     "a huge alignment": (Crafted(keys=[LLAMA, number("general.alignment", 1 << 31)]), "power of two"),
