@@ -8,6 +8,7 @@ finding a model does not import torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -20,7 +21,7 @@ from . import private_file, supported
 from . import typed_names as names
 from .catalog_entry import CatalogEntry
 from .errors import CheckpointError, FloeError, UsageError
-from .gguf.parts import first_part, is_gguf, model_name, open_gguf
+from .gguf.parts import Gguf, first_part, is_gguf, model_name, open_gguf
 from .paths import expanded
 from .published import PUBLISHED
 
@@ -110,9 +111,14 @@ def _existing(name: str, *, saved: bool) -> Path | None:
 def _called(name: str) -> str | None:
     """The usual local name of a model set up as `name`, a listed name, a hub id or an address."""
     repo = names.hub_repo(name)
-    if (entry := published(repo.id if repo else name)) is not None:
+    if (entry := published(repo.id if repo else name) or (with_gguf(repo.id) if repo else None)) is not None:
         return entry.name
-    return repo.id.rpartition("/")[2].lower() if repo else None
+    return _usual(repo.id) if repo else None
+
+
+def _usual(repo: str) -> str:
+    """The local name of a model from this repository."""
+    return re.sub(r"[-_.]gguf$", "", repo.rstrip("/").rpartition("/")[2].lower())
 
 
 def _shown(name: str) -> str:
@@ -166,6 +172,11 @@ def published(name: str) -> CatalogEntry | None:
     return next((entry for entry in PUBLISHED if wanted in (entry.name, (entry.repo or "").lower())), None)
 
 
+def with_gguf(repo: str) -> CatalogEntry | None:
+    """The listed model of which a repository has GGUF files, ignoring case; None if it is of none."""
+    return next((entry for entry in PUBLISHED if entry.gguf and entry.gguf.lower() == repo.lower()), None)
+
+
 def listed(name: str) -> CatalogEntry | None:
     """The listed model that a name, a part of one, a hub id or an address means; None if it means none.
 
@@ -187,25 +198,27 @@ class Source:
 
     Attributes:
         folder: or the file. repo: owner/name, or an address on another host (`typed_names.other_address`).
-        commit: of the repository, "" for the current main. entry: the listed model, if it is one.
+        commit: of the repository, "" for the current main. file: which of its GGUF files, "" where that is not said.
+        entry: the listed model, if it is one.
     """
 
     folder: Path | None = None
     repo: str = ""
     commit: str = ""
+    file: str = ""
     entry: CatalogEntry | None = None
 
     @property
     def place(self) -> str:
-        """The folder or file, the hub id, or the address."""
-        return str(self.folder) if self.folder else self.repo
+        """The folder or file, the hub id, with ":Q4_K_M" if such a file is meant, or the address."""
+        return str(self.folder) if self.folder else f"{self.repo}:{self.file}" if self.file else self.repo
 
     @property
     def name(self) -> str:
         """The model's default name."""
         if self.folder is not None and is_gguf(self.folder):
             return model_name(self.folder)
-        return self.entry.name if self.entry else Path(self.place).name.lower()
+        return self.entry.name if self.entry else _usual(self.repo or self.place)
 
 
 def source(model: str) -> Source:
@@ -227,13 +240,16 @@ def source(model: str) -> Source:
         model.strip().endswith(("/", "/manifest.json")) or published("/".join(address.split("/")[3:5])) is None
     ):
         return Source(repo=address)
-    if (entry := listed(model)) is not None and entry.repo:
-        repo = names.hub_repo(model)
-        return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)
     repo = names.hub_repo(model)
+    if (entry := listed(model)) is not None and entry.repo:
+        found = repo or names.NamedRepo(entry.repo)
+        return Source(repo=entry.repo, commit=found.commit, file=found.file, entry=entry)
+    called, _, file = model.partition(":")
+    if file and (entry := published(called)) is not None and entry.gguf:
+        return Source(repo=entry.gguf, file=file, entry=entry)
     # A repository's config.json decides what it is; its name can only rule out its format.
     if repo is not None and supported.refused_format(model) is None:
-        return Source(repo=repo.id, commit=repo.commit)
+        return Source(repo=repo.id, commit=repo.commit, file=repo.file, entry=with_gguf(repo.id))
     raise supported.refused(model) or _unknown(model)
 
 
@@ -295,17 +311,25 @@ def _of_fields(fields: Mapping[str, Any], name: str, what: str) -> CatalogEntry:
 
 def _of_file(path: Path) -> CatalogEntry:
     """Describes the model in a GGUF file, whose header is read."""
+    return replace(of_gguf(open_gguf(path)), name=model_name(path), folder=path)
+
+
+def of_gguf(gguf: Gguf) -> CatalogEntry:
+    """Describes the model of which these are the headers.
+
+    Raises:
+        CheckpointError: its architecture is not supported, or its metadata makes no sense.
+    """
     from .gguf.configuration import config_of
     from .gguf.header import undescribed
     from .gguf.rounding import is_coarse, rounding
 
-    gguf = open_gguf(path)
     fields = config_of(gguf)
     kind = str(fields["model_type"])
     try:
-        entry = CatalogEntry(model_name(path), supported.sizes(fields, gguf.name), folder=path)
+        entry = CatalogEntry(gguf.name, supported.sizes(fields, gguf.name))
     except CheckpointError as error:
-        raise undescribed(path, error) from error
+        raise undescribed(gguf.path, error) from error
     return replace(entry, rounding=rounding(gguf, kind), coarse=is_coarse(gguf, kind))
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from .quantities import size
 
 SHARD_BYTES = 5_000_000_000  # the largest shard of published checkpoints
+STRETCH = 64 << 20  # bytes that are fetched of a GGUF file together, if a layer does not have more
+OFFERED = "Q4_K_M"  # the rounding that lists offer
+GGUF_BITS = {"Q8_0": 8.5, "Q6_K": 6.57, "Q5_K_M": 5.7, "Q4_K_M": 4.86}  # of a weight, in whole published files
 
 
 Matrix = tuple[int, int]  # rows and columns of a linear layer's weight
@@ -309,6 +312,8 @@ class CatalogEntry:
             who converted them, such as "Q4_K_M"; "" where they are as published. code_bits: of its codes, where packs
             of as many keep them, else 0. coarse: whether that took so much that another file should be used. fp8:
             the repository of its maker's copy in FP8, "" where none is known.
+        gguf: a repository with its GGUF files, "" where none is known. file_bytes: of a GGUF file that is downloaded
+            instead of the published weights; 0: these are. others: what other GGUF files are there, and their bytes.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
     """
 
@@ -331,6 +336,9 @@ class CatalogEntry:
     code_bits: int = 0
     coarse: bool = False
     fp8: str = ""
+    gguf: str = ""
+    file_bytes: int = 0
+    others: tuple[tuple[str, int], ...] = ()
     ready: ReadyPack | None = None
 
     def rounded_twice(self, bits: str) -> str:
@@ -351,11 +359,20 @@ class CatalogEntry:
     @property
     def smaller(self) -> str:
         """Of a model that is downloaded, how long its maker's rounded copy is; "" where there is none."""
-        if not self.fp8 or self.folder is not None:
+        if not self.fp8 or self.folder is not None or self.file_bytes:
             return ""
         copy = replace(self, expert_bits=8.0, dense_bits=8.0)
         there = size(copy.checkpoint_bytes - (self.unused - self.kept))
         return f"Its maker's FP8 copy is about {there} to download; set it up by its name, {self.fp8}."
+
+    def as_gguf(self, label: str) -> CatalogEntry | None:
+        """The same model from its GGUF file of a rounding in `GGUF_BITS`, its size estimated; None: none is known."""
+        if not self.gguf or self.folder is not None or self.file_bytes:
+            return None
+        nbytes = round(GGUF_BITS[label] / 8 * self.sizes.parameters)
+        return replace(
+            self, repo=f"{self.gguf}:{label}", rounding=label, file_bytes=nbytes, gated=False, fp8="", ready=None
+        )
 
     @property
     def as_pack(self) -> CatalogEntry | None:
@@ -373,7 +390,15 @@ class CatalogEntry:
         return self.only_pack.bytes if self.only_pack else 0 if self.folder else self.checkpoint_bytes
 
     @property
+    def most_unread(self) -> int:
+        """Bytes of its files that are on the disk at once while it is packed: of two shards, or about two layers."""
+        one = max(self.file_bytes // self.sizes.decoder_layers, STRETCH) if self.file_bytes else SHARD_BYTES
+        return min(2 * one, self.checkpoint_bytes)
+
+    @property
     def checkpoint_bytes(self) -> int:
         """The size of the published weights, computed from the architecture; embedding and head have 16 bits each."""
+        if self.file_bytes:
+            return self.file_bytes
         whole, less = 2 * (self.sizes.parameters + self.unused), (2 - self.expert_bits / 8) * self.sizes.in_experts
         return whole - round(less + (2 - self.dense_bits / 8) * self.sizes.in_beside)

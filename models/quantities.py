@@ -84,6 +84,11 @@ def forecast(seconds: float) -> str:
     return f"about {minutes} minutes" if minutes < 100 else f"about {duration(seconds)}"
 
 
+def fetching(nbytes: float) -> str:
+    """How long a download takes where 10 MB arrive in a second: "about 31 minutes at 10 MB/s"."""
+    return f"{forecast(nbytes / 10e6)} at 10 MB/s"
+
+
 def share(part: float) -> str:
     """A share in 0..1 as a percentage: a small one is never shown as zero."""
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"

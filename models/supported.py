@@ -16,6 +16,7 @@ from .families import FAMILIES, family_of, language_fields
 from .families.derived import Derived, UnfitError, configured, fit
 from .families.sizes import NAMES, sizes_of, view
 from .paths import is_file
+from .typed_names import hub_repo
 
 SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the model_type of config.json
 *_FIRST, _LAST = SUPPORTED.values()
@@ -117,7 +118,10 @@ def refused(name: str) -> FloeError | None:
 
 
 def refused_format(name: str) -> FloeError | None:
-    """Why a file or repository of this name cannot be read: its name ends in that of a format, such as GGUF."""
+    """Why a file or repository of this name cannot be read: its name ends in that of a format, such as EXL2.
+
+    A repository of GGUF files can be read, and a file by its path; a name that is neither cannot.
+    """
     key = _key(name)
     if re.search(r"(^|-)floe(-|$)", key):  # a pack of ours, which may name its bits
         return None
@@ -125,20 +129,26 @@ def refused_format(name: str) -> FloeError | None:
         if not re.search(rf"(^|-)({pattern})(-|$)", key):
             continue
         if called == "GGUF":
-            return _refused_gguf(name, key)
+            return None if _is_repository(name) else _refused_gguf(name)
         return UsageError(f"{called} cannot be read yet", f"{name}: {_NEEDED}", _original(key))
     return None
 
 
-def _refused_gguf(name: str, key: str) -> FloeError:
+def _is_repository(name: str) -> bool:
+    """Whether a name is owner/name on a hub, or an address of it."""
+    try:
+        return hub_repo(name) is not None and not is_file(name) and not re.fullmatch(r"(?i)[^/]*/[^/]*\.gguf", name)
+    except UsageError:
+        return False
+
+
+def _refused_gguf(name: str) -> FloeError:
     """A name of GGUF files where a pack is needed, or where there is no such file."""
-    hint = f"{_original(key)} Or download a .gguf file, Q8_0 or better: it works by its path."
+    hint = "Give a repository with GGUF files (OWNER/NAME-GGUF:Q6_K), or the path of a downloaded file."
     if is_file(name):
         title = f"{config_limits.shown(name)} is not set up on this machine"
         return UsageError(title, "A file is packed first.", f"Set it up: floe-chat setup {shlex.quote(name)}")
-    if name.lower().endswith(".gguf"):
-        return UsageError(f"There is no GGUF file {config_limits.shown(name)}", "", hint)
-    return UsageError("GGUF files are not downloaded yet", f"{name} has only these.", hint)
+    return UsageError(f"There is no GGUF file {config_limits.shown(name)}", "", hint)
 
 
 def called_so(name: str) -> str:

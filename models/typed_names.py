@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import unquote, urlsplit
 
 from .errors import UsageError
@@ -21,17 +21,23 @@ _VIEWS = ("tree", "blob", "resolve", "raw", "commit")
 
 @dataclass(frozen=True, slots=True)
 class NamedRepo:
-    """A repository on the hub: `id` is owner/name; `commit` is "" for its main revision."""
+    """A repository on the hub.
+
+    Attributes:
+        id: owner/name. commit: "" for its main revision. file: which of its GGUF files, "" where that is not said.
+    """
 
     id: str
     commit: str = ""
+    file: str = ""
 
 
 def hub_repo(text: str) -> NamedRepo | None:
     """The repository that an id (owner/name) or the address of a page or file of it names; None for anything else.
 
     Addresses of huggingface.co, hf.co and mirrors are understood with or without https://, with /tree/main, /blob/...
-    and the like behind them. Whatever host they name, the hub that is asked is the one of HF_ENDPOINT.
+    and the like behind them. Whatever host they name, the hub that is asked is the one of HF_ENDPOINT. Behind either,
+    ":Q4_K_M" names a GGUF file, as llama.cpp and Ollama write it.
 
     Raises:
         UsageError: the address of something else on a hub, or of a revision other than main.
@@ -39,6 +45,10 @@ def hub_repo(text: str) -> NamedRepo | None:
     text = text.strip()
     if not text or len(text) > _LONGEST:
         return None
+    before, _, file = text.rpartition(":")
+    if "/" in before.rpartition("://")[2] and re.fullmatch(r"[\w.+-]+", file, re.ASCII):
+        found = hub_repo(before)
+        return None if found is None else replace(found, file=file)
     if _ID.fullmatch(text) and "." not in text.partition("/")[0]:
         return NamedRepo(text)
     if not re.match(r"(https?|hf)://|git@|(www\.)?(huggingface\.co|hf\.co|hf-mirror\.com)/", text, re.IGNORECASE):
@@ -70,10 +80,11 @@ def _of_address(text: str) -> NamedRepo:
             "Copy the address of the model's page, such as https://huggingface.co/allenai/OLMoE-1B-7B-0924-Instruct",
         )
     revision = parts[3] if len(parts) > 3 and parts[2] in _VIEWS else "main"
+    file = parts[-1] if len(parts) > 4 and parts[-1].lower().endswith(".gguf") else ""
     if revision == "main":
-        return NamedRepo(name)
+        return NamedRepo(name, file=file)
     if re.fullmatch("[0-9a-f]{40}", revision):
-        return NamedRepo(name, revision)
+        return NamedRepo(name, revision, file)
     raise UsageError(
         f"{text} is not the main revision",
         f"It is the revision {revision}; floe-chat sets up main, or a commit by all 40 digits of its hash.",

@@ -113,8 +113,8 @@ def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Genera
     from ...models.catalog import FETCHED
     from ...models.checkpoint import Checkpoint
     from ...models.gguf.shelf import opened
-    from ...models.hub.remote_checkpoint import HubShelf
-    from ...models.hub.repository import resolve
+    from ...models.hub.places import look_up
+    from ...models.hub.remote_gguf import remote
     from ...models.pack.manifest import COPIED
     from ...models.packing.workplace import is_ours
 
@@ -130,7 +130,7 @@ def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Genera
             "The repair would download into this folder and delete it at the end.",
             "Rename or move it, or give the checkpoint with --source.",
         )
-    with HubShelf(resolve(manifest.source.name, manifest.source.commit or "main"), fetched) as shelf:
+    with remote(look_up(manifest.source.name, manifest.source.commit or "main")[0], fetched) as shelf:
         for name in COPIED:
             shelf.small(name)
         yield Checkpoint(shelf)

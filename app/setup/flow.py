@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...models.hub.pack_fetch import PackFetch
     from ...models.hub.ready_pack import Offer
     from ...models.hub.remote_checkpoint import HubShelf
+    from ...models.hub.remote_gguf import HubGgufShelf
     from ...models.hub.repository import Repo
     from ...models.packing.pack import PackSpec
 
@@ -89,7 +90,7 @@ class Setup:
         self._token, self._tuning, self._after = token, tuning, after
         self._state: SetupState = "looking"
         self._step, self._share, self._left = "Looking at the model", 0.0, None
-        self._shelf: HubShelf | PackFetch | None = None
+        self._shelf: HubShelf | HubGgufShelf | PackFetch | None = None
         self._notices: list[str] = []
         self._peak: int | None = None
         self._cancelled = threading.Event()
@@ -226,6 +227,8 @@ class Setup:
         need_same(self.wish, offer)
         commit = "" if isinstance(place, Path) else place.commit
         known = dataclasses.replace(self.wish, commit=self.wish.commit or commit, pack=offer.digest if offer else "")
+        if not isinstance(place, Path) and place.gguf is not None and ":" not in self.wish.model:
+            known = dataclasses.replace(known, model=f"{place.name}:{place.gguf.label}")
         if known != self.wish:
             self.wish = known
             write_note(self.wish)
@@ -284,10 +287,10 @@ class Setup:
             with self._from_file(place) as shelf:
                 yield shelf
             return
-        from ...models.hub.remote_checkpoint import HubShelf
+        from ...models.hub.remote_gguf import remote
 
         self._step = "Reading the list of tensors"
-        with HubShelf(place, self.wish.fetched, tuning=self._tuning) as shelf:
+        with remote(place, self.wish.fetched, tuning=self._tuning) as shelf:
             self._follow(shelf)
             yield shelf
 
@@ -302,7 +305,7 @@ class Setup:
         with locked(self.wish.fetched / FETCHING, f"Another floe-chat sets up {self.wish.name}"):
             yield GgufShelf(file, self.wish.fetched)
 
-    def _follow(self, shelf: HubShelf | PackFetch) -> None:
+    def _follow(self, shelf: HubShelf | HubGgufShelf | PackFetch) -> None:
         """From now on its download is shown, paused and cancelled."""
         self._shelf = shelf
         if not self._going.is_set():
@@ -314,14 +317,13 @@ class Setup:
         """Raises: FloeError: the disk cannot hold the pack and the files that it needs meanwhile."""
         from ...engine.planning.footprint import Footprint
         from ...models.hub.download import check_room
+        from ...models.hub.remote_checkpoint import HubShelf
+        from ...models.hub.remote_gguf import HubGgufShelf
 
         sizes = catalog.described(checkpoint.config.to_dict()).sizes
         self._peak = Footprint.of(sizes, spec).disk
-        if self.wish.local is None:
-            shards = sorted(
-                max(place.end for place in places.values()) for places in checkpoint.shelf.headers().values()
-            )
-            self._peak += sum(shards[-2:])
+        if isinstance(self._shelf, (HubShelf, HubGgufShelf)):
+            self._peak += self._shelf.most_unread
         check_room(self.wish.folder, max(0, self._peak - self.wish.taken))
 
     def _reach(self, state: SetupState) -> None:

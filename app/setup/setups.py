@@ -93,6 +93,18 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
     if offer is not None:
         ready = offer.described(wanted.model, owner(wanted.model), repo.commit)
         return replace(check_place(repo, offer), name=wanted.name, ready=ready)
+    if repo.gguf is not None:
+        from ...models.hub.gguf_files import every
+        from ...models.hub.remote_gguf import described
+
+        others = tuple((one.label, one.bytes) for one in every(repo.files) if one != repo.gguf)
+        read = catalog.of_gguf(described(repo, repo.gguf))
+        known = catalog.with_gguf(repo.name)
+        if known is None or known.sizes != read.sizes:
+            known = read
+        place = wanted.model if "://" in wanted.model else f"{repo.name}:{repo.gguf.label}"
+        rounded = replace(known, rounding=read.rounding, coarse=read.coarse, file_bytes=repo.gguf.bytes, others=others)
+        return replace(rounded, name=wanted.name, repo=place, gated=repo.gated, ready=None)
     try:
         fields = json.loads(repo.read("config.json") or b"{}")
         if not isinstance(fields, dict):

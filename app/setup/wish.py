@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NOTE = ".setup.json"  # beside the pack's folder, until the pack is finished
 _FETCHED = catalog.FETCHED  # likewise, the folder with the downloads
-_HUB_ID = r"[\w.-]+/[\w.-]+"
+_HUB_ID = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
 _ADDRESS = r"https?://[a-z0-9.:\[\]-]+(/[!-~]*)?"
 
 
@@ -33,8 +33,8 @@ class Wish:
     """A request to set up a model.
 
     Attributes:
-        model: a hub id (owner/name), the folder of a checkpoint or of a pack, a GGUF file, or an address on another
-            host. name: what it will be called here.
+        model: a hub id (owner/name, with ":Q4_K_M" for such a GGUF file), the folder of a checkpoint or of a pack, a
+            GGUF file, or an address on another host. name: what it will be called here.
         up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
         pack: the sha256 of a ready pack's manifest.json; "" for a checkpoint, and until it is known.
         to: a folder on another disk that stores the pack, to which the models folder then has a link; "" for none.

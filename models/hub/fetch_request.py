@@ -48,10 +48,10 @@ async def asked(
         Passing: no connection, a broken one (also while chunks are read), a busy server, an expired address.
         Wrong: another file, size or range. FloeError: the hub refuses for good.
     """
-    headers = repo.authorization() | {"range": f"bytes={start}-{end - 1}"}
+    headers = repo.authorization() | {"range": f"bytes={file.start + start}-{file.start + end - 1}"}
     try:
-        async with hub_request.opened(client, repo.url(file.name), headers) as (response, redirects):
-            await _check(response, redirects, repo, file)
+        async with hub_request.opened(client, repo.url(file.whole.name), headers) as (response, redirects):
+            await _check(response, redirects, repo, file.whole)
             first, last = _range(response, file, start, end)
             yield RangeReply(first, last, response.aiter_raw())
     except (httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError, ConnectionError) as error:
@@ -60,7 +60,7 @@ async def asked(
 
 async def _check(response: httpx2.Response, redirects: list[httpx2.Headers], repo: Repo, file: RepoFile) -> None:
     if not response.is_success:
-        if response.url.origin != httpx2.URL(repo.endpoint).origin and "x-error-code" not in response.headers:
+        if hub_errors.is_expired(response, repo.endpoint):
             expired = TryAgainError(
                 f"The hub's storage refuses {file.name}", f"It answers with status {response.status_code}."
             )
@@ -91,13 +91,16 @@ def _range(response: httpx2.Response, file: RepoFile, start: int, end: int) -> t
         told = response.headers.get("content-range", "no range")
         held = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", told)
         first, last, size = (int(held[1]), int(held[2]) + 1, held[3]) if held else (-1, -1, "")
-        if first != start or not start < last <= end or size not in ("*", str(file.size)):
+        first, last = first - file.start, last - file.start
+        if first != start or not start < last <= end or size not in ("*", str(file.whole.size)):
             raise Wrong(_other_bytes(file, f"The answer holds {hub_errors.plain(told)}."))
         return first, last
-    length = response.headers.get("content-length", str(file.size))
-    if response.status_code != 200 or length != str(file.size):
+    length = response.headers.get("content-length", str(file.whole.size))
+    if response.status_code != 200 or length != str(file.whole.size):
         has = hub_errors.plain(length)
-        raise Wrong(_other_bytes(file, f"The answer has {has} bytes, the file {file.size:,}."))
+        raise Wrong(_other_bytes(file, f"The answer has {has} bytes, the file {file.whole.size:,}."))
+    if file.of is not None:  # fetching all of it for each stretch would be no download
+        raise Wrong(_other_bytes(file, f"All of {file.whole.name} came: {response.url.host} serves no parts of files."))
     return 0, file.size
 
 

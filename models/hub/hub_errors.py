@@ -30,6 +30,11 @@ def is_passing(response: httpx2.Response) -> bool:
     return response.status_code in (408, 425, 429) or response.status_code >= 500
 
 
+def is_expired(response: httpx2.Response, endpoint: str) -> bool:
+    """Whether it is the hub's storage that refuses, whose signed addresses soon expire, and not the hub itself."""
+    return response.url.origin != httpx2.URL(endpoint).origin and "x-error-code" not in response.headers
+
+
 def is_broken(error: Exception) -> bool:
     """Whether a request without an answer is worth another try: the connection broke, or nothing came in time."""
     kinds = httpx2.NetworkError | httpx2.RemoteProtocolError | httpx2.TimeoutException | ssl.SSLError | ConnectionError

@@ -6,9 +6,10 @@ from urllib.parse import quote, urlsplit
 
 import httpx2
 
+from ..checkpoint_files import is_shard
 from ..errors import AccessError, FloeError, HubError, PackError, TryAgainError
 from ..pack.manifest import FILE_NAME, LARGEST, is_manifest
-from . import hub_errors
+from . import gguf_files, hub_errors
 from .privacy import offline
 from .ready_pack import Offer, offered, parsed
 from .repository import Repo, resolve
@@ -16,18 +17,18 @@ from .repository_files import RepoFile
 
 
 def look_up(place: str, revision: str = "main", token: str | None = None) -> tuple[Repo, Offer | None]:
-    """A model's files, and the pack that they are, or None if they are a checkpoint.
+    """A model's files, and the pack that they are, or None if they are a checkpoint; `Repo.gguf` says whether as GGUF.
 
     Args:
-        place: owner/name, or an address (`typed_names.other_address`), to which no token is sent. revision, token: see
-            `resolve`.
+        place: owner/name, with ":Q4_K_M" for such a GGUF file, or an address (`typed_names.other_address`), to which no
+            token is sent. revision, token: see `resolve`.
 
     Raises:
-        FloeError: as `resolve` and `offered`.
+        FloeError: as `resolve`, `offered` and `gguf_files.chosen`.
     """
     if "://" not in place:
-        repo = resolve(place, revision, token)
-        return repo, offered(repo)
+        name, _, file = place.partition(":")
+        return _found(resolve(name, revision, token), file)
     if offline():
         hint = f"Unset it to fetch {place}, or give the folder of a downloaded model."
         raise TryAgainError("floe-chat is set to stay offline", "HF_HUB_OFFLINE is set.", hint)
@@ -43,7 +44,15 @@ def look_up(place: str, revision: str = "main", token: str | None = None) -> tup
     except (HubError, TryAgainError):  # no mirror of a hub, or no such model: perhaps a folder of that name
         server = PackServer(place)
         return server, server.offer
-    return mirror, offered(mirror)
+    return _found(mirror)
+
+
+def _found(repo: Repo, file: str = "") -> tuple[Repo, Offer | None]:
+    """The pack in it; or else, if one is named or it has nothing else, the GGUF files to take."""
+    offer = None if file else offered(repo)
+    if file or (offer is None and not any(is_shard(each.name) for each in repo.files)):
+        repo.gguf = gguf_files.chosen(repo.name, repo.files, file)
+    return repo, offer
 
 
 class PackServer(Repo):

@@ -43,7 +43,7 @@ class HubShelf(Shards):
         self.commit: str | None = repo.commit
         self.download = Download(repo, [], folder, ahead=ahead, tuning=tuning)
         self.download.start()
-        self._repo, self._folder = repo, folder
+        self._repo, self._folder, self._ahead = repo, folder, ahead
 
     def headers(self) -> dict[str, dict[str, TensorPlace]]:
         """See `Shelf.headers`. Raises: CheckpointError: also if the shards disagree with the index."""
@@ -52,6 +52,11 @@ class HubShelf(Shards):
             headers = dict(zip(names, pool.map(self._repo.header, names), strict=True))
         self._repo.check_index(headers)
         return headers
+
+    @property
+    def most_unread(self) -> int:
+        """Bytes of the shards that may be on the disk at once."""
+        return sum(sorted(file.size for file in self._repo.shards())[-self._ahead :])
 
     def small(self, name: str) -> Path | None:
         """See `Shelf.small`. Raises: FloeError: it is not available."""

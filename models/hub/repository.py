@@ -22,6 +22,7 @@ import httpx2
 from ..checkpoint_files import INDEX, TensorPlace, header_bytes, is_shard, parse_header
 from ..errors import AccessError, CheckpointError, FloeError, HubError, TryAgainError, UsageError
 from . import hub_errors, hub_request
+from .gguf_files import GgufFiles
 from .privacy import offline
 from .repository_files import RepoFile, cached, listing
 
@@ -81,6 +82,7 @@ class Repo:
     Attributes:
         name: owner/name. endpoint: the hub's address. commit: what the revision means now. gated: whether its publisher
         asks to accept terms first. files: the ones that we read. token: sent with requests; never shown or written.
+        gguf: the GGUF files to take; None: the model is in the other files.
     """
 
     def __init__(self, name: str, address: str, token: str | None) -> None:
@@ -90,12 +92,19 @@ class Repo:
         self.commit = ""
         self.gated = False
         self.files: tuple[RepoFile, ...] = ()
+        self.gguf: GgufFiles | None = None
+        self._stretches: dict[str, RepoFile] = {}
         self._lock = threading.Lock()
         self._headers: dict[str, dict[str, TensorPlace]] = {}
         self._weight_map: dict[str, str] | None = None
 
     def file(self, name: str) -> RepoFile | None:
-        return next((file for file in self.files if file.name == name), None)
+        """A file of that name, or a stretch that was `cut`."""
+        return self._stretches.get(name) or next((file for file in self.files if file.name == name), None)
+
+    def cut(self, stretch: RepoFile) -> None:
+        """From now on a stretch of a file can be fetched like a file."""
+        self._stretches[stretch.name] = stretch
 
     def shards(self) -> list[RepoFile]:
         """The files with weights: those that the index names, or all if there is none.
@@ -122,7 +131,7 @@ class Repo:
 
     def cached(self, file: RepoFile) -> Path | None:
         """See `repository_files.cached`."""
-        return cached(self.name, self.commit, file)
+        return None if file.of is not None else cached(self.name, self.commit, file)
 
     def refusal(self, response: httpx2.Response, body: bytes) -> FloeError:
         """The error for a response whose status is not 2xx, with the beginning of its body."""
@@ -146,6 +155,21 @@ class Repo:
             if digest.hexdigest() == file.hash:
                 return content
         raise TryAgainError(f"{name} of {self.name} arrived damaged", "Its hash was wrong twice.", "Try again later.")
+
+    def piece(self, file: RepoFile, start: int, count: int) -> bytes:
+        """`count` bytes of a file from `start` on, which have no hash to compare.
+
+        Raises:
+            FloeError: as `resolve`. TryAgainError: also if other bytes came, or too few.
+        """
+        content = b""
+        for _ in range(_TRIES):  # an answer may be well-formed and shorter
+            left = count - len(content)
+            content += self._get(self.url(file.name), left, start=start + len(content), first=True, size=left)
+            if len(content) == count:
+                return content
+        cause = f"{len(content):,} bytes came instead of {count:,} from {start:,} on."
+        raise TryAgainError(f"{file.name} of {self.name} arrived damaged", cause, "Try again later.")
 
     def header(self, name: str) -> dict[str, TensorPlace]:
         """Tensor name -> its place in a shard, from the first bytes alone; remembered.
@@ -209,23 +233,23 @@ class Repo:
                 ) from error
         return self._weight_map
 
-    def _get(self, url: str, most: int, *, size: int = 0, first: bool = False) -> bytes:
+    def _get(self, url: str, most: int, *, size: int = 0, start: int = 0, first: bool = False) -> bytes:
         """A body of at most `most` bytes; with `first`, only the beginning of a larger one is asked for.
 
         Resets, time-outs and busy servers are tried again; a broken answer is continued where it broke.
 
         Args:
-            size: bytes to expect, if known, for which more time is given.
+            size: bytes to expect, if known, for which more time is given. start: what begins there is the body.
         """
         patience = _PATIENCE_S + size / _SLOWEST
         try:
-            return hub_request.complete(asyncio.wait_for(self._tries(url, most, first=first), patience))
+            return hub_request.complete(asyncio.wait_for(self._tries(url, most, start, first=first), patience))
         except TimeoutError as error:
             raise TryAgainError(
                 f"{self.endpoint} is too slow", f"It did not answer in full within {patience:.0f} seconds.", _LATER
             ) from error
 
-    async def _tries(self, url: str, most: int, *, first: bool) -> bytes:
+    async def _tries(self, url: str, most: int, start: int, *, first: bool) -> bytes:
         content = bytearray()
         failures = 0
         async with hub_request.new_client(self.endpoint) as client:
@@ -233,7 +257,7 @@ class Repo:
                 had = len(content)
                 wait = None
                 try:
-                    trouble, wait = await self._try(client, url, content, most, first=first)
+                    trouble, wait = await self._try(client, url, content, most, start, first=first)
                     if trouble is None:
                         return bytes(content[:most])
                 except (httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError, ConnectionError) as error:
@@ -249,24 +273,30 @@ class Repo:
                 await asyncio.sleep(wait if wait is not None else hub_errors.backoff(failures))
 
     async def _try(
-        self, client: httpx2.AsyncClient, url: str, content: bytearray, most: int, *, first: bool
+        self, client: httpx2.AsyncClient, url: str, content: bytearray, most: int, start: int, *, first: bool
     ) -> tuple[FloeError | None, float | None]:
         """Add to `content` what one request brings; a passing refusal and the wait that it asks for, or None twice."""
         had = len(content)
-        headers = self.authorization() | ({"range": f"bytes={had}-{most - 1}"} if first or had else {})
+        wanted = f"bytes={start + had}-{start + most - 1}"
+        headers = self.authorization() | ({"range": wanted} if first or had else {})
         async with hub_request.opened(client, url, headers) as (response, _redirects):
             if response.is_success:
                 if hub_errors.is_web_page(response):
                     raise hub_errors.web_page(self.endpoint)
                 hub_request.check_plain(response, self.endpoint)
-                if not response.headers.get("content-range", "").startswith(f"bytes {had}-"):
+                if not response.headers.get("content-range", "").startswith(f"bytes {start + had}-"):
+                    if start:
+                        raise HubError(
+                            f"{self.endpoint} serves no parts of files", "All of it came.", "Use another mirror."
+                        )
                     content.clear()  # all of it comes
                 await _fill(content, response, most, cut=first)
                 return None, None
             body = await hub_request.short_body(response)
             trouble = self.refusal(response, body)
             wait = hub_errors.wait_asked(response)
-            if not hub_errors.is_passing(response) or (wait or 0) > _LONGEST_WAIT:
+            passing = hub_errors.is_passing(response) or hub_errors.is_expired(response, self.endpoint)
+            if not passing or (wait or 0) > _LONGEST_WAIT:
                 raise trouble
             return trouble, wait
 

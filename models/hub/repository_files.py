@@ -15,17 +15,35 @@ from .hub_errors import plain
 
 MANIFEST = "manifest.json"  # of a pack; its content decides
 _LARGEST = 1 << 50  # bytes: a file of more is a mistake
+_PLAIN = r"[A-Za-z0-9][\w.+-]{0,199}"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """A file in a repository. `hash` is its sha256 if the hub stores it as a large file, else git's SHA-1 of it."""
+    """A file in a repository, or a stretch of one.
+
+    Attributes:
+        hash: the file's sha256 if the hub stores it as a large file, else git's SHA-1 of it. of: the file, of a stretch
+            that begins at `start` in it: its own bytes have no hash.
+    """
 
     name: str
     size: int
     hash: str
     large: bool
+    of: RepoFile | None = None
+    start: int = 0
+
+    @property
+    def whole(self) -> RepoFile:
+        """The file itself."""
+        return self.of or self
+
+    def stretch(self, start: int, end: int) -> RepoFile:
+        """Its bytes [start, end), under a name that no other stretch of any file has."""
+        name = f"{self.name.rpartition('/')[2]}.{self.hash[:8]}.{start}-{end}"
+        return RepoFile(name, end - start, self.hash, self.large, self, start)
 
     def digest(self) -> Any:
         """A hash object whose digest is `hash` after the whole file."""
@@ -35,10 +53,17 @@ class RepoFile:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether we read such a file: weights as safetensors, configuration, tokenizer; never pickles or code."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,199}", name, re.ASCII):  # no folders, nothing that could leave ours
+    """Whether we read such a file: weights as safetensors or GGUF, configuration, tokenizer; never pickles or code."""
+    if re.fullmatch(rf"(?:{_PLAIN}/){{,3}}{_PLAIN}\.gguf", name, re.ASCII | re.IGNORECASE):
+        return True  # in folders, too: no file of ours is called by that name
+    if not re.fullmatch(_PLAIN, name, re.ASCII):  # no folders, nothing that could leave ours
         return False
     return is_shard(name) or name.endswith((".json", ".jinja")) or name == "tokenizer.model"
+
+
+def is_gguf(name: str) -> bool:
+    """Whether it is called like a GGUF file."""
+    return name.lower().endswith(".gguf")
 
 
 def listing(repo: str, content: bytes) -> tuple[str, bool, tuple[RepoFile, ...]]:
@@ -63,7 +88,7 @@ def listing(repo: str, content: bytes) -> tuple[str, bool, tuple[RepoFile, ...]]
             f"{type(error).__name__}: {plain(str(error))}.",
             "Try again, or use another mirror (HF_ENDPOINT).",
         ) from error
-    if not any(is_shard(file.name) or file.name == MANIFEST for file in files):
+    if not any(is_shard(file.name) or is_gguf(file.name) or file.name == MANIFEST for file in files):
         raise _no_weights(repo, names)
     return commit, gated, files
 
@@ -101,8 +126,6 @@ def _repo_file(name: str, entry: dict[str, Any]) -> RepoFile:
 def _no_weights(repo: str, names: list[str]) -> FloeError:
     if any(name.endswith(_PICKLES) for name in names):
         cause = "Its weights are pickle files, which can run code when they are read; floe-chat never reads them."
-    elif any(name.endswith(".gguf") for name in names):
-        cause = "Its weights are GGUF files; a downloaded one, Q8_0 or better, works by its path (setup PATH.gguf)."
     else:
-        cause = f"It has neither *.safetensors files nor the {MANIFEST} of a pack."
+        cause = f"It has neither *.safetensors nor *.gguf files, nor the {MANIFEST} of a pack."
     return HubError(f"{repo} cannot be used", cause, "Look for a repository of this model with *.safetensors files.")

@@ -14,17 +14,22 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from floe_chat.app.setup.setups import look_up
 from floe_chat.app.setup.wish import Wish
 from floe_chat.models import catalog
+from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.checkpoint_files import INDEX
 from floe_chat.models.errors import FloeError
-from floe_chat.models.hub import hub_errors, hub_request, repository
+from floe_chat.models.hub import hub_errors, hub_request, places, repository
 from floe_chat.models.hub.download import Download
 from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.remote_checkpoint import HubShelf
+from floe_chat.models.hub.remote_gguf import remote
 from floe_chat.models.hub.repository import resolve
 
+from ..helpers import make_checkpoint
+from ..models.gguf.converting import convert
 from . import _hostile, _hostile_http
 
 REPO = "floe/tiny"
@@ -39,6 +44,7 @@ HASTY = Patience(
     longest_asked=0.0,
     sync=0.01,
 )
+GGUF = "tiny-Q8_0.gguf"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -77,7 +83,7 @@ def _listing(files: dict[str, bytes]) -> dict[str, Any]:
     for name, content in files.items():
         entry: dict[str, Any] = {"rfilename": name, "size": len(content)}
         entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-        if name.endswith("safetensors"):
+        if name.endswith((".safetensors", ".gguf")):
             entry["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
         siblings.append(entry)
     return {"id": REPO, "sha": "ab" * 20, "gated": False, "siblings": siblings}
@@ -196,6 +202,8 @@ def attempt(seed: int, scratch: Path) -> str:
 
 def _published(rng: Random, name: str) -> bytes:
     good = FILES[name]
+    if name == GGUF:
+        return _hostile.damaged(rng, good[:4000]) + good[4000:]
     if not name.endswith("safetensors"):
         return _hostile.text(rng, json.loads(good))
     if rng.random() < 0.3:
@@ -242,11 +250,24 @@ def fetch(folder: Path) -> str:
     return f"{len(names)} shards"
 
 
-ACTS = (look, headers, small, fetch)
+def gguf(folder: Path) -> str:
+    """A GGUF file: what a packer asks of it first, and one tensor."""
+    repo, _ = places.look_up(f"{REPO}:Q8_0")
+    with remote(repo, folder, tuning=HASTY) as shelf:
+        checkpoint = Checkpoint(shelf)
+        name = checkpoint.dense_names()[0]
+        shelf.order(checkpoint.files(name))
+        assert checkpoint.tensor(name).numel()
+    return "a tensor"
+
+
+ACTS = (look, headers, small, fetch, gguf)
 
 
 def good(scratch: Path) -> None:
     """Each act with an honest hub."""
+    source = make_checkpoint(scratch / "source", hidden=32, intermediate=64, dtype=torch.float16)
+    FILES[GGUF] = convert(source, scratch / GGUF, "Q8_0").read_bytes()
     HUB.answer = lambda path, wanted: _honest(Random(0), path, wanted, FILES, json.dumps(_listing(FILES)).encode())
     HUB.ending = lambda: ""
     for act in ACTS[1:]:

@@ -33,7 +33,7 @@ from floe_chat.models.hub.download import Download
 
 ALWAYS = 1 << 30
 PORTAL = b"<!DOCTYPE html><html><title>Welcome aboard</title>Please accept our terms to use this network.</html>"
-_LARGE = (".safetensors", ".pt", ".pth", ".bin", ".model")
+_LARGE = (".safetensors", ".gguf", ".pt", ".pth", ".bin", ".model")
 
 
 @dataclass(slots=True)

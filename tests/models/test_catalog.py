@@ -25,7 +25,7 @@ from floe_chat.models.families import FAMILIES, language_fields
 from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.paths import is_folder_name
-from floe_chat.models.published import PUBLISHED
+from floe_chat.models.published import GGUF, PUBLISHED
 
 
 @pytest.fixture
@@ -407,7 +407,6 @@ class TestReasons:
             ("google/gemma-4-31B-it", "is not a Mixture-of-Experts model"),
             ("model.gguf", "There is no GGUF file 'model.gguf'"),
             ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "There is no GGUF file"),
-            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF files are not downloaded yet"),
             ("someone/Mixtral-8x7B-Instruct-v0.1-bnb-4bit", "bitsandbytes cannot be read yet"),
             ("someone/Qwen3-30B-A3B-exl2", "EXL2 cannot be read yet"),
             ("llama3.1", "llama3.1 is not a Mixture-of-Experts model"),
@@ -440,7 +439,7 @@ class TestReasons:
     def test_a_converted_copy_names_the_original(self) -> None:
         error = supported.refused("someone/Qwen3-30B-A3B-Instruct-2507-exl2")
         assert error and error.hint == "Use the original, Qwen/Qwen3-30B-A3B-Instruct-2507."
-        assert (other := supported.refused("someone/new.gguf")) and "converted from" in other.hint
+        assert (other := supported.refused("someone/new.exl2")) and "converted from" in other.hint
 
     @pytest.mark.parametrize(
         ("text", "hint"),
@@ -493,12 +492,30 @@ class TestReasons:
         assert described("mixtral-8x7b").smaller == replace(entry, folder=Path("here")).smaller == ""
         assert all(each.fp8.endswith("-FP8") for each in PUBLISHED if each.fp8)
 
+    @pytest.mark.parametrize(
+        ("text", "place", "name"),
+        [
+            ("someone/New-MoE-GGUF", "someone/New-MoE-GGUF", "new-moe"),
+            ("someone/New-MoE-GGUF:Q6_K", "someone/New-MoE-GGUF:Q6_K", "new-moe"),
+            ("hf.co/someone/new.gguf:UD-Q4_K_XL", "someone/new.gguf:UD-Q4_K_XL", "new"),
+            ("https://hf.co/a/b/blob/main/Q4_0/b-Q4_0.gguf", "a/b:b-Q4_0.gguf", "b"),
+            ("Qwen/Qwen3-30B-A3B-GGUF", "Qwen/Qwen3-30B-A3B-GGUF", "qwen3-30b-a3b"),
+            ("qwen3-30b-a3b:q6_k", "Qwen/Qwen3-30B-A3B-GGUF:q6_k", "qwen3-30b-a3b"),
+            ("Qwen/Qwen3-30B-A3B:q6_k", "Qwen/Qwen3-30B-A3B:q6_k", "qwen3-30b-a3b"),
+        ],
+    )
+    def test_a_gguf_file_of_a_repository(self, text: str, place: str, name: str) -> None:
+        found = source(text)
+        assert (found.place, found.name) == (place, name)
+
+    def test_gguf_repositories_are_of_listed_models(self) -> None:
+        assert {*GGUF} <= {entry.name for entry in PUBLISHED}
+
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
         assert source("databricks/dbrx-instruct").repo == "databricks/dbrx-instruct"
-        with pytest.raises(UsageError, match="GGUF files are not downloaded yet") as caught:
-            source("TheBloke/Mixtral-8x7B-v0.1-GGUF")
-        assert "works by its path" in caught.value.hint
+        with pytest.raises(UsageError, match="EXL2 cannot be read yet"):
+            source("someone/Mixtral-8x7B-v0.1-exl2")
 
     def test_an_unlisted_repository_is_left_to_setup(self) -> None:
         with pytest.raises(UsageError) as caught:

@@ -200,9 +200,7 @@ def test_malformed_ids_are_usage_errors(hub: FakeHub, name: str) -> None:
     assert not hub.requests
 
 
-@pytest.mark.parametrize(
-    ("name", "word"), [("pytorch_model.bin", "pickle"), ("model.gguf", "GGUF"), ("notes.json", "safetensors")]
-)
+@pytest.mark.parametrize(("name", "word"), [("pytorch_model.bin", "pickle"), ("notes.json", "safetensors")])
 def test_a_repository_without_safetensors_is_refused_with_the_reason(
     tmp_path: Path, serve: Serve, name: str, word: str
 ) -> None:

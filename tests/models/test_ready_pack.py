@@ -186,7 +186,7 @@ def test_a_repository_of_neither_kind(folder: Path, serve: Callable[[], FakeHub]
     serve()
     with pytest.raises(HubError) as caught:
         look_up(PACK)
-    assert caught.value.cause == "It has neither *.safetensors files nor the manifest.json of a pack."
+    assert caught.value.cause == "It has neither *.safetensors nor *.gguf files, nor the manifest.json of a pack."
 
 
 def test_a_manifest_of_100_mb_is_not_read(folder: Path, serve: Callable[[], FakeHub]) -> None:
