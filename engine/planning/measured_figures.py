@@ -40,7 +40,8 @@ class Figures:
         state_bytes_s: states of gated delta rules that the CPU brings a token further.
         lenient_kl: what leaving out weak rows adds at most to the quality loss of the preset Balanced, on the demo
             model.
-        rounded_kl: what weights that were rounded in a format before packing add to the demo's quality loss.
+        rounded_kl: what weights that were rounded in a format before packing add to the demo's quality loss, on text
+            that it does not know. gguf_kl: what GGUF files lose by themselves, on the text of `quantization`.
     """
 
     quantization: ByBits
@@ -64,6 +65,7 @@ class Figures:
     state_bytes_s: float
     lenient_kl: float
     rounded_kl: Mapping[str, float]
+    gguf_kl: Mapping[str, float]
 
 
 @functools.cache
@@ -93,6 +95,7 @@ def figures() -> Figures:
         state_bytes_s=values["state_bytes_s"] * 1e9,
         lenient_kl=values["lenient_kl"],
         rounded_kl=values["rounded_kl"],
+        gguf_kl=values["gguf_kl"],
     )
 
 

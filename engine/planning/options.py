@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...models.catalog import CatalogEntry
-from ...models.catalog_entry import SHARD_BYTES
 from ...models.errors import UsageError
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
@@ -73,8 +72,8 @@ class Option:
     """A model at some widths on the machine, in its fastest place.
 
     Attributes:
-        spec: bits. kl: quality loss of these widths, see `rounding`. place: "gpu" for all of it there, "pool" for the
-            dense part and some of the experts, or "cpu".
+        spec: bits. kl: quality loss of these widths, see `rounding`, and of what the weights were rounded to before.
+        place: "gpu" for all of it there, "pool" for the dense part and some of the experts, or "cpu".
         vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that are in it, and
             those that are "lacking"; of the disk the "pack", and the "peak" while packing.
         mix: layers of each kind; None by the CPU alone. static: tokens per second of the best static placement, see
@@ -156,7 +155,7 @@ def option(
         if best is None or _is_clearly_better(found, best):
             best = found
     assert best is not None
-    return best
+    return dataclasses.replace(best, kl=best.kl + figures().gguf_kl.get(entry.rounding, 0.0))
 
 
 def _is_clearly_better(coarse: Option, exact: Option) -> bool:
@@ -335,7 +334,7 @@ def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str,
         return dict.fromkeys(("pack", "peak"), entry.only_pack.bytes)
     source = 0
     if entry.folder is None:
-        source = entry.checkpoint_bytes if keep_source else min(2 * SHARD_BYTES, entry.checkpoint_bytes)
+        source = entry.checkpoint_bytes if keep_source else entry.most_unread
     return {"pack": takes.disk, "peak": takes.disk + source}
 
 

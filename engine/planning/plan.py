@@ -99,6 +99,20 @@ def make(
     )
 
 
+def two_plans(machine: Machine, entry: CatalogEntry) -> tuple[Plan, Plan | None]:
+    """From the form of its weights that is worth its download, and from the other one: as published, or GGUF files.
+
+    Raises:
+        FloeError: as `make`.
+    """
+    whole = make(machine, entry)
+    if (copy := reasons.from_gguf(entry)) is None:
+        return whole, None
+    short = make(machine, copy)
+    first = short.chosen is not None and (whole.chosen is None or reasons.prefers(entry, copy))
+    return (short, whole) if first else (whole, short)
+
+
 def standing(entry: CatalogEntry, chosen: Option | None) -> Standing:
     """How a model does on a machine with its recommended option; None: it does not fit.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...models.catalog import CatalogEntry
+from ...models.catalog_entry import OFFERED
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..machine import hardware
@@ -14,7 +15,7 @@ from .machine import Machine
 from .measured_figures import figures
 from .memory_plan import Needs, budget
 from .options import DEFAULT, Option, option
-from .worth import ENOUGH, NEWER, READING, WORTH
+from .worth import ENOUGH, NEWER, READING, WORTH, shorter_pays
 
 # The meanings of bits and KL, in the words that every page uses.
 BITS = (
@@ -54,17 +55,44 @@ def describe(spec: PackSpec) -> str:
 
 def rounded_before(entry: CatalogEntry, bits: str) -> str:
     """What a person should know who packs weights that were rounded already at these widths; "" for others."""
-    return " ".join(filter(None, (entry.rounded_twice(bits), _costs(entry.rounding))))
+    if not entry.rounding:
+        return ""
+    if (loss := figures().gguf_kl.get(entry.rounding)) is not None:
+        said = f"On the demo model that adds {trimmed(loss, 2)} to the quality loss, which is counted in."
+    elif entry.rounding in figures().rounded_kl:
+        said = costs(entry.rounding)
+    else:
+        said = "How much that adds to the quality loss was not measured."
+    return f"{entry.rounded_twice(bits)} {said}"
 
 
 def smaller(entry: CatalogEntry) -> str:
     """The maker's copy that is shorter to download, and what it costs; "" where there is none."""
-    return f"{entry.smaller} {_costs('FP8')}" if entry.smaller else ""
+    return f"{entry.smaller} {costs('FP8')}" if entry.smaller else ""
 
 
-def _costs(rounding: str) -> str:
-    if (loss := figures().rounded_kl.get(rounding)) is None:
+def shorter_file(entry: CatalogEntry) -> str:
+    """The GGUF file that is shorter to download, and what it costs; "" where none is known."""
+    if (copy := from_gguf(entry)) is None:
         return ""
+    there = f"{copy.rounding} from {entry.gguf} is about {size(copy.file_bytes)} to download"
+    return f"{there}: floe-chat setup {copy.repo}. {costs(copy.rounding)}"
+
+
+def from_gguf(entry: CatalogEntry) -> CatalogEntry | None:
+    """The same model from a GGUF file of the rounding that is offered; None where none is known."""
+    return entry.as_gguf(OFFERED)
+
+
+def prefers(entry: CatalogEntry, copy: CatalogEntry) -> bool:
+    """Whether the shorter download of a rounded copy is worth what it loses."""
+    return shorter_pays(entry.download_bytes / copy.download_bytes, figures().gguf_kl[copy.rounding])
+
+
+def costs(rounding: str) -> str:
+    """What a rounding that was measured adds, in a sentence."""
+    known = figures()
+    loss = known.gguf_kl[rounding] if rounding in known.gguf_kl else known.rounded_kl[rounding]
     return f"On the demo model, {rounding} adds about {trimmed(loss, 2)} to the quality loss (KL)."
 
 

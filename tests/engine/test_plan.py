@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from itertools import pairwise
@@ -20,9 +21,11 @@ from floe_chat.engine.planning.memory_plan import KEPT_FREE
 from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
 from floe_chat.engine.planning.speed_estimate import Speeds
-from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, NEWER, READING, WORTH
+from floe_chat.engine.planning.worth import BEYOND, CLEARLY, DOWNLOAD, ENOUGH, NEWER, READING, WORTH, shorter_pays
 from floe_chat.models.catalog import asset, described
+from floe_chat.models.catalog_entry import GGUF_BITS, OFFERED
 from floe_chat.models.errors import UsageError
+from floe_chat.models.hub import gguf_files
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.published import PUBLISHED
 from floe_chat.models.quantities import digits
@@ -491,3 +494,24 @@ def test_figures_make_sense() -> None:
     assert 0 < found.host_s < found.host_gpu_s < found.host_behind_s + found.host_pool_s
     assert Speeds(read=1e9).host_pool == found.host_pool_s
     assert all(entry["command"] and re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"]) for entry in FILE.values())
+
+
+def test_rounded_files_are_taken_in_the_order_of_their_loss_for_their_bytes() -> None:
+    loss, known = figures().gguf_kl, [label for label in gguf_files.BEST if label in GGUF_BITS]
+    assert sorted(known) == sorted(GGUF_BITS)
+    assert known == sorted(known, key=lambda label: loss[label] / WORTH + DOWNLOAD * math.log2(GGUF_BITS[label]))
+
+
+def test_a_shorter_download_comes_first_where_it_is_worth_its_loss() -> None:
+    """And what the rounding loses is counted: the goal for the first choice of 24 GB is 20 GB to download."""
+    qwen, laptop = described("qwen3-30b-a3b-instruct-2507"), a_machine(ram=21)
+    first, other = plan.two_plans(laptop, qwen)
+    assert other is not None and first.chosen is not None and other.chosen is not None
+    assert (first.entry.rounding, other.entry) == (OFFERED, qwen) and first.entry.download_bytes < 20e9 < 61e9
+    assert first.chosen.kl == pytest.approx(other.chosen.kl + figures().gguf_kl[OFFERED])
+    assert first.chosen.disk["peak"] < other.chosen.disk["peak"] and first.chosen.spec == other.chosen.spec
+    assert f"floe-chat setup {qwen.gguf}:{OFFERED}" in reasons.shorter_file(qwen)
+    assert "counted in" in reasons.rounded_before(first.entry, "3/4/4")
+    assert "was not measured" in reasons.rounded_before(dataclasses.replace(first.entry, rounding="Q2_K"), "3/4/4")
+    assert plan.two_plans(laptop, described("gpt-oss-20b"))[1] is None
+    assert not shorter_pays(2, 0.006) and shorter_pays(2, 0.004) and not shorter_pays(1.0, 0.0)
