@@ -182,7 +182,7 @@ async def test_another_model_is_typed_where_it_is_listed(published: Path, hub: F
         await pilot.press("enter")
         await see(pilot, "This machine", "Enter continues")
         await pilot.press("enter")
-        await see(pilot, "Model and bits per weight", "● 3/4/4", "Disk: download")
+        await see(pilot, "Model and bits per weight", "● 3/4/4", "Download: ")
 
 
 async def test_a_failed_setup_can_be_deleted(hub: FakeHub, setups: Setups) -> None:

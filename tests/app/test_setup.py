@@ -38,6 +38,7 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import ReadyPack
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, TryAgainError, UsageError
+from floe_chat.models.hub import remote_gguf
 from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest, TunedPreset
 from floe_chat.models.pack.packed_model import PackedModel
@@ -577,6 +578,54 @@ def test_what_was_rounded_before_is_said(files: dict[str, Path]) -> None:
         assert (fields["name"], fields["rounding"], fields["coarse"]) == (f"tiny-model-{kind.lower()}", kind, coarse)
 
 
+GGUF = "floe/Tiny-Model-GGUF"
+
+
+@pytest.fixture
+def gguf_hub(
+    files: dict[str, Path], published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeHub]:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for kind in ("F16", "Q8_0"):
+        shutil.copy(files[kind], folder / f"tiny-model-{kind}.gguf")
+    monkeypatch.setattr(remote_gguf, "STRETCH", 1)
+    with FakeHub({GGUF: folder, REPO: published}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        yield hub
+
+
+def test_a_file_of_the_hub_is_set_up_as_it_comes(gguf_hub: FakeHub, undisturbed_file: dict[str, str]) -> None:
+    with Setup(wish(f"{GGUF}:F16"), tuning=SMALL_PIECES) as running:
+        start_until(running, "Packing layer 2")
+    (begun,) = unfinished()
+    assert (begun.model, begun.name) == (f"{GGUF}:F16", "tiny-model") and begun.commit
+    sent = gguf_hub.sent("/storage/")
+    taken = explained(run_cli("setup", f"{GGUF}:Q8_0", "--yes"), 2)
+    assert "The name tiny-model is taken" in taken and f"unfinished setup of {GGUF}:F16" in taken
+    done = run_cli("setup", f"{GGUF}:f16", "--yes")
+    assert done.code == 0 and "Continuing the setup" in done.err, done.err
+    assert gguf_hub.sent("/storage/") - sent < sent  # what is packed is not fetched again
+    found = digest(begun.folder)
+    assert [name for name in found if found[name] != undisturbed_file[name]] == ["manifest.json"]
+    source = Manifest.read(begun.folder).source
+    assert (source.name, source.commit, source.rounding) == (f"{GGUF}:F16", begun.commit, "")
+    assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny-model"]
+    layer = begun.folder / "layer_01.safetensors"
+    layer.write_bytes(layer.read_bytes()[:-100] + bytes(100))
+    assert run_cli("verify", "tiny-model", "--repair").code == 0 and digest(begun.folder) == found
+
+
+def test_the_command_says_which_file_of_the_hub_it_takes(gguf_hub: FakeHub) -> None:
+    asked = CliRunner().invoke(cli, ["setup", GGUF], standalone_mode=False)
+    assert isinstance(asked.exception, UsageError) and "--yes" in asked.exception.hint
+    said = asked.stderr.replace("\n  ", " ")
+    assert f"{GGUF}:Q8_0 into" in said and "it takes Q8_0, the first of" in said and "there are also F16 (" in said
+    assert "Its weights are Q8_0" in said and unfinished() == []
+    refused = explained(run_cli("setup", f"{GGUF}:Q4_K_M", "--yes"), 2)
+    assert "has no Q4_K_M" in refused and "Q8_0 (" in refused and f"floe-chat setup {GGUF}:Q8_0" in refused
+
+
 def test_a_pack_of_a_file_is_repaired_from_it(files: dict[str, Path], tmp_path: Path) -> None:
     pack = tmp_path / "pack"
     assert run_cli("pack", str(files["F16"]), str(pack)).code == 0
@@ -930,14 +979,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
-@pytest.mark.parametrize("source", ["checkpoint on a hub", "GGUF file", "pack on a hub", "pack in a folder"])
+@pytest.mark.parametrize(
+    "source", ["checkpoint on a hub", "GGUF file", "GGUF file on a hub", "pack on a hub", "pack in a folder"]
+)
 def test_killed_again_and_again(
     published: Path, tiny_pack: Path, tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """In setups one after the other, until there were enough kills; files and folders are only read."""
     file = convert(published, tmp_path / "tiny.gguf", "F16")
     before, home = file.read_bytes(), catalog.models_folder()
-    places = {"GGUF file": str(file), "checkpoint on a hub": REPO, "pack on a hub": PACK}
+    shutil.copy(file, (tmp_path / "gguf").mkdir() or tmp_path / "gguf" / "tiny-F16.gguf")
+    places = {"GGUF file": str(file), "checkpoint on a hub": REPO, "pack on a hub": PACK, "GGUF file on a hub": GGUF}
     model, dice = places.get(source, str(tiny_pack)), random.Random(11)
     # Bytes are compared: the child has to round as this process does.
     rounding = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FLOE_CPU_ISA", "PYTHONPATH")
@@ -945,7 +997,7 @@ def test_killed_again_and_again(
     environment |= {"NO_PROXY": "127.0.0.1", "HOME": str(own_folders), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PARENT]
     with (
-        FakeHub({PACK: tiny_pack, REPO: published}) as hub,
+        FakeHub({PACK: tiny_pack, REPO: published, GGUF: tmp_path / "gguf"}) as hub,
         subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent,
     ):
         with monkeypatch.context() as elsewhere:

@@ -15,7 +15,7 @@ from floe_chat.app.widgets.setup.progress import ProgressStep
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.planning.rates import WAITING
 from floe_chat.models import catalog
-from floe_chat.models.catalog_entry import CatalogEntry, ReadyPack
+from floe_chat.models.catalog_entry import OFFERED, CatalogEntry, ReadyPack
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
@@ -252,7 +252,7 @@ async def test_any_model_by_id_folder_or_file(published: Path, hub: FakeHub, set
             await pilot.press("escape")
             await see(pilot, "Enter sets it up")
         for named, words in (
-            (REPO, "Disk: download"),
+            (REPO, "Download: "),
             (str(published), "Disk: pack"),
             (str(file), "Q8_0 or F16 keeps"),
         ):
@@ -283,6 +283,33 @@ async def test_nothing_essential_is_cut_off(published: Path, hub: FakeHub, setup
         await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")
         await pilot.press("space")
         await see(pilot, "is paused")
+
+
+# The wizard offers a GGUF file first where it is worth its download; the original weights are a key away
+
+
+async def test_a_gguf_file_of_the_hub_is_the_first_line(
+    published: Path, setups: Setups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").mkdir()
+    for label in (OFFERED, "Q2_K"):
+        convert(published, tmp_path / "files" / f"tiny-{label}.gguf", "Q4_0", stated=OFFERED)
+    listed = dataclasses.replace(entry_of(published), gguf=PACK)
+    with FakeHub({PACK: tmp_path / "files", REPO: published}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        async with around(wizard(setups, published, entries=[listed])) as pilot:
+            await to_choice(pilot)
+            await pilot.press("b")
+            own = [line for line in lines(pilot) if "3/4/4" in line and "very" in line]
+            assert [("●" in line, OFFERED in line) for line in own[:2]] == [(True, True), (False, False)]
+            await see(pilot, f"Its weights are {OFFERED}", "counted in", f"Download of {PACK}")
+            await pilot.press("down")
+            await see(pilot, "at once")
+            assert OFFERED not in shown(pilot).split("Speed: ")[1]
+            await pilot.press("up", "enter")
+            await see(pilot, "tiny is ready")
+        assert Manifest.read(catalog.find("tiny")).source.name == f"{PACK}:{OFFERED}"
+        assert hub.sent("model-") == 0
 
 
 # The wizard offers a ready pack first; packing the model here is a key away
@@ -325,7 +352,7 @@ async def test_packing_it_here_is_the_next_line(published: Path, hub: FakeHub, s
         await to_choice(pilot)
         await see(pilot, "12.3 GB")
         await pilot.press("down")
-        await see(pilot, "Disk: download")
+        await see(pilot, "Download: ")
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
     assert Manifest.read(catalog.find("tiny")).source.name == REPO

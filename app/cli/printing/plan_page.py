@@ -28,7 +28,7 @@ _PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
 
 def text_of(plan: Plan) -> str:
     """The plan for people."""
-    from ....engine.planning.reasons import BITS, KL, MEMORY, describe, rounded_before, smaller
+    from ....engine.planning.reasons import BITS, KL, MEMORY, describe, rounded_before, shorter_file, smaller
 
     entry = plan.entry
     about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
@@ -48,7 +48,7 @@ def text_of(plan: Plan) -> str:
             *_lines(plan, plan.chosen),
             "",
             "Why",
-            *map(_wrapped, filter(None, (*plan.why, twice, smaller(entry)))),
+            *map(_wrapped, filter(None, (*plan.why, twice, smaller(entry), shorter_file(entry)))),
             "",
         ]
         if entry.folder is None:
@@ -85,7 +85,8 @@ def text_of_all(plans: Sequence[Plan]) -> str:
         f"Terms to accept on the hub first: {', '.join(gated)}." if gated else "",
         f"Think before they answer: {', '.join(thinking)}." if thinking else "",
         RANKING,
-        "Parameters: all, and those that a token uses. GPU and RAM: memory in use. Sizes of downloads are computed.",
+        "Parameters: all, and those that a token uses. GPU and RAM: memory in use. Downloads are computed, for "
+        "the original weights; a GGUF file, which most have, is a third of that: the plan of a model names it.",
         f"{KL} It is not measured for the models listed.",
         "Speeds are estimates, with their ranges, for the preset Balanced.",
     ]

@@ -11,6 +11,7 @@ import click
 from ....models import catalog
 from ....models.errors import AccessError, FloeError, UsageError
 from ....models.paths import expanded
+from ....models.quantities import fetching
 from ...progress import clear, note, step
 from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
@@ -20,6 +21,7 @@ from ...text import units
 from ...text.plain_text import printable
 from . import elsewhere
 from .ready import offered
+from .shorter import described, shorter
 
 if TYPE_CHECKING:
     from ....engine.planning.plan import Plan
@@ -67,9 +69,9 @@ def setup(
 ) -> None:
     """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
 
-    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), the folder of a downloaded
-    checkpoint, or a GGUF file; without MODEL, the one that `floe-chat plan` recommends is offered. Before it starts, it
-    shows what the setup takes and how fast the model will be.
+    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name, or owner/name-GGUF:Q6_K for a GGUF
+    file there), the folder of a downloaded checkpoint, or a GGUF file; without MODEL, the one that `floe-chat plan`
+    recommends is offered. Before it starts, it shows what the setup takes and how fast the model will be.
 
     MODEL can also be a ready pack, which is fetched as it is: a repository, a folder, or the address of a folder on a
     web server, with a pack's manifest.json in it.
@@ -141,7 +143,7 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
                 f"Choose another name, or delete that setup: floe-chat setup {name} --forget",
             )
         return found
-    same = [one for one in begun if one.model in places]
+    same = [one for one in begun if _is_from(one, places)]
     named = [one for one in begun if one.name == model] + [one for one in same if one.name == usual]
     if named:
         return named[0]
@@ -151,7 +153,20 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
             f"Their names: {', '.join(one.name for one in same)}.",
             "Give the name of one: floe-chat setup NAME",
         )
+    if not same and (taken := next((one for one in begun if one.name == usual), None)) is not None:
+        raise UsageError(
+            f"The name {usual} is taken",
+            f"It is the unfinished setup of {taken.model}.",
+            f"Choose another name with --name, or delete that setup: floe-chat setup {usual} --forget",
+        )
     return same[0] if same else None
+
+
+def _is_from(begun: Wish, places: tuple[str | None, ...]) -> bool:
+    """Whether a setup is of a model at one of these places; of GGUF files, whichever of them if a place names none."""
+    return any(
+        place and place.lower() in (begun.model.lower(), begun.model.lower().partition(":")[0]) for place in places
+    )
 
 
 def _meaning(model: str | None) -> tuple[str | None, str | None, str]:
@@ -230,12 +245,16 @@ def _planned(
 
     wanted = wish(model, name, to=to)
     entry, token = _entry(wanted)
+    if entry.file_bytes and entry.repo:
+        wanted = dataclasses.replace(wanted, model=entry.repo)
     if entry.only_pack and (given or here_only):
         hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
         raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
     if (copy := elsewhere.found(wanted, entry, look, ask=ask)) is not None:
         wanted, entry = wish(str(copy.entry.folder), wanted.name, to=to), copy.entry
     machine = here()
+    if (copy := shorter(wanted, entry, ask=ask)) is not None:
+        wanted, entry = dataclasses.replace(wanted, model=copy.repo or ""), copy
     if wanted.to:
         machine = dataclasses.replace(machine, disk_free=room(wanted.beside))
     if entry.ready and not (given or here_only):
@@ -258,7 +277,7 @@ def _planned(
         "dense": given.get("dense", spec.dense if spec else 4),
     }
     wanted = dataclasses.replace(wanted, **bits)
-    for line in _told(plan, wanted):
+    for line in _told(plan, wanted, named=bool(catalog.source(model).file)):
         note(line)
     if ask:
         if not sys.stdin.isatty():
@@ -285,10 +304,13 @@ def _looked_up(wanted: Wish) -> tuple[CatalogEntry, str | None]:
         return look_up(wanted, token), token
 
 
-def _told(plan: Plan, wanted: Wish) -> list[str]:
-    """What the setup makes, at the widths wished for, in a few lines; `floe-chat plan` has the rest."""
+def _told(plan: Plan, wanted: Wish, *, named: bool) -> list[str]:
+    """What the setup makes, at the widths wished for, in a few lines; `floe-chat plan` has the rest.
+
+    named: whether the person said which GGUF file to take.
+    """
     from ....engine.planning.options import option
-    from ....engine.planning.reasons import describe, lacks, rounded_before, smaller
+    from ....engine.planning.reasons import describe, lacks, rounded_before, shorter_file, smaller
 
     made = option(plan.machine, plan.entry, wanted.spec(), plan.context)
     lines = [f"{wanted.name}: {wanted.model} into {wanted.place}"]
@@ -301,10 +323,12 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
         )
     if twice := rounded_before(plan.entry, describe(made.spec)):
         lines.append(twice)
+    lines += described(plan.entry, named=named)
     if wanted.local is None:
         peak, fetched = units.size(made.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
-        lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
-        lines += [shorter] if (shorter := smaller(plan.entry)) else []
+        takes = fetching(plan.entry.checkpoint_bytes)
+        lines.append(f"It downloads {fetched} ({takes}) and needs up to {peak} of disk meanwhile.")
+        lines += filter(None, (smaller(plan.entry), shorter_file(plan.entry)))
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines

@@ -66,14 +66,16 @@ class _Line:
         return self.plan is not None and self.option is not None and self.plan.entry.only_pack is not None
 
     @property
-    def recommended(self) -> bool:
-        return self.plan is not None and self.option is self.plan.chosen
+    def chosen(self) -> bool:
+        """Whether these are the recommended bits."""
+        return self.plan is not None and self.option is not None and self.option is self.plan.chosen
 
 
 class ChoiceStep(WizardStep):
     """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted.
 
-    Where there is a ready pack of a model, it is the model's first line.
+    Where there is a ready pack of a model, it is the model's first line. Where its weights can be had in two forms, the
+    one that is worth its download comes first.
     """
 
     DEFAULT_CSS = """
@@ -127,6 +129,7 @@ class ChoiceStep(WizardStep):
         self._wanted = wanted
         self._plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
         self._ready: dict[str, Plan] = {}  # by the model's name, where its checkpoint can be packed here as well
+        self._others: dict[str, Plan] = {}  # likewise, from the other form of its weights
         self._opened = {wanted} if wanted else set[str]()  # models of which all bits are shown
         self._lines: list[_Line] = []
         self._figures = False  # whether quality is given as KL, too
@@ -166,7 +169,7 @@ class ChoiceStep(WizardStep):
         """Plan every model, and put them in order."""
 
         def work() -> list[Plan | tuple[CatalogEntry, FloeError]]:
-            from ....engine.planning.plan import make, ranked
+            from ....engine.planning.plan import make, ranked, two_plans
 
             packs = [one.as_pack for one in self._entries if one.as_pack and not one.only_pack]
             self._ready = {one.name: make(self._machine, one) for one in packs}
@@ -174,7 +177,9 @@ class ChoiceStep(WizardStep):
             plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
             for entry in self._entries:
                 try:
-                    plans.append(make(self._machine, entry))
+                    lead, other = two_plans(self._machine, entry)
+                    plans.append(lead)
+                    self._others |= {entry.name: other} if other else {}
                 except FloeError as error:
                     plans.append((entry, error))
             planned = ranked(one for one in plans if not isinstance(one, tuple))
@@ -204,8 +209,9 @@ class ChoiceStep(WizardStep):
             self._lines.append(_Line(plan))
             if (ready := self._ready.get(plan.entry.name)) is not None:
                 self._lines.append(_Line(ready, ready.options[0]))
-            shown = plan.options if plan.entry.name in self._opened else (plan.chosen or plan.options[-1],)
-            self._lines += [_Line(plan, option) for option in shown]
+            for one in filter(None, (plan, self._others.get(plan.entry.name))):
+                shown = one.options if plan.entry.name in self._opened else (one.chosen or one.options[-1],)
+                self._lines += [_Line(one, option) for option in shown]
         self._lines.append(_Line())
 
     def toggle_bits(self) -> None:
@@ -217,7 +223,7 @@ class ChoiceStep(WizardStep):
         self._opened ^= {plan.entry.name}
         self._list_models()
         own = [at for at, line in enumerate(self._lines) if line.option and line.plan is plan]
-        self._fill(next((at for at in own if self._lines[at].recommended), own[0]))
+        self._fill(next((at for at in own if self._lines[at].chosen), own[0]))
 
     def toggle_figures(self) -> None:
         """Give quality as KL, or in words."""
@@ -227,9 +233,7 @@ class ChoiceStep(WizardStep):
 
     def _first(self) -> int:
         """The line to start on: the recommended one of the wanted model, or of the first model that fits."""
-        chosen = [
-            at for at, line in enumerate(self._lines) if line.plan and line.option is line.plan.chosen is not None
-        ]
+        chosen = [at for at, line in enumerate(self._lines) if line.chosen]
         for at, line in enumerate(self._lines):
             if line.plan and line.option and line.plan.entry.name == self._wanted:
                 return next((one for one in chosen if self._lines[one].plan is line.plan), at)
@@ -237,9 +241,8 @@ class ChoiceStep(WizardStep):
 
     def _fill(self, highlighted: int) -> None:
         wide = self.size.width >= WIDE
-        speed = "tokens/s, estimated" if wide else "tokens/s"
         answers = "KL, nats" if self._figures else "answers"
-        self._head.update(columns("bits", answers, speed, "download", "packed", "disk at peak", wide=wide))
+        self._head.update(columns("bits", answers, "tokens/s", "download", "packed", "peak disk", wide=wide))
         self._list.clear_options()
         for line in self._lines:
             heading = line.option is None and (line.plan is not None or bool(line.trouble or line.heading))
@@ -258,7 +261,7 @@ class ChoiceStep(WizardStep):
             entry = line.plan.entry
             return Content.assemble((printable(entry.name), "bold $primary"), (f"  {plan_words.about(entry)}", MUTED))
         one = line.option
-        mark = "●" if line.recommended else " "
+        mark = "●" if line.chosen and line.plan is not self._others.get(line.plan.entry.name) else " "
         kl = trimmed(one.kl, 2) if self._figures else plan_words.closeness(one.kl)
         first = f"{mark} {plan_words.widths(one.spec)}", kl
         if lacks := plan_words.missing(one):
@@ -266,9 +269,10 @@ class ChoiceStep(WizardStep):
         speed = plan_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
         if (ready := line.plan.entry.only_pack) is not None:
             told = f"ready pack, {size(ready.bytes)}" if wide else f"ready, {size(ready.bytes)}"
-            return Content(f"{quality(*first)}{speed:>{20 if wide else 10}}   {told}")
+            return Content(f"{quality(*first)}{speed:>{15 if wide else 10}}   {told}")
         fetched = size(line.plan.entry.download_bytes) if line.plan.entry.folder is None else "none"
-        return Content(columns(*first, speed, fetched, *map(size, disk(one)), wide=wide))
+        row = columns(*first, speed, fetched, *map(size, disk(one)), wide=wide)
+        return Content.assemble(row, (f" {line.plan.entry.rounding}" if line.plan.entry.file_bytes else "", MUTED))
 
     @on(OptionList.OptionHighlighted)
     def _explain(self, event: OptionList.OptionHighlighted) -> None:
@@ -282,7 +286,7 @@ class ChoiceStep(WizardStep):
         if line.ready:
             self._details.update(ready_details(line.plan, line.option, also=line.plan.entry.name in self._ready))
             return
-        first = line.plan is self._plans[0] and line.recommended
+        first = line.plan is self._plans[0] and line.chosen
         self._details.update(details(line.plan, line.option, first=first, figures=self._figures))
 
     @on(OptionList.OptionSelected)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from ....models import catalog
-from ....models.quantities import digits, forecast, size
+from ....models.quantities import digits, fetching, forecast, size
 from ...setup.ready_words import claims, takes
 from ...text.plain_text import printable
 from . import plan_words
@@ -28,7 +28,7 @@ def quality(bits: str, kl: str) -> str:
 def columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
     """A line of the table, or its head."""
     if wide:
-        return f"{quality(bits, kl)}{speed:>20}{fetched:>10}{pack:>10}{peak:>13}"
+        return f"{quality(bits, kl)}{speed:>15}{fetched:>9}{pack:>9}{peak:>12}"
     return f"{quality(bits, kl)}{speed:>10}{peak:>15}"
 
 
@@ -73,14 +73,20 @@ def details(plan: Plan, one: Option, *, first: bool, figures: bool) -> Content:
         lines.append(twice)
     if plan.entry.gated:
         lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
+    packing = f"Packing takes {forecast(plan.pack_s)}." if plan.pack_s is not None and one is plan.chosen else ""
     if plan.entry.folder is None:
-        fetched = size(plan.entry.checkpoint_bytes)
-        lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}. {_place()}")
+        fetched = f"{size(plan.entry.checkpoint_bytes)}, {fetching(plan.entry.checkpoint_bytes)}"
+        there = f" of {plan.entry.gguf}" if plan.entry.file_bytes and plan.entry.gguf else ""
+        lines.append(f"Download{there}: {fetched}. {packing}".strip())
+        lines.append(f"Disk: pack {pack}, at most {peak} at once{free}. {_place()}")
+        if plan.entry.others and plan.entry.repo:
+            listed = ", ".join(f"{name} ({size(nbytes)})" for name, nbytes in plan.entry.others)
+            name = plan.entry.repo.rpartition(":")[0]
+            lines.append(printable(f"Its repository has other files, too: {listed}. Type {name}:NAME for one."))
         lines += [shorter] if (shorter := smaller(plan.entry)) else []
     else:
         lines.append(f"Disk: pack {pack}{free}. {_place()}")
-    if plan.pack_s is not None and one is plan.chosen:
-        lines.append(f"Packing takes {forecast(plan.pack_s)}.")
+        lines += [packing] if packing else []
     if first and plan_words.at_reading_speed(plan):
         lines.append("First at reading speed, by size and age; answers are not measured.")
     return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

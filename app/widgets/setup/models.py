@@ -12,6 +12,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from ....models import catalog
+from ....models.catalog_entry import OFFERED
 from ....models.errors import FloeError
 from ....models.quantities import size
 from ...settings.servers import SavedServer, servers
@@ -155,7 +156,9 @@ def _sent(server: SavedServer) -> str:
 def _available(entry: CatalogEntry) -> Model:
     about = plan_words.about(entry)
     fetched = entry.ready.bytes if entry.ready else entry.checkpoint_bytes
-    download = f"Setting it up downloads {size(fetched)}. Enter shows how it would run on this machine."
+    copy = None if entry.ready else entry.as_gguf(OFFERED)
+    short = f", or {size(copy.file_bytes)} as {OFFERED}" if copy else ""
+    download = f"Setting it up downloads {size(fetched)}{short}. Enter shows how it would run on this machine."
     return Model("available", entry.name, fetched, about, f"{entry.repo or entry.name}: {about}. {download}")
 
 

@@ -124,7 +124,7 @@ def about(entry: CatalogEntry) -> str:
         said.append("terms to accept")
     if entry.licence:
         said.append(entry.licence)
-    if entry.rounding:
+    if entry.rounding and not entry.file_bytes:  # else each line says it
         said.append(f"weights in {entry.rounding}")
     if entry.ready:
         said.append("ready pack")
