@@ -169,5 +169,5 @@ def carries(model: Any) -> list[Tensor]:
     """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last."""
     family = family_of(model.config.model_type)
     layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
-    norms = [getattr(layer, family.norm).weight for layer in layers]
+    norms = [family.norm_weight(layer) for layer in layers]
     return [carry(norm, following.to(norm.device)) for norm, following in itertools.pairwise(norms)]

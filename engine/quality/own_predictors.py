@@ -61,7 +61,7 @@ class _Lessons:
         family, layers = family_of(config.model_type), loaded.model.model.layers
         places, count = family.expert_layers(config), packed.manifest.architecture.layers
         self._routers = [family.scores_by(layers[place]).detach().cpu() for place in places]
-        self._norms = [getattr(layers[place], family.norm).weight.detach().cpu() for place in places]
+        self._norms = [family.norm_weight(layers[place]).detach().cpu() for place in places]
         self._old = _in_use(packed.lookahead(), packed.lookahead_gains()) if packed.has_lookahead() else []
         self._study, self._told, self._count = study, told, count
         self._before: tuple[Tensor, Tensor] | None = None

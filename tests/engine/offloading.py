@@ -22,7 +22,7 @@ from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.checkpoint import read_config
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import family_of
 from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def offloaded(
     parts: Parts | None = None,
 ) -> Generator[Offload]:
     """The model with all rows but a pool of `share` of them in RAM; what the pool does not hold is NaN there."""
-    blocks = FAMILIES[loaded.model.config.model_type].blocks(loaded.model)
+    blocks = family_of(loaded.model.config.model_type).blocks(loaded.model)
     before: list[MoELayer] = [block.experts for block in blocks]
     packed = [layer.packed for layer in before]
     total = len(packed) * packed[0].rows.data.shape[0] * packed[0].rows.data.shape[1]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.loader import LoadedModel
 from floe_chat.models import supported
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ..helpers import calibration_tokens, relative_rms, write_tokenizer
 from .driver import open_model
+from .offloading import EVERYTHING, offloaded
 
 # Small sizes by whatever a configuration calls them.
 SMALL: dict[str, Any] = {
@@ -233,7 +235,12 @@ def theirs(model: Any, ids: list[int]) -> tuple[list[Tensor], Tensor]:
 
 
 def ours(folder: Path, preset: str, ids: list[int]) -> list[Tensor]:
-    loaded, kv, found, start = open_model(folder, preset), KVCache(), list[Tensor](), 0
+    """A pack's logits after each piece."""
+    return pieces_of(open_model(folder, preset), ids)
+
+
+def pieces_of(loaded: LoadedModel, ids: list[int]) -> list[Tensor]:
+    kv, found, start = KVCache(), list[Tensor](), 0
     for piece in PIECES:
         some = ids[start : start + piece]
         found.append(loaded.decoder.forward(some, kv)[0])
@@ -265,6 +272,18 @@ def test_a_pack_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) ->
     assert all(bool(logits.isfinite().all()) for logits in ours(tmp_path / "low", "Balanced", ids))
     packed = PackedModel.open(tmp_path / "low")
     assert any(name.endswith("_proj.q") for name in packed.dense()), "linear layers are codes"
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kind", ["qwen4_exp", "zaya"])
+def test_where_rows_are_changes_no_answer(kind: str, tmp_path: Path) -> None:
+    published(kind, tmp_path / "source")
+    pack(Checkpoint(tmp_path / "source"), tmp_path / "exact", EXACT, calibration_tokens(), "tiny")
+    loaded, ids = open_model(tmp_path / "exact", "Exact"), list(range(5, 5 + sum(PIECES)))
+    wanted = pieces_of(loaded, ids)
+    for share in (0.05, 1.0):
+        with offloaded(loaded, EVERYTHING, share):
+            assert all(map(agree, pieces_of(loaded, ids), wanted))
 
 
 @pytest.mark.some(2)
