@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/bench/screenshots.py            # into assets/screenshots
 
-Answers, speeds and memory are what this machine gives at that moment. Two pictures are of a machine that is not here:
-panel.svg plays a card (its times are counted: the panel says "virtual time"), wizard.svg plans for one, as
-`floe-chat plan --card` does. Nothing of the user's is read or shown: home and models folder are empty ones.
+Answers, speeds and memory are what this machine gives at that moment. One picture is of a machine that is not here:
+panel.svg plays a card (its times are counted: the panel says "virtual time"). Nothing of the user's is read or shown:
+home and models folder are empty ones.
 """
 
 from __future__ import annotations
@@ -25,26 +25,16 @@ for _name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_H
     os.environ.pop(_name, None)
 
 from floe_chat.app.client.chat_client import ChatClient  # noqa: E402
-from floe_chat.app.screens.models import ModelsScreen  # noqa: E402
-from floe_chat.app.screens.wizard.wizard import WizardScreen  # noqa: E402
-from floe_chat.app.setup.setups import Setups, Survey  # noqa: E402
 from floe_chat.app.tui import FloeChatApp  # noqa: E402
 from floe_chat.app.widgets.chat.answer import AnswerTurn  # noqa: E402
 from floe_chat.app.widgets.chat.composer import Composer  # noqa: E402
 from floe_chat.app.widgets.panel.status_line import StatusLine  # noqa: E402
-from floe_chat.app.widgets.setup.machine import MachineStep  # noqa: E402
 from floe_chat.engine.events import Advanced, Sampling  # noqa: E402
-from floe_chat.engine.machine import hardware  # noqa: E402
-from floe_chat.engine.machine.hardware import Hardware  # noqa: E402
-from floe_chat.engine.planning import machine  # noqa: E402
-from floe_chat.engine.planning.machine import Described  # noqa: E402
 from floe_chat.models import catalog  # noqa: E402
 from textual.pilot import Pilot  # noqa: E402
-from textual.widgets import OptionList  # noqa: E402
 
 _FOLDER = Path(__file__).parents[2] / "assets" / "screenshots"
-_CARD, _RAM, _DISK = "rtx3060-12gb", 32 << 30, 500_000_000_000
-_SIM, _SIM_VRAM = f"sim:{_CARD}", 10 << 20
+_SIM, _SIM_VRAM = "sim:rtx3060-12gb", 10 << 20
 _SIM_ADVANCED = Advanced(predictor="learned", placement="pool")
 _MODELS = Path(tempfile.gettempdir()) / "models"  # is shown, and not made
 _QUESTIONS = ("What is an expert?", "And a neuron?")
@@ -62,31 +52,11 @@ async def main() -> None:
         for question in _QUESTIONS:
             await _ask(pilot, question)
         _save(pilot, folder / "chat.svg")
-        await pilot.press("f4")
-        await pilot.pause(1)
-        _save(pilot, folder / "quality.svg")
-        await pilot.press("escape")
-        pilot.app.push_screen(ModelsScreen(Setups(), current=catalog.DEMO))
-        await _until(pilot, lambda: _listed(pilot, "#models"))
-        await pilot.press("down")  # past the demo, whose line tells where this machine keeps it
-        await pilot.pause(1)
-        _save(pilot, folder / "models.svg")
-        await pilot.press("escape")
-        pilot.app.push_screen(WizardScreen(Setups(), surveyor=_surveyed))
-        await _until(pilot, lambda: bool(pilot.app.screen.query(MachineStep)))
-        await pilot.pause(1)
-        await pilot.press("enter")
-        await _until(pilot, lambda: _listed(pilot, "#choices"))
-        await pilot.pause(1)
-        _save(pilot, folder / "wizard.svg")
     playing = ChatClient(catalog.find(catalog.DEMO), device=_SIM, vram=_SIM_VRAM, advanced=_SIM_ADVANCED)
     async with _chatting(playing, (110, 52)) as pilot:
         for question in _QUESTIONS:
             await _ask(pilot, question)
         _save(pilot, folder / "panel.svg")
-        await pilot.press("f9")
-        await pilot.pause(1)
-        _save(pilot, folder / "experts.svg")
 
 
 @asynccontextmanager
@@ -112,23 +82,12 @@ def _state(pilot: Pilot[int]) -> str:
     return pilot.app.screen_stack[0].query_one(StatusLine).state
 
 
-def _listed(pilot: Pilot[int], name: str) -> bool:
-    return any(one.option_count > 0 for one in pilot.app.screen.query(name).results(OptionList))
-
-
 async def _until(pilot: Pilot[int], condition: Callable[[], bool]) -> None:
     deadline = asyncio.get_running_loop().time() + _SECONDS
     while not condition():
         if asyncio.get_running_loop().time() > deadline:
             sys.exit("the screen never showed what was waited for")
         await pilot.pause(0.05)
-
-
-def _surveyed(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
-    """A machine with the card, planned for as the command line does."""
-    base = machine.here(hardware.probe(catalog.models_folder()), None)
-    described = machine.described(Described(card=_CARD, ram=_RAM, disk_free=_DISK), base)
-    return Survey(hardware.probe(catalog.models_folder()), described, {})
 
 
 def _save(pilot: Pilot[int], file: Path) -> None:
