@@ -412,7 +412,11 @@ def sizes(fields: Mapping[str, Any], what: str) -> Sizes:
 
     family = family_of(kind)
     if isinstance(family, Derived):
-        return sizes_of(family, configured(fields))
+        try:
+            return sizes_of(family, configured(fields))
+        # A module may lack whatever others have.
+        except (TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise _no_model(what, f"{error}.") from error
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", family.width)
     for called in (*((name,) for name in needed), *NAMES.values()):
         number(*called)

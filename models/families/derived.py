@@ -37,7 +37,7 @@ _NORMS = (  # what the norm before a layer's experts is called, the likeliest fi
 _EXPERTS = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"  # in config.json
 _COUNTS = "num_experts", "n_routed_experts", "num_local_experts"
 # Models that the library has only as a part of one that also sees, whose head is a matrix: tried by a test.
-HEADLESS = ("qwen3_vl_moe_text", "glm4v_moe_text", "glm5_next_text")
+HEADLESS = ("qwen3_vl_moe_text", "glm4v_moe_text")
 _CALLED_WITH = ["hidden_states", "top_k_index", "top_k_weights"]
 _TRIED = 2, 6, 4  # experts, their neurons and hidden size of those that are called to find out what they compute
 _LARGE = 40.0  # of what is tried, so that limits are reached
@@ -126,7 +126,7 @@ class Derived(Family):
             window=_stated(config, "max_position_embeddings") or 4096,
             tied=bool(_stated(config, "tie_word_embeddings")),
             dense_layers=every - with_experts,
-            counted=_counted(whole, self),
+            counted=_counted(whole),
         )
 
 
@@ -183,7 +183,11 @@ def tree(config: Any) -> Any:
     Raises:
         UnfitError: the library cannot build it.
     """
-    return _tree(config.model_type, config.to_json_string(use_diff=False), _Kept(config))
+    try:
+        fields = config.to_json_string(use_diff=False)
+    except Exception as error:
+        raise UnfitError(f"transformers cannot write its configuration: {type(error).__name__}") from error
+    return _tree(config.model_type, fields, _Kept(config))
 
 
 class _Kept:
@@ -416,10 +420,12 @@ def _small(experts: nn.Module, both: Tensor, down: Tensor) -> Any:
     return small
 
 
-def _counted(whole: Any, family: Derived) -> Counted:
+@lru_cache(maxsize=4)
+def _counted(whole: Any) -> Counted:
     """What a token reads besides experts."""
     from torch import nn
 
+    family = derived(whole.config.model_type)
     names = {name for name, module in whole.named_modules() if type(module) is nn.Linear and family.is_linear(name)}
     linears = [whole.get_submodule(name).weight for name in sorted(names - {"lm_head"})]
     known = {id(weight) for weight in (*linears, whole.lm_head.weight, whole.get_input_embeddings().weight)}

@@ -1,4 +1,5 @@
-"""Rounded checkpoints that lie: scales that are gone, of other shapes or types, and a config.json of something else.
+"""Checkpoints that lie: scales that are gone, of other shapes or types, and a config.json of something else. Some are
+rounded, and some of families without a record.
 
 Each is described as `plan` describes it, and every tensor is read of what opens.
 """
@@ -26,6 +27,7 @@ from floe_chat.models.visible import visible
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..engine.test_derived import published
 from ..helpers import make_checkpoint
 from ..models.test_quantized import FORMS, rounded
 
@@ -60,13 +62,20 @@ def good(scratch: Path) -> None:
     for name in FORMS:
         base = scratch / name.replace(" ", "_")
         rounded(source, base, name)
-        assert _opened(base) == "opened", name
-        _COPIES.append((json.loads((base / "config.json").read_bytes()), load_file(base / "model.safetensors"), base))
+        _add(base)
+    for kind in ("minimax_m2", "qwen4_exp", "granitemoehybrid"):
+        published(kind, scratch / kind)
+        _add(scratch / kind)
+
+
+def _add(base: Path) -> None:
+    assert _opened(base) == "opened", base.name
+    _COPIES.append((json.loads((base / "config.json").read_bytes()), load_file(base / "model.safetensors"), base))
 
 
 def attempt(seed: int, scratch: Path) -> str:
     rng = Random(seed)
-    fields, tensors, base = rng.choice(_COPIES)
+    fields, tensors, base = rng.choice(_COPIES if rng.random() < 0.7 else _COPIES[-3:])
     folder = scratch / "attempt"
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     try:
@@ -75,7 +84,7 @@ def attempt(seed: int, scratch: Path) -> str:
             _change(rng, changed)
         fields = json.loads(json.dumps(fields))
         for _ in range(rng.choice((0, 0, 1, 2))):
-            _lie(rng, fields["quantization_config"])
+            _lie(rng, fields.get("quantization_config", fields))
         if "ModelOpt" in base.name and rng.random() < 0.5:  # said in a file of its own
             (folder / MODELOPT).write_text(json.dumps({"quantization": fields.pop("quantization_config")}))
         (folder / "config.json").write_text(json.dumps(fields))
