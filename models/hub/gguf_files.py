@@ -17,7 +17,7 @@ _ROUNDING = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q[1-8]_\w+|TQ[12]_0|B?F16|F32|MXFP4(?:_MOE)?|NVFP4))$", re.IGNORECASE | re.ASCII
 )
 # The first that is there: by what each loses for its bytes, as `worth.shorter_pays` weighs it (a test compares), then
-# those that were not measured, or are long.
+# what was not measured, or is long.
 BEST = ("Q5_K_M", "Q6_K", "Q4_K_M", "Q8_0", "MXFP4", "MXFP4_MOE", "Q5_K_S", "Q4_K_S", "BF16", "F16")
 _WIDE = ("BF16", "F16", "F32")
 
@@ -67,7 +67,7 @@ def chosen(repo: str, files: Iterable[RepoFile], asked: str = "") -> GgufFiles:
     """The one that was asked for, by its label or its file's name, or else the best by `BEST`.
 
     Raises:
-        UsageError: there is none; the sentence lists those that there are.
+        UsageError: there is none; the sentence lists what is there.
     """
     models = every(files)
     if not models:

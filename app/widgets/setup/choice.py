@@ -129,7 +129,7 @@ class ChoiceStep(WizardStep):
         self._wanted = wanted
         self._plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
         self._ready: dict[str, Plan] = {}  # by the model's name, where its checkpoint can be packed here as well
-        self._others: dict[str, Plan] = {}  # likewise, from the other form of its weights
+        self._others: dict[str, Plan] = {}  # the same from the other form of its weights
         self._opened = {wanted} if wanted else set[str]()  # models of which all bits are shown
         self._lines: list[_Line] = []
         self._figures = False  # whether quality is given as KL, too
