@@ -238,11 +238,6 @@ class KVCache:
             self._computed = Computed(self._computed.tokens, long=long)
         return len(self._computed.presets) < self.length
 
-    @property
-    def cache(self) -> Any:
-        """transformers' own cache, for calls of its model that `generate` does not make."""
-        return self.store_of(LibraryStore, LibraryStore).cache
-
     def store_of(self, kind: type[S], make: Callable[[], S]) -> S:
         """The store, made by `make` if there is none yet.
 

@@ -112,9 +112,10 @@ def read_as_written(loaded: LoadedModel, ids: list[int]) -> Trace:
     """One decode step for each token of a text, in contexts of CONTEXT tokens."""
     with Recorder(loaded) as recorder, torch.inference_mode():
         for start in range(0, len(ids), CONTEXT):
-            kv = KVCache()
+            cache = None
             for token in ids[start : start + CONTEXT]:
-                loaded.model(input_ids=torch.tensor([[token]]), past_key_values=kv.cache, use_cache=True)
+                found = loaded.model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                cache = found.past_key_values
     return recorder.trace
 
 

@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from ....engine.decoder.finite_check import first_nonfinite
+from ....engine.decoder.kv_cache import LibraryStore
 from ....engine.events import Sampling
 from ....engine.generate import KVCache, generate
 from ....engine.loader import LoadedModel
@@ -175,12 +176,12 @@ class PackLM(TemplateLM):
         # Padding stands to the right, where nothing that is scored can see it.
         ids = torch.tensor([row.ids + (0,) * (length - len(row.ids)) for row in batch])
         chunk = CHUNK if self.kv_bits is None else length
-        kv = KVCache() if length > chunk else None
+        store = LibraryStore() if length > chunk else None
         first = min(row.first() for row in batch)
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             offset = min(max(first, start), end - 1)  # the first position whose logits are asked for
-            logits = self._logits(ids[:, start:end], kv, keep=end - offset)
+            logits = self._logits(ids[:, start:end], store, keep=end - offset)
             for row, mine in zip(batch, logits, strict=True):
                 for request, continuation in row.requests:
                     begin = row.begin(continuation)
@@ -191,19 +192,25 @@ class PackLM(TemplateLM):
                         value = float(scores.gather(-1, tokens[:, None]).sum())
                         yield request, value, bool((scores.argmax(-1) == tokens).all())
 
-    def _logits(self, ids: Tensor, kv: KVCache | None, keep: int) -> Tensor:
+    def _logits(self, ids: Tensor, store: LibraryStore | None, keep: int) -> Tensor:
         """ids (B, T) -> logits of the last `keep` positions, (B, keep, V) float32."""
         if self.kv_bits is not None:
             return pack_logits(self.loaded, self.loaded.control.preset, ids, keep, self.kv_bits)[None]
-        cache: dict[str, Any] = {"use_cache": False} if kv is None else {"past_key_values": kv.cache, "use_cache": True}
+        known = None if store is None else store.cache
 
-        def forward() -> Tensor:
+        def forward() -> Any:
             with torch.inference_mode():
                 return self.loaded.model(
-                    input_ids=ids.to(self.loaded.device), logits_to_keep=keep, **cache
-                ).logits.float()
+                    input_ids=ids.to(self.loaded.device),
+                    logits_to_keep=keep,
+                    past_key_values=known,
+                    use_cache=store is not None,
+                )
 
-        logits = forward()
+        found = forward()
+        logits = found.logits.float()
+        if store is not None:
+            store.cache = found.past_key_values
         if not math.isfinite(float(logits.sum())) and not bool(torch.isfinite(logits).all()):
             raise PackError(
                 f"The packed model at {self.loaded.packed.folder} computes values that are not finite",
