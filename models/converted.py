@@ -189,6 +189,8 @@ class ConvertedShelf:
             found[pattern] = []
             for name in self._of(names, expert):
                 file, place = self._raw[name]
+                if place.dtype not in _TORCH:
+                    raise self._unfit(f"{name} is {place.dtype}")
                 number = expert if expert is not None and len(place.shape) == 3 else None
                 nbytes = (place.end - place.start) // (1 if number is None else place.shape[0])
                 raw = torch.empty(nbytes, dtype=torch.uint8)
