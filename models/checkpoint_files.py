@@ -123,6 +123,34 @@ class Shelf(Protocol):
         ...
 
 
+class Around:
+    """What a `Shelf` around another one leaves to it."""
+
+    def __init__(self, shelf: Shelf, rounding: str) -> None:
+        self.name, self.commit, self.rounding = shelf.name, shelf.commit, rounding
+        self._shelf = shelf
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `Shelf.headers`: as stored."""
+        return self._shelf.headers()
+
+    def small(self, name: str) -> Path | None:
+        """See `Shelf.small`."""
+        return self._shelf.small(name)
+
+    def path(self, file: str) -> Path:
+        """See `Shelf.path`."""
+        return self._shelf.path(file)
+
+    def done(self, file: str) -> None:
+        """See `Shelf.done`."""
+        self._shelf.done(file)
+
+    def order(self, files: Sequence[str]) -> None:
+        """See `Shelf.order`."""
+        self._shelf.order(files)
+
+
 def is_shard(name: str) -> bool:
     """Whether a file of a published model holds its weights in transformers' layout."""
     return name.endswith(".safetensors") and "/" not in name and not name.startswith("consolidated")

@@ -10,13 +10,12 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint_files import Shelf, TensorPlace
+from .checkpoint_files import Around, Shelf, TensorPlace
 from .errors import CheckpointError
 from .families.derived import Derived, UnfitError, outer
 
@@ -61,7 +60,7 @@ class _Expert:
     part: str
 
 
-class ConvertedShelf:
+class ConvertedShelf(Around):
     """A `Shelf` of such a checkpoint.
 
     Args:
@@ -76,8 +75,8 @@ class ConvertedShelf:
     """
 
     def __init__(self, shelf: Shelf, places: Places, family: Derived, config: Any, fields: Mapping[str, Any]) -> None:
-        self.name, self.commit, self.rounding = shelf.name, shelf.commit, shelf.rounding
-        self._shelf, self._raw = shelf, places
+        super().__init__(shelf, shelf.rounding)
+        self._raw = places
         try:
             self._model, self._reads = outer(fields, config)
         except UnfitError as error:
@@ -246,18 +245,6 @@ class ConvertedShelf:
         """See `Shelf.files`."""
         return [shard for each in self._sources(name) for shard in self._shelf.files(each, self._raw[each][0])]
 
-    def headers(self) -> dict[str, dict[str, TensorPlace]]:
-        """See `Shelf.headers`: as stored."""
-        return self._shelf.headers()
-
-    def small(self, name: str) -> Path | None:
-        """See `Shelf.small`."""
-        return self._shelf.small(name)
-
-    def path(self, file: str) -> Path:
-        """See `Shelf.path`."""
-        return self._shelf.path(file)
-
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""
         if (found := self._experts.get(name)) is not None:
@@ -272,11 +259,3 @@ class ConvertedShelf:
     def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
         """See `Shelf.sample`."""
         return b"".join(self._shelf.sample(each, *self._raw[each]) for each in self._sources(name))
-
-    def done(self, file: str) -> None:
-        """See `Shelf.done`."""
-        self._shelf.done(file)
-
-    def order(self, files: Sequence[str]) -> None:
-        """See `Shelf.order`."""
-        self._shelf.order(files)

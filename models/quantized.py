@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checkpoint_files import Shelf, TensorPlace
+from .checkpoint_files import Around, Shelf, TensorPlace
 from .errors import CheckpointError
 from .families.storage import EXPONENT_BIAS, fp4_values
 
@@ -84,7 +83,7 @@ class Made:
     codes: Callable[..., Kept | None] | None = None
 
 
-class QuantizedShelf:
+class QuantizedShelf(Around):
     """A `Shelf` of such a checkpoint.
 
     Args:
@@ -98,8 +97,8 @@ class QuantizedShelf:
     """
 
     def __init__(self, shelf: Shelf, places: Places, stated: Mapping[str, Any], rounding: str) -> None:
-        self.name, self.commit, self.rounding = shelf.name, shelf.commit, rounding
-        self._shelf, self._raw = shelf, places
+        super().__init__(shelf, rounding)
+        self._raw = places
         self._made = _Finding(places, stated, shelf.name).made()
         if not self._made:
             raise _unfit(shelf.name, f"Its config.json says that its weights are {rounding}, but no tensor has codes.")
@@ -122,18 +121,6 @@ class QuantizedShelf:
         made = self._made.get(name)
         sources = (name,) if made is None else made.sources
         return [self._raw[each][0] for each in sources if each is not None]
-
-    def headers(self) -> dict[str, dict[str, TensorPlace]]:
-        """See `Shelf.headers`: as stored."""
-        return self._shelf.headers()
-
-    def small(self, name: str) -> Path | None:
-        """See `Shelf.small`."""
-        return self._shelf.small(name)
-
-    def path(self, file: str) -> Path:
-        """See `Shelf.path`."""
-        return self._shelf.path(file)
 
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""
@@ -158,14 +145,6 @@ class QuantizedShelf:
         made = self._made.get(name)
         sources = (name,) if made is None else made.sources
         return b"".join(self._shelf.sample(each, *self._raw[each]) for each in sources if each is not None)
-
-    def done(self, file: str) -> None:
-        """See `Shelf.done`."""
-        self._shelf.done(file)
-
-    def order(self, files: Sequence[str]) -> None:
-        """See `Shelf.order`."""
-        self._shelf.order(files)
 
     def _matrix(self, name: str, made: Made, index: int | None) -> Tensor:
         try:

@@ -336,7 +336,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def with_modelopts(fields: Mapping[str, Any], beside: Any) -> Mapping[str, Any]:
-    """A config.json that says nothing of rounding, with what the file `MODELOPT` beside it says."""
+    """A config.json that says nothing of rounding, with what the file `MODELOPT` next to it says."""
     said = _mapping(_mapping(beside).get("quantization"))
     if not said or _field(fields, "quantization_config"):
         return fields

@@ -139,7 +139,7 @@ class LibraryDecoder:
     @cached_property
     def _continues(self) -> bool:
         """Whether the library's modules go on from what they keep with several tokens at once, which is tried: some
-        then begin anew.
+        then forget what came before.
         """
         whole, cut = self._new_store(), self._new_store()
         self._pass(_TRIED[:-_FEW], cut)
