@@ -110,13 +110,15 @@ class Counted:
     Attributes:
         linears: the linear layers that a pack may store at low width, of all layers, without the head. small: numbers
             that every pack stores as they are, without the embedding. cached: numbers that all layers cache of a token.
-            state: numbers that they keep of a text whatever its length.
+            state: numbers that they keep of a text whatever its length. library: why transformers' modules compute it;
+            "" where the engine's own pass does.
     """
 
     linears: tuple[Matrix, ...]
     small: int
     cached: int
     state: int
+    library: str = ""
 
 
 @dataclass(frozen=True, slots=True)

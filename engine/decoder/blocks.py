@@ -119,9 +119,10 @@ def read_router(family: Family, block: Any) -> Router:
         raise Unsupported("its experts have biases that are not a pack's")
     correction = _corrected(block, routing.correction) if routing.correction else None
     bias = getattr(gate, "bias", None)
+    groups = routing.groups or (getattr(gate, "num_group", None) or 1, getattr(gate, "topk_group", None) or 1)
     return Router(
         gate.weight,
-        gate.top_k,
+        routing.top_k or gate.top_k,
         family.normalizes(gate),
         # Mixtral and those that compute logits in float32 keep the weights so.
         torch.float32 if routing.precise or not hasattr(gate, "norm_topk_prob") else gate.weight.dtype,
@@ -130,9 +131,9 @@ def read_router(family: Family, block: Any) -> Router:
         precise=routing.precise,
         bias=bias if isinstance(bias, Tensor) else None,
         correction=None if correction is None else correction.flatten(),
-        groups=getattr(gate, "num_group", None) or 1,
-        top_groups=getattr(gate, "topk_group", None) or 1,
-        scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
+        groups=groups[0],
+        top_groups=groups[1],
+        scale=float(getattr(gate, "routed_scaling_factor", 1.0) if routing.scale is None else routing.scale),
         down_bias=experts.take_bias() if isinstance(experts, MoELayer) else None,
         jitter=float(getattr(gate, "router_jitter_noise", 0.0)),
     )

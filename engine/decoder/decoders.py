@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models.families import family_of
 from ...models.families.derived import Derived
@@ -27,6 +27,9 @@ _log = logging.getLogger("floe_chat.engine")
 _FEW = 16  # tokens that are computed one by one rather than with all before them
 _TRIED = range(3, 3 + 2 * _FEW)  # ids
 _ALIKE = 0.05  # relative difference of logits: what is left out of experts hangs on their last digits
+_SAME = {torch.float32: 1e-3}  # relative difference of what two ways compute of dense layers; else:
+_ROUNDED = 0.05  # that of numbers of 16 bits
+_SEES = 8  # tokens that windowed layers see when two ways are compared
 
 __all__ = ["Decoder", "FusedDecoder", "LibraryDecoder", "choose"]
 
@@ -180,7 +183,65 @@ def choose(model: Any, window: int, kv: KvForm | None = None) -> FusedDecoder | 
         window: tokens of the longest chat. kv: how keys and values are stored; the library's have 16 bits.
     """
     try:
-        return FusedDecoder(model, window, kv)
+        decoder = FusedDecoder(model, window, kv)
+        if isinstance(family_of(model.config.model_type), Derived):
+            _prove(decoder, model, window)
     except Unsupported as declined:
         _log.info("no fused pass: %s", declined)
         return LibraryDecoder(model, f"dense layers in transformers, because {declined}")
+    return decoder
+
+
+class _Given(nn.Module):
+    """In place of a layer's experts: keeps what they are given, and gives nothing."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        self.given = hidden.flatten(0, -2), index.flatten(0, -2), weights.flatten(0, -2)
+        return torch.zeros_like(hidden)
+
+
+@torch.inference_mode()
+def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
+    """Compare the pass of a model whose record was read from its modules with the library's, layer by layer without
+    experts, at a text's beginning and at its end.
+
+    Raises:
+        Unsupported: they differ.
+    """
+    config, ids = model.config, list(_TRIED)
+    blocks = family_of(config.model_type).blocks(model)
+    experts = [block.experts for block in blocks]
+    sees = getattr(config, "sliding_window", None)
+    try:
+        for block in blocks:
+            block.experts = _Given()
+        if sees is not None:
+            config.sliding_window = _SEES
+        for start in (0, max(0, window - len(ids))):
+            places = torch.arange(start, start + len(ids), device=decoder.device)[None]
+            inputs = torch.tensor([ids], device=decoder.device)
+            wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
+            steps, logits = decoder.without_experts(ids, start, _SEES)
+            routed = [step for step in steps if step.routed]
+            for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
+                hidden, *choice = block.experts.given
+                if _differ(step.hidden, hidden) or _differ(_weighed(*step.routed), _weighed(*choice), 0.2):
+                    raise Unsupported(f"its layer {index} computes otherwise than floe-chat would")
+            if _differ(logits, wanted):
+                raise Unsupported("its output layer computes otherwise than floe-chat would")
+    finally:
+        for block, own in zip(blocks, experts, strict=True):
+            block.experts = own
+        if sees is not None:
+            config.sliding_window = sees
+
+
+def _differ(found: Tensor, wanted: Tensor, limit: float | None = None) -> bool:
+    limit = _SAME.get(wanted.dtype, _ROUNDED) if limit is None else limit
+    return not float((found.float() - wanted.float()).norm() / wanted.float().norm()) <= limit
+
+
+def _weighed(index: Tensor, weights: Tensor) -> Tensor:
+    """(T, E) of a choice, of as many experts as are chosen at all."""
+    count = 4096
+    return weights.new_zeros(len(index), count).scatter(1, index, weights).float()

@@ -20,7 +20,7 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
-from ...kernels.step import ModelEnds, capped
+from ...kernels.step import ModelEnds, Stepped, capped
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..machine.hardware import ram
 from ..outcomes import ran_out
@@ -33,13 +33,13 @@ from .kv_cache import KVCache
 from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room, room_for_past
 from .layers import (
     Unsupported,
-    check_family,
     embedded,
     kept_dtype,
     projection,
     read_layers,
     read_rope,
     read_stream,
+    record_of,
 )
 from .mixers.grouped import Part
 from .passes import TorchPass
@@ -66,13 +66,13 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Any, window: int, kv: KvForm | None = None) -> None:
-        family = check_family(model.config)
+        family = record_of(model.config)
         self._model, self._config, self._window, self._kv = model, model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
         self._rope = read_rope(model, family)
         self._turns_again = self._rope.is_long(window)
-        self.layers = read_layers(model, self._rope, self._kv.bits)
+        self.layers = read_layers(model, family, self._rope, self._kv.bits)
         self._with_experts = [index for index, layer in enumerate(self.layers) if layer.experts is not None]
         self._states = [layer.mixer.state for layer in self.layers]
         self._stateful = any(self._states)
@@ -80,7 +80,7 @@ class FusedDecoder:
             raise Unsupported("layers that keep a state are computed on one device, between others that attend")
         attending = [layer.mixer.attending for layer in self.layers]
         self._heads = [heads for heads in attending if heads is not None]
-        self._forms = {bits: kept_dtype(model, bits) for bits in (16, 8)}
+        self._forms = {bits: kept_dtype(model, family, bits) for bits in (16, 8)}
         self._forms[self._kv.bits] = self._heads[0].cache_dtype
         stream = read_stream(model, family)
         self._scale, self._eps, self._norm = stream.scale, stream.eps, stream.norm
@@ -310,6 +310,26 @@ class FusedDecoder:
             return self._through(step, self.embedded(ids), store, len(ids), keep)
         finally:
             self._step = None
+
+    @torch.inference_mode()
+    def without_experts(self, ids: Sequence[int], start: int, window: int) -> tuple[list[Stepped], Tensor]:
+        """What blocks are given, and logits (1, V), if experts gave nothing to a text that begins at a position.
+
+        Args:
+            window: how far layers see that do not see all.
+        """
+        form, layers, found = self._embedding.dtype, list(self.layers), list[Stepped]()
+        for index, layer in enumerate(layers):
+            if isinstance(layer.mixer, Heads) and layer.mixer.window:
+                layers[index] = replace(layer, mixer=replace(layer.mixer, window=window))
+        entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
+        store = made_store(Layout(entries, self._window, form, self.device), (), [None])
+        store.reserve(len(ids))
+        through, x = TorchPass(layers, (store, self._rope.tables(start, start + len(ids)), 0)), self.embedded(ids)
+        for index in range(len(layers)):
+            found.append(through.step(index, x, None))
+            x = found[-1].stream
+        return found, self.logits(x[-1:])
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:

@@ -20,7 +20,9 @@ from ...kernels.mixers.grouped import Heads
 from ...kernels.step import DenseLayer, Router, Sandwich, Stepped
 from ...kernels.weights import Norm
 from ...models.families import FAMILIES, Family
+from ...models.families.derived import UnfitError, tree
 from ...models.families.family import ThroughLatent
+from ...models.families.recognized import recognized
 from ...models.modules.light_modules import STATIC_ROPE
 from .blocks import Beside, Unsupported, projection, read_beside, read_norm, read_router, read_sandwich
 from .kv_stores import BLOCK
@@ -31,6 +33,7 @@ from .mixers.latent import LatentParts, read_latent
 from .quantized_linear import PackedLinear, Reordered
 
 ANGLES = 8192  # positions whose angles are computed at once
+STILL = "still"  # the kind of layers that rope does not turn
 
 Mixer = Heads | LatentParts | Delta | Convolution
 
@@ -135,19 +138,19 @@ class DecoderLayer:
         return DenseLayer(*norms, mixer, first, out, self.router, beside, self.sandwich)
 
 
-def check_family(config: Any) -> Family:
-    """The family of a model that the fused pass computes.
+def record_of(config: Any) -> Family:
+    """The record of a model's family, or what transformers' modules say where there is none.
 
     Raises:
-        Unsupported: it does not.
+        Unsupported: it has something that the fused pass does not compute.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise Unsupported(f"the fused pass does not know the family {config.model_type}")
-    return family
+    try:
+        return FAMILIES.get(config.model_type) or recognized(tree(config))
+    except UnfitError as declined:
+        raise Unsupported(str(declined)) from declined
 
 
-def read_layers(model: Any, rope: Ropes, kv_bits: int = 16) -> list[DecoderLayer]:
+def read_layers(model: Any, family: Family, rope: Ropes, kv_bits: int = 16) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Args:
@@ -155,10 +158,9 @@ def read_layers(model: Any, rope: Ropes, kv_bits: int = 16) -> list[DecoderLayer
             vectors do not have.
 
     Raises:
-        Unsupported: a family or a layer that the fused pass does not compute.
+        Unsupported: a layer that the fused pass does not compute.
     """
-    family = check_family(model.config)
-    kept, eps = kept_dtype(model, kv_bits), read_stream(model, family).eps
+    kept, eps = kept_dtype(model, family, kv_bits), read_stream(model, family).eps
     read: list[DecoderLayer] = []
     for index, layer in enumerate(model.model.layers):
         rope_at, order = rope.of(index)
@@ -173,13 +175,13 @@ def _device(layer: Any) -> torch.device:
     return next(layer.parameters()).device
 
 
-def kept_dtype(model: Any, kv_bits: int) -> torch.dtype:
+def kept_dtype(model: Any, family: Family, kv_bits: int) -> torch.dtype:
     """The dtype of stored keys and values. Those of 16 bits have that of the computation, but float16 instead of
     float32 if weights are codes.
 
     That halves the reads of each token in a long conversation, with an error far below that of the codes.
     """
-    if kv_bits == 8 and not isinstance(check_family(model.config).attention, ThroughLatent):
+    if kv_bits == 8 and not isinstance(family.attention, ThroughLatent):
         return CODES
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
     coded = all(_is_packed(_last(layer)) for layer in model.model.layers)
@@ -307,6 +309,19 @@ class Rope:
         return cos[0, :-1], sin[0, :-1]
 
 
+class Still:
+    """As `Rope`, of layers that turn nothing."""
+
+    order, short = None, sys.maxsize
+
+    def __init__(self, dim: int, like: Tensor) -> None:
+        self.dim, self._turn = dim, torch.stack([like.new_ones(dim), like.new_zeros(dim)])
+
+    def tables(self, start: int, end: int, *, long: bool = False) -> Tensor:
+        """See `Rope`."""
+        return self._turn.expand(end - start, -1, -1)
+
+
 class Ropes:
     """The tables of all layers: of each kind of layers that turn alike, one behind the other.
 
@@ -314,7 +329,7 @@ class Ropes:
         short: see `Rope`.
     """
 
-    def __init__(self, ropes: Mapping[str, Rope], kinds: Sequence[str]) -> None:
+    def __init__(self, ropes: Mapping[str, Rope | Still], kinds: Sequence[str]) -> None:
         self._ropes, self._kinds = ropes, kinds  # kinds: of each layer
         ends = list(itertools.accumulate(2 * rope.dim for rope in ropes.values()))
         self._at = dict(zip(ropes, [0, *ends], strict=False))
@@ -348,6 +363,11 @@ def read_rope(model: Any, family: Family) -> Ropes:
     dims = [layer.self_attn.head_dim if hasattr(layer, "self_attn") else 0 for layer in layers]
     if isinstance(module.rope_type, dict):
         kinds = list(model.config.layer_types)
+    kinds = [kind if how.turned(model.config, index) else STILL for index, kind in enumerate(kinds)]
     found = {kind: dim for kind, dim in zip(kinds, dims, strict=True) if dim}
     turned: Any = {"interleaved": how.interleaved, "once": how.angles_once}
-    return Ropes({kind: Rope(module, dim, like, **turned, kind=kind) for kind, dim in found.items()}, kinds)
+    made = {
+        kind: Still(dim, like) if kind == STILL else Rope(module, dim, like, **turned, kind=kind)
+        for kind, dim in found.items()
+    }
+    return Ropes(made, kinds)

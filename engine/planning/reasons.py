@@ -251,12 +251,13 @@ def _why_compiled(chosen: Option) -> str:
 
 def _why_slow(entry: CatalogEntry) -> str:
     """That floe-chat has code of its own for its experts alone."""
-    if entry.sizes.counted is None:
+    if entry.sizes.counted is None or not entry.sizes.counted.library:
         return ""
-    said = (
-        f"Its experts run in floe-chat's own code, and all else of {entry.sizes.model_type} in transformers' modules,"
+    return (
+        f"Its experts run in floe-chat's own code, and all else in transformers' modules, because "
+        f"{entry.sizes.counted.library}: that takes about {1e3 * figures().host_library_s:.1f} ms more for each layer "
+        "and token."
     )
-    return f"{said} which takes about {1e3 * figures().host_library_s:.1f} ms more for each layer and token."
 
 
 def _experts(mix: Mix, chosen: Option) -> str:

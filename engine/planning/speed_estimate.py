@@ -290,8 +290,9 @@ def decode(
 
 
 def _library(sizes: Sizes) -> float:
-    """Seconds that transformers' own modules add to a token, of a family for which there is nothing else."""
-    return 0.0 if sizes.counted is None else sizes.decoder_layers * figures().host_library_s
+    """Seconds that transformers' own modules add to a token, of a model for which there is nothing else."""
+    slow = sizes.counted is not None and sizes.counted.library
+    return sizes.decoder_layers * figures().host_library_s if slow else 0.0
 
 
 def host_times(speeds: Speeds) -> HostTimes:

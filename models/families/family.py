@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..catalog_entry import CatalogEntry, Wide
@@ -36,7 +37,8 @@ class GroupedQuery:
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
         gated: whether a gate scales each number of a head's output; the query projection gives it behind each query.
-        norms: what the norms of queries and keys are called.
+        norms: what the norms of queries and keys are called. turned: configuration and layer -> whether rope turns its
+            queries and keys.
     """
 
     normalized: Callable[[Any], bool] = lambda _config: False
@@ -48,6 +50,7 @@ class GroupedQuery:
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
     gated: bool = False
     norms: tuple[str, str] = "q_norm", "k_norm"
+    turned: Callable[[Any, int], bool] = lambda _config, _layer: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Routing:
         correction: name in the block of the bias that is added to scores for the choice alone, if it has it; "" where
             none does.
         scores_by: router and weights (H,) of the experts' norm -> (E, H), by which the experts' input gives its scores.
+        top_k, groups, scale: see `kernels.step.Router`; None where the router's module has them.
     """
 
     module: str = "gate"
@@ -86,6 +90,9 @@ class Routing:
     precise: bool = False
     correction: str = ""
     scores_by: Callable[[Any, Tensor], Tensor] = lambda router, _norm: router.weight
+    top_k: int | None = None
+    groups: tuple[int, int] | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +237,7 @@ class Family:
 
     def router(self, block: Any) -> Any:
         """The router of a module with experts."""
-        return getattr(block, self.routing.module)
+        return attrgetter(self.routing.module)(block)
 
     def normalizes(self, router: Any) -> bool:
         """Whether the weights of a token's experts add up to a constant, or are the router's scores, perhaps scaled.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from ..catalog_entry import Convolutions, Latent, Recurrent, Sizes
 from .derived import Derived
 from .family import Family, GroupedQuery
+from .recognized import unrecognized
 
 # A field of ours, and what families call it in config.json.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -33,7 +35,9 @@ class _View(SimpleNamespace):
 def sizes_of(family: Family, config: Any) -> Sizes:
     """`config`: transformers' configuration, ours, or a `view`; of a derived family, transformers'."""
     if isinstance(family, Derived):
-        return family.sizes(config)
+        sizes = family.sizes(config)
+        assert sizes.counted is not None
+        return replace(sizes, counted=replace(sizes.counted, library=unrecognized(config)))
     windowed, sees = _windows(family, config)
     config, wide = family.parts(config)
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers

@@ -9,18 +9,24 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from floe_chat.engine.decoder import layers
+from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.models import supported
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import FAMILIES, Family, family_of
+from floe_chat.models.families.family import GroupedQuery
+from floe_chat.models.families.recognized import recognized
+from floe_chat.models.families.sizes import sizes_of
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from floe_chat.models.transformers_import import import_model_code
@@ -127,6 +133,11 @@ RUNS = (
     *("qwen4_exp_text", "solar_open", "zaya"),
     *("aria", "glm4v_moe", "inkling_mm_model", "minimax_m3_vl", "qwen3_vl_moe", "qwen4_exp"),  # which also see
 )
+# All of these the fused pass computes; of the others experts alone.
+FUSED = {
+    *("aria", "aria_text", "dots1", "exaone_moe", "flint", "glm4v_moe", "hy_v3", "mellum", "minimax_m2"),
+    *("qwen3_vl_moe", "solar_open"),
+}
 REFUSED = {  # -> what is said
     "dbrx": "transformers cannot build it",
     "inkling2_text": "compute something",
@@ -234,11 +245,6 @@ def theirs(model: Any, ids: list[int]) -> tuple[list[Tensor], Tensor]:
         return found, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
-def ours(folder: Path, preset: str, ids: list[int]) -> list[Tensor]:
-    """A pack's logits after each piece."""
-    return pieces_of(open_model(folder, preset), ids)
-
-
 def pieces_of(loaded: LoadedModel, ids: list[int]) -> list[Tensor]:
     kv, found, start = KVCache(), list[Tensor](), 0
     for piece in PIECES:
@@ -266,16 +272,21 @@ def test_a_pack_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) ->
     pack(Checkpoint(tmp_path / "source"), tmp_path / "exact", EXACT, calibration_tokens(), "tiny")
     pieces, whole = theirs(model, ids)
     # The library goes on from some states with single tokens alone: the last piece then is as in one pass.
-    for index, (got, wanted) in enumerate(zip(ours(tmp_path / "exact", "Exact", ids), pieces, strict=True)):
+    loaded = open_model(tmp_path / "exact", "Exact")
+    for index, (got, wanted) in enumerate(zip(pieces_of(loaded, ids), pieces, strict=True)):
         assert agree(got, wanted, *([whole] if index + 1 == len(PIECES) else [])), (kind, index)
+    assert isinstance(loaded.decoder, FusedDecoder) == (kind in FUSED), loaded.decoder.reason
+    counted = sizes_of(family_of(kind), loaded.model.config).counted
+    assert counted is not None
+    assert (not counted.library) == (kind in FUSED), "plans say the same"
     pack(Checkpoint(tmp_path / "source"), tmp_path / "low", PackSpec(), calibration_tokens(), "tiny")
-    assert all(bool(logits.isfinite().all()) for logits in ours(tmp_path / "low", "Balanced", ids))
+    assert all(bool(logits.isfinite().all()) for logits in pieces_of(open_model(tmp_path / "low", "Balanced"), ids))
     packed = PackedModel.open(tmp_path / "low")
     assert any(name.endswith("_proj.q") for name in packed.dense()), "linear layers are codes"
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("kind", ["qwen4_exp", "zaya"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "qwen4_exp", "zaya"])
 def test_where_rows_are_changes_no_answer(kind: str, tmp_path: Path) -> None:
     published(kind, tmp_path / "source")
     pack(Checkpoint(tmp_path / "source"), tmp_path / "exact", EXACT, calibration_tokens(), "tiny")
@@ -284,6 +295,34 @@ def test_where_rows_are_changes_no_answer(kind: str, tmp_path: Path) -> None:
     for share in (0.05, 1.0):
         with offloaded(loaded, EVERYTHING, share):
             assert all(map(agree, pieces_of(loaded, ids), wanted))
+
+
+def wrongly(record: Family, part: str) -> Family:
+    """A record that is not the model's."""
+    attention: Any = record.attention
+    if part == "window":
+        return replace(record, attention=replace(attention, window=GroupedQuery().window))
+    if part == "rope":
+        return replace(record, attention=replace(attention, turned=GroupedQuery().turned))
+    if part == "router":
+        return replace(record, routing=replace(record.routing, scale=1.0))
+    return replace(record, scaled="routed_scaling_factor")
+
+
+@pytest.mark.parametrize("part", ["window", "rope", "router", "embedding"])
+def test_a_record_that_is_not_the_models_is_not_used(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_model_code()
+    config = config_of("exaone_moe")
+    assert isinstance(choose(model_of(config), 256), FusedDecoder)
+
+    def record(whole: Any) -> Family:
+        return wrongly(recognized(whole), part)
+
+    monkeypatch.setattr(layers, "recognized", record)
+    declined = choose(model_of(config), 256)
+    assert isinstance(declined, LibraryDecoder)
+    assert "computes otherwise" in declined.reason
+    assert config.sliding_window == SMALL["sliding_window"]
 
 
 @pytest.mark.some(2)

@@ -16,7 +16,7 @@ from ....kernels.entries import CODES, stored
 from ....kernels.mixers.grouped import Heads
 from ....models.families import Family
 from ....models.families.family import GroupedQuery
-from ..blocks import Unsupported, in_order, norm_weight
+from ..blocks import in_order, norm_weight
 from ..kv_stores import GrowingStore
 from .attention import Sight, attended
 
@@ -181,7 +181,7 @@ def read_grouped(
         kept: dtype of what is stored. order: of the dimensions of heads, see `layers.Rope`. rope_at: see `Heads`.
 
     Raises:
-        Unsupported: projections that cannot be joined, or norms that rope's order does not reach.
+        Unsupported: projections that cannot be joined.
     """
     heads = replace(_read_heads(attention, index, family, config, order), cache_dtype=kept, rope_at=rope_at)
     return _projections(attention, heads, order), heads
@@ -216,12 +216,8 @@ def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Modul
 
 
 def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
-    """A norm's weights for heads in that order."""
-    if order is None:
-        return weight
-    if weight.numel() != order.numel():
-        raise Unsupported("rope turns a part of each head, and heads are normalized together")
-    return weight[order]
+    """A norm's weights, of each head or of all together, for heads in that order."""
+    return weight if order is None else weight.view(-1, order.numel())[:, order].flatten()
 
 
 def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
