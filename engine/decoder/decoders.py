@@ -29,7 +29,7 @@ _TRIED = range(3, 3 + 2 * _FEW)  # ids
 _ALIKE = 0.05  # relative difference of logits: what is left out of experts hangs on their last digits
 _SAME = {torch.float32: 1e-3}  # relative difference of what two ways compute of dense layers; else:
 _ROUNDED = 0.05  # that of numbers of 16 bits
-_SEES = 8  # tokens that windowed layers see when two ways are compared
+_COMPARED, _SEES = range(3, 15), 4  # ids by which two ways are compared, and how many of them windowed layers see then
 
 __all__ = ["Decoder", "FusedDecoder", "LibraryDecoder", "choose"]
 
@@ -203,12 +203,12 @@ class _Given(nn.Module):
 @torch.inference_mode()
 def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
     """Compare the pass of a model whose record was read from its modules with the library's, layer by layer without
-    experts, at a text's beginning and at its end.
+    experts, at the end of the longest text.
 
     Raises:
         Unsupported: they differ.
     """
-    config, ids = model.config, list(_TRIED)
+    config, ids = model.config, list(_COMPARED)
     blocks = family_of(config.model_type).blocks(model)
     experts = [block.experts for block in blocks]
     sees = getattr(config, "sliding_window", None)
@@ -217,18 +217,18 @@ def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
             block.experts = _Given()
         if sees is not None:
             config.sliding_window = _SEES
-        for start in (0, max(0, window - len(ids))):
-            places = torch.arange(start, start + len(ids), device=decoder.device)[None]
-            inputs = torch.tensor([ids], device=decoder.device)
-            wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
-            steps, logits = decoder.without_experts(ids, start, _SEES)
-            routed = [step for step in steps if step.routed]
-            for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
-                hidden, *choice = block.experts.given
-                if _differ(step.hidden, hidden) or _differ(_weighed(*step.routed), _weighed(*choice), 0.2):
-                    raise Unsupported(f"its layer {index} computes otherwise than floe-chat would")
-            if _differ(logits, wanted):
-                raise Unsupported("its output layer computes otherwise than floe-chat would")
+        start = max(0, window - len(ids))
+        places = torch.arange(start, start + len(ids), device=decoder.device)[None]
+        inputs = torch.tensor([ids], device=decoder.device)
+        wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
+        steps, logits = decoder.without_experts(ids, start, _SEES)
+        routed = [step for step in steps if step.routed]
+        for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
+            hidden, *choice = block.experts.given
+            if _differ(step.hidden, hidden) or _differ(_weighed(*step.routed), _weighed(*choice), 0.2):
+                raise Unsupported(f"its layer {index} computes otherwise than floe-chat would")
+        if _differ(logits, wanted):
+            raise Unsupported("its output layer computes otherwise than floe-chat would")
     finally:
         for block, own in zip(blocks, experts, strict=True):
             block.experts = own

@@ -325,7 +325,8 @@ class FusedDecoder:
         entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
         store = made_store(Layout(entries, self._window, form, self.device), (), [None])
         store.reserve(len(ids))
-        through, x = TorchPass(layers, (store, self._rope.tables(start, start + len(ids)), 0)), self.embedded(ids)
+        rope = self._rope.tables(start, start + len(ids), long=self._rope.is_long(start + len(ids)))
+        through, x = TorchPass(layers, (store, rope, 0)), self.embedded(ids)
         for index in range(len(layers)):
             found.append(through.step(index, x, None))
             x = found[-1].stream
