@@ -154,22 +154,30 @@ class Sandwich:
     """Norms behind a layer's parts, too (Gemma): a dense part next to the experts joins them, not the stream.
 
     Attributes:
-        mixed: of what the mixer adds. before: of what the dense part is given. beside, experts: of what that part and
-            the experts give. both: of their sum. scale: of the stream behind the layer.
+        mixed: of what the mixer adds. before: of what the dense part is given; None where that is what experts are
+            given. beside, experts: of what that part and the experts give; None for none. both: of their sum. scale: of
+            the stream behind the layer.
     """
 
     mixed: Norm
-    before: Norm
-    beside: Norm
-    experts: Norm
+    before: Norm | None
+    beside: Norm | None
+    experts: Norm | None
     both: Norm
     scale: float
 
-    def close(self, stepped: Stepped, experts: Tensor, eps: float) -> Tensor:
-        """The stream behind a layer, by what its experts give, (B, H) each."""
-        assert stepped.parallel is not None, "no dense part next to the experts"
-        added = self.both(stepped.parallel + self.experts(experts, eps), eps)
-        return (stepped.stream + added) * self.scale
+    def parallel(self, dense: Callable[[Tensor], Tensor] | None, stream: Tensor, hidden: Tensor, eps: float) -> Tensor:
+        """What the dense part gives, by the stream behind the mixer and what experts are given, (B, H) each."""
+        if dense is None:
+            return torch.zeros_like(hidden)
+        found = dense(hidden if self.before is None else self.before(stream, eps))
+        return found if self.beside is None else self.beside(found, eps)
+
+    def close(self, stream: Tensor, parallel: Tensor, experts: Tensor | None, eps: float) -> Tensor:
+        """The stream behind a layer, by what its dense part and its experts give, (B, H) each."""
+        if experts is not None:
+            parallel = parallel + (experts if self.experts is None else self.experts(experts, eps))
+        return (stream + self.both(parallel, eps)) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +187,7 @@ class DenseLayer:
     Attributes:
         input_layernorm, post_attention_layernorm: the norms. eps: of all norms. first: to what the mixer is given.
             out: back to H. router: None where there are no experts. beside: what every token is given besides experts.
-            sandwich: where each part has a norm behind it; then it has experts and `beside`.
+            sandwich: where each part has a norm behind it.
     """
 
     input_layernorm: Norm
@@ -275,8 +283,10 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     out, sandwich, parallel = layer.out(out), layer.sandwich, None
     stream = stream + (out if sandwich is None else sandwich.mixed(out, layer.eps))
     hidden = layer.post_attention_layernorm(stream, layer.eps)
-    if layer.beside is not None and sandwich is not None:
-        parallel = sandwich.beside(layer.beside(sandwich.before(stream, layer.eps)), layer.eps)
+    if sandwich is not None:
+        parallel = sandwich.parallel(layer.beside, stream, hidden, layer.eps)
+        if layer.router is None:
+            return Stepped(sandwich.close(stream, parallel, None, layer.eps), hidden, ())
     elif layer.beside is not None:
         stream = stream + layer.beside(hidden)
     routed = layer.router(layer.router.given(hidden, stream, layer.eps)) if layer.router else ()

@@ -164,9 +164,9 @@ def read_beside(family: Family, block: Any, *, has_experts: bool) -> Beside | No
 
 def read_sandwich(family: Family, layer: Any) -> Sandwich | None:
     """The norms behind a layer's parts, if it has them."""
-    if not family.sandwich:
+    if (names := family.sandwich) is None:
         return None
-    names = "post_attention", "pre_feedforward", "post_feedforward"
-    mixed, before, both = (read_norm(family, getattr(layer, f"{name}_layernorm")) for name in names)
-    beside, experts = (read_norm(family, getattr(layer, f"post_feedforward_layernorm_{part}")) for part in (1, 2))
-    return Sandwich(mixed, before, beside, experts, both, float(layer.layer_scalar))
+    mixed, both = (read_norm(family, getattr(layer, name)) for name in (names.mixed, names.both))
+    rest = (names.before, names.beside, names.experts)
+    before, beside, experts = (read_norm(family, getattr(layer, name)) if name else None for name in rest)
+    return Sandwich(mixed, before, beside, experts, both, float(getattr(layer, "layer_scalar", 1.0)))

@@ -192,18 +192,18 @@ def choose(model: Any, window: int, kv: KvForm | None = None) -> FusedDecoder | 
     return decoder
 
 
-class _Given(nn.Module):
-    """In place of a layer's experts: keeps what they are given, and gives nothing."""
+class _Echo(nn.Module):
+    """In place of a layer's experts: keeps what they are given, and gives it back."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         self.given = hidden.flatten(0, -2), index.flatten(0, -2), weights.flatten(0, -2)
-        return torch.zeros_like(hidden)
+        return hidden
 
 
 @torch.inference_mode()
 def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
     """Compare the pass of a model whose record was read from its modules with the library's, layer by layer without
-    experts, at the end of the longest text.
+    experts' matrices, at the end of the longest text.
 
     Raises:
         Unsupported: they differ.
@@ -214,14 +214,14 @@ def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
     sees = getattr(config, "sliding_window", None)
     try:
         for block in blocks:
-            block.experts = _Given()
+            block.experts = _Echo()
         if sees is not None:
             config.sliding_window = _SEES
         start = max(0, window - len(ids))
         places = torch.arange(start, start + len(ids), device=decoder.device)[None]
         inputs = torch.tensor([ids], device=decoder.device)
         wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
-        steps, logits = decoder.without_experts(ids, start, _SEES)
+        steps, logits = decoder.echoed(ids, start, _SEES)
         routed = [step for step in steps if step.routed]
         for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
             hidden, *choice = block.experts.given

@@ -312,8 +312,9 @@ class FusedDecoder:
             self._step = None
 
     @torch.inference_mode()
-    def without_experts(self, ids: Sequence[int], start: int, window: int) -> tuple[list[Stepped], Tensor]:
-        """What blocks are given, and logits (1, V), if experts gave nothing to a text that begins at a position.
+    def echoed(self, ids: Sequence[int], start: int, window: int) -> tuple[list[Stepped], Tensor]:
+        """What blocks are given, and logits (1, V), of a text that begins at a position, if experts gave back what they
+        are given.
 
         Args:
             window: how far layers see that do not see all.
@@ -327,10 +328,11 @@ class FusedDecoder:
         store.reserve(len(ids))
         rope = self._rope.tables(start, start + len(ids), long=self._rope.is_long(start + len(ids)))
         through, x = TorchPass(layers, (store, rope, 0)), self.embedded(ids)
-        for index in range(len(layers)):
-            found.append(through.step(index, x, None))
-            x = found[-1].stream
-        return found, self.logits(x[-1:])
+        added: Tensor | None = None
+        for index, layer in enumerate(layers):
+            found.append(through.step(index, x, added))
+            x, added = layer.behind(found[-1], None if layer.experts is None else found[-1].hidden)
+        return found, self.logits(x[-1:] if added is None else x[-1:] + added[-1:])
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:

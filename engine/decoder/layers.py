@@ -106,8 +106,10 @@ class DecoderLayer:
         """What a block is given, by the stream behind the mixer, (T, H)."""
         sandwich, parallel = self.sandwich, None
         hidden = self.post_attention_layernorm(stream, self.eps)
-        if self.beside is not None and sandwich is not None:
-            parallel = sandwich.beside(self.beside(sandwich.before(stream, self.eps)), self.eps)
+        if sandwich is not None:
+            parallel = sandwich.parallel(self.beside, stream, hidden, self.eps)
+            if self.router is None:
+                return Stepped(sandwich.close(stream, parallel, None, self.eps), hidden, ())
         elif self.beside is not None:
             stream = self.beside(hidden, stream)
         if (router := self.router) is None:
@@ -123,7 +125,7 @@ class DecoderLayer:
         """
         if self.sandwich is None or stepped.parallel is None or experts is None:
             return stepped.stream, experts
-        return self.sandwich.close(stepped, experts, self.eps), None
+        return self.sandwich.close(stepped.stream, stepped.parallel, experts, self.eps), None
 
     def dense(self) -> DenseLayer:
         """As one operation takes it.

@@ -373,7 +373,7 @@ def dense_launches(sizes: Sizes) -> int:
     if latent is not None:
         more += LATENT_LAUNCHES + ASKED_LAUNCHES * bool(latent.queries)
     if family is not None:
-        more += SANDWICH_LAUNCHES * family.sandwich
+        more += SANDWICH_LAUNCHES * (family.sandwich is not None)
     return DENSE_LAUNCHES + more
 
 

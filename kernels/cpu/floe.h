@@ -221,16 +221,17 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
-// Norms behind a layer's parts, too; `beside` then joins the experts, and not the stream. (H) each: mixed:
-// of what the mixer adds, before: of what is given to `beside`, beside, experts: of what these give, both: of their
-// sum. scale: of the stream behind the layer.
+// Norms behind a layer's parts, too; `beside`, if anything, then joins the experts, and not the stream. (H) each: mixed:
+// of what the mixer adds, before: of what is given to `beside`, NULL where that is what experts are given. beside,
+// experts: of what these give, NULL for none. both: of their sum. scale: of the stream behind the layer.
 typedef struct {
-    const float *mixed, *before, *beside, *experts, *both;
+    const float *mixed, *both;
+    FLOE_OPTIONAL const float *before, *beside, *experts;
     float scale;
 } floe_sandwich;
 
 // The dense part of one layer. before, after: norms. first: to what the mixer is given, out: back.
-// beside: what every token is given besides experts; with a sandwich, it and the router must be there.
+// beside: what every token is given besides experts; without a router, it must be there with a sandwich.
 //
 // The mixer is attention where neither `delta` nor `convolution` is there; D is the width of a head. first: queries of
 // all heads, keys and values of all key heads. window: how many tokens a query sees, itself included, 0 all. q_norm,
@@ -272,7 +273,7 @@ typedef struct {
 
 // What a layer's experts are given, for each token. stream (H): the residual after attention and what is beside the
 // experts. hidden (H). index, weights: the top_k experts; unused without a router. scores: (experts) of all. parallel:
-// (H), what `beside` gives where a sandwich joins it with the experts.
+// (H), what `beside` gives where a sandwich joins it with experts.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;

@@ -79,7 +79,7 @@ class NativeStep:
         self.rope = (0, 0) if attending is None else (attending.rope_at, 2 * mixer.turned)
         self._state, self._window = (2, mixer.state), attending.window if attending else None
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
-        self.routes, self._closes = router is not None, layer.sandwich is not None
+        self.routes, self._joins = router is not None, layer.sandwich is not None
         self.scores = None if router is None else router.scores
         if self.scores is not None:
             require("scores", self.scores, FLOAT32, (len(self.scores), self.layer.router.experts))
@@ -114,12 +114,12 @@ class NativeStep:
             require("added", added, FLOAT32, shape)
         if self.scores is not None and len(self.scores) < tokens:
             raise ValueError(f"{tokens} tokens, but room for the scores of {len(self.scores)}")
-        parallel = torch.empty(shape) if self._closes else None
+        parallel = torch.empty(shape) if self._joins else None
         outputs = {"stream": stream, "hidden": hidden, "index": chosen, "weights": weights, "parallel": parallel}
         filled = records.routed(**outputs, scores=self.scores)
         given = (self.layer, number, tokens, x, added, where, digits(x_bits), torch.get_num_threads(), filled)
         check(self._step(*given))
-        return Stepped(stream, hidden, routed, parallel)
+        return Stepped(stream, hidden, routed, parallel if self.routes else None)
 
     def address(self, part: Tensor, first: int, position: int) -> int:
         """Where a text's states are in this layer, or the entry of its first token is or would be, if `part` begins
@@ -353,8 +353,10 @@ def sandwich_record(sandwich: Sandwich, hidden: int) -> Any:
     )
 
 
-def _rms(name: str, norm: Norm, hidden: int) -> Any:
-    """The weights of a norm that neither subtracts nor adds anything."""
+def _rms(name: str, norm: Norm | None, hidden: int) -> Any:
+    """The weights of a norm, if there is one, that neither subtracts nor adds anything."""
+    if norm is None:
+        return None
     if norm.kind != "rms" or norm.bias is not None:
         raise ValueError(f"{name} must divide by the root mean square, and no more")
     return required(name, norm.weight, (hidden,))

@@ -37,7 +37,8 @@ class GroupedQuery:
         window: configuration and layer -> how many tokens attention looks back, including the current one; None for
             all.
         gated: whether a gate scales each number of a head's output; the query projection gives it behind each query.
-        norms: what the norms of queries and keys are called. turned: configuration and layer -> whether rope turns its
+        norms: what the norms of queries and keys are called. gate: what the projection of those gates is called, where
+            the queries' does not give them. turned: configuration and layer -> whether rope turns its
             queries and keys.
     """
 
@@ -50,6 +51,7 @@ class GroupedQuery:
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None
     gated: bool = False
     norms: tuple[str, str] = "q_norm", "k_norm"
+    gate: str = ""
     turned: Callable[[Any, int], bool] = lambda _config, _layer: True
 
 
@@ -117,6 +119,17 @@ class SharedExpert:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What the norms of `kernels.step.Sandwich` are called in a layer; "" for none."""
+
+    mixed: str
+    both: str
+    before: str = ""
+    beside: str = ""
+    experts: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family. Names are those of its published checkpoints and of transformers' configuration.
@@ -139,12 +152,12 @@ class Family:
         experts_by: the functions between an expert's matrices. biased: whether these have biases. signals: the
             projections by which neurons may be skipped.
         scaled, added, divided: the fields by which the model multiplies its embedding, and what layers add to the
-            residual stream, and by which it divides logits; "" where none does.
+            residual stream, and by which it divides logits; "" where none does. scaled may be a number, too.
         biases: configuration -> how many numbers the biases of all layers are, where `attention` does not say it, with
             what else they have beside matrices and what most families have.
         gated_heads: whether a gate scales each head's output. normed_heads: whether heads are normalized one by one,
             where `attention` does not say it. centred: whether norms' weights are stored less one.
-        sandwich: whether there are norms behind a layer's parts, too, and its MLP joins the experts.
+        sandwich: the norms behind a layer's parts, where it has them; what is not experts then joins these.
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
         wide: whether what its layers pass on may exceed float16's range.
@@ -178,7 +191,7 @@ class Family:
     experts_by: Activation = "silu"
     biased: bool = False
     signals: tuple[Projection, ...] = ("up", "gate")
-    scaled: str = ""
+    scaled: str | float = ""
     added: str = ""
     divided: str = ""
     biases: Callable[[Any], int] = lambda _config: 0
@@ -187,7 +200,7 @@ class Family:
     centred: bool = False
     states: bool = False
     wide: bool = False
-    sandwich: bool = False
+    sandwich: Between | None = None
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent = GroupedQuery()
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -253,8 +266,10 @@ class Family:
             published = published.replace(old, new)
         return published
 
-    def factor(self, config: Any, name: str) -> float:
+    def factor(self, config: Any, name: str | float) -> float:
         """What one of the fields above says; 1 where none does."""
+        if isinstance(name, float):
+            return name
         return float(getattr(config, name)) if name else 1.0
 
     def is_embedding(self, published: str) -> bool:

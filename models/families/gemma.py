@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import config_limits
 from ..catalog_entry import CatalogEntry, Sizes, Wide
-from .family import Family, GroupedQuery, Routing, SharedExpert
+from .family import Between, Family, GroupedQuery, Routing, SharedExpert
 from .storage import Stacked
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
@@ -129,7 +129,13 @@ GEMMA4 = Family(
     experts_by="gelu",
     biases=_more,
     normed_heads=True,
-    sandwich=True,
+    sandwich=Between(
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+        before="pre_feedforward_layernorm",
+        beside="post_feedforward_layernorm_1",
+        experts="post_feedforward_layernorm_2",
+    ),
     parts=_parts,
     attention=GroupedQuery(normalized=lambda _config: True, per_head=True, window=_window),
     defaults={

@@ -15,15 +15,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .derived import UnfitError, derived, top_k, tree
-from .family import Family, GroupedQuery, Routing, SharedExpert, ThroughLatent
+from .family import Between, Family, GroupedQuery, Routing, SharedExpert, ThroughLatent
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
     from torch import Tensor
 
+# Norms before a layer's attention and before its block, and behind these.
+_BETWEEN = (
+    ("input_layernorm", "post_attention_layernorm", "", ""),
+    ("input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+)
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _THROUGH_LATENT = {"q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"}
 _NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
+_GATE = "gate_proj"  # of attention
 _SHARED_GATE = "shared_expert_gate"
 _TRIED, _SMALL = 64, (8, 12)  # tokens; hidden size and neurons of a small copy
 _LARGE = 40.0  # of what is tried, so that limits are reached
@@ -50,11 +58,12 @@ def _read(whole: Any) -> Family:
     at = next(index for index, layer in enumerate(layers) if family.block_of(layer) is not None)
     block = family.block_of(layers[at])
     name = next((name for name, part in layers[at].named_children() if part is block), None)
-    norms = [part for part in layers[at]._modules if part not in ("self_attn", name)]
-    if name is None or len(norms) != 2 or norms[0].startswith("post"):
+    parts = layers[at]._modules.keys() - {"self_attn", name}
+    norms = next((norms for norms in _BETWEEN if parts == {each for each in norms if each}), None)
+    if name is None or norms is None:
         raise UnfitError(f"a layer consists of {', '.join(layers[at]._modules)}")
     for layer in layers:
-        _only(layer, "a layer", {"self_attn", name, *norms})
+        _only(layer, "a layer", {"self_attn", name, *parts})
     dense = {index for index, layer in enumerate(layers) if family.block_of(layer) is None}
     for index in sorted(dense)[:1]:
         _is_swiglu(getattr(layers[index], name))
@@ -65,13 +74,16 @@ def _read(whole: Any) -> Family:
         block=name,
         first_norm=norms[0],
         norm=norms[1],
+        sandwich=Between(norms[2], norms[3]) if norms[2] else None,
         eps=_eps(config, last),
         centred=_centred(last),
         dense_layers=lambda _config: dense,
         attention=_attention([layer.self_attn for layer in layers], config),
         routing=_routing(block, config),
         shared=_shared(block),
-        scaled=_field(config, "embedding_multiplier"),
+        scaled=math.sqrt(config.hidden_size)
+        if getattr(config, "mup_enabled", False)
+        else _field(config, "embedding_multiplier"),
         added=_field(config, "residual_multiplier"),
         divided=_field(config, "logits_scaling"),
     )
@@ -134,9 +146,10 @@ def _attention(modules: list[Any], config: Any) -> GroupedQuery | ThroughLatent:
         interleaved = bool(getattr(config, "rope_interleave", True))
         return ThroughLatent(interleaved=lambda _config: interleaved)
     norms = next((pair for pair in _NORMS if hasattr(first, pair[0])), ())
+    gate = [_GATE] if hasattr(first, _GATE) else []
     for module in modules:
-        _only(module, "its attention", {*_ATTENTION, *norms, "sinks"})
-        if missing := [name for name in (*_ATTENTION, *norms) if getattr(module, name, None) is None]:
+        _only(module, "its attention", {*_ATTENTION, *norms, "sinks", *gate})
+        if missing := [name for name in (*_ATTENTION, *norms, *gate) if getattr(module, name, None) is None]:
             raise UnfitError(f"its attention has no {missing[0]}")
         heads, groups = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
         if getattr(module, "num_key_value_groups", groups) != groups or module.o_proj.in_features != (
@@ -151,6 +164,7 @@ def _attention(modules: list[Any], config: Any) -> GroupedQuery | ThroughLatent:
         sinks=getattr(first, "sinks", None) is not None,
         interleaved=_interleaved(first),
         gated=first.q_proj.out_features == 2 * first.o_proj.in_features,
+        gate="".join(gate),
         window=_window,
         turned=lambda _config, layer: turned[layer],
     )
@@ -176,14 +190,12 @@ def _turns(module: Any) -> bool:
     small.config = copy.copy(module.config)
     small.config._attn_implementation = "eager"
     small._modules, small._parameters = dict(module._modules), dict(module._parameters)
-    for name in _ATTENTION:
-        rows = (
-            dim
-            if name in ("k_proj", "v_proj")
-            else groups * dim * (module.q_proj.out_features // module.o_proj.in_features)
-        )
-        own = (groups * dim, hidden) if name == "o_proj" else (hidden, rows)
-        small._modules[name] = nn.Linear(*own)
+    queries = groups * dim
+    asked = queries * (module.q_proj.out_features // module.o_proj.in_features)
+    rows = {"q_proj": asked, "k_proj": dim, "v_proj": dim, _GATE: queries}
+    for name in rows.keys() & module._modules.keys():
+        small._modules[name] = nn.Linear(hidden, rows[name])
+    small._modules["o_proj"] = nn.Linear(queries, hidden)
     for pair in _NORMS:
         for name, heads in zip(pair, (groups, 1), strict=True):
             if (norm := small._modules.get(name)) is not None:

@@ -135,7 +135,8 @@ RUNS = (
 )
 # All of these the fused pass computes; of the others experts alone.
 FUSED = {
-    *("aria", "aria_text", "dots1", "exaone_moe", "flint", "glm4v_moe", "hy_v3", "mellum", "minimax_m2"),
+    *("afmoe", "aria", "aria_text", "dots1", "exaone_moe", "flint", "glm4v_moe", "hy_v3", "mellum"),
+    *("minimax_m2",),
     *("qwen3_vl_moe", "solar_open"),
 }
 REFUSED = {  # -> what is said

@@ -131,6 +131,9 @@ SIZES = {
     "gemma-codes": Sizes(
         *(50, 5, 1, 14, 7, 2), normed="all", alone=True, v_normed=True, rope_at=1, kept=CODES, sandwich=True, beside=33
     ),
+    "sandwich-of-two": Sizes(experts=9, beside=29, sandwich=True, gated=True),
+    "sandwich-of-two-alone": Sizes(experts=9, sandwich=True, gated=True),
+    "sandwich-without-experts": Sizes(beside=29, sandwich=True, gated=True),
     "window": Sizes(window=9),
     "window-of-one": Sizes(window=1),
     "window-of-spans": Sizes(64, 8, 2, 16, window=150),
@@ -203,6 +206,8 @@ def make_norm(s: Sizes) -> Norm:
 
 def make_sandwich(s: Sizes) -> Sandwich:
     mixed, before, beside, experts, both = (Norm(1 + 0.3 * torch.randn(s.hidden)) for _ in range(5))
+    if s.gated:  # the norms that Gemma has and others do not
+        return Sandwich(mixed, None, None, None, both, 0.7)
     return Sandwich(mixed, before, beside, experts, both, 0.7)
 
 
@@ -458,8 +463,7 @@ MIXING = replace(a_router(5, 48, top_k=2), kind="sparsemixer")
         pytest.param(changed_router(factors=torch.ones(5).double()), id="factors-of-64-bit"),
         pytest.param(changed_router(norm=Norm(torch.ones(47))), id="narrow-norm-of-a-router"),
         pytest.param(changed_router(norm=Norm(torch.ones(48), torch.ones(48))), id="biased-norm-of-a-router"),
-        pytest.param(replace(GEMMA, beside=None), id="sandwich-with-nothing-beside"),
-        pytest.param(replace(GEMMA, router=None), id="sandwich-without-experts"),
+        pytest.param(replace(GEMMA, beside=None, router=None), id="sandwich-of-nothing"),
         pytest.param(changed_sandwich(both=Norm(torch.ones(127))), id="narrow-norm-of-a-sandwich"),
         pytest.param(changed_sandwich(mixed=Norm(torch.ones(128), None, "layer")), id="sandwich-that-is-centred"),
     ],

@@ -184,7 +184,8 @@ def read_grouped(
         Unsupported: projections that cannot be joined.
     """
     heads = replace(_read_heads(attention, index, family, config, order), cache_dtype=kept, rope_at=rope_at)
-    return _projections(attention, heads, order), heads
+    assert isinstance(family.attention, GroupedQuery)
+    return _projections(attention, heads, order, family.attention.gate), heads
 
 
 def _read_heads(attention: Any, index: int, family: Family, config: Any, order: Tensor | None) -> Heads:
@@ -202,16 +203,16 @@ def _read_heads(attention: Any, index: int, family: Family, config: Any, order: 
         q_norm=_turned(norm_weight(family, norms[0]), order) if norms else None,
         k_norm=_turned(norm_weight(family, norms[1]), order) if norms else None,
         sinks=attention.sinks if kind.sinks else None,
-        gated=kind.gated,
+        gated=kind.gated or bool(kind.gate),
         keys_alone=attention.v_proj is None,
         v_normed=hasattr(attention, "v_norm"),
     )
 
 
-def _projections(attention: Any, heads: Heads, order: Tensor | None) -> nn.Module:
-    """Those of queries, keys and values as one, the dimensions of heads in that order."""
-    rows = None if order is None and not heads.gated else _all_heads(heads, order)
-    names = ("q_proj", "k_proj") if heads.keys_alone else ("q_proj", "k_proj", "v_proj")
+def _projections(attention: Any, heads: Heads, order: Tensor | None, gate: str) -> nn.Module:
+    """Those of queries, keys and values as one, the dimensions of heads in that order; with that of gates, if any."""
+    rows = None if order is None and (gate or not heads.gated) else _all_heads(heads, order, apart=bool(gate))
+    names = ("q_proj", *([gate] if gate else []), "k_proj", *([] if heads.keys_alone else ["v_proj"]))
     return in_order(attention, names, rows, "query, key and value")
 
 
@@ -220,16 +221,17 @@ def _turned(weight: Tensor, order: Tensor | None) -> Tensor:
     return weight if order is None else weight.view(-1, order.numel())[:, order].flatten()
 
 
-def _all_heads(heads: Heads, order: Tensor | None) -> Tensor:
+def _all_heads(heads: Heads, order: Tensor | None, *, apart: bool) -> Tensor:
     """The rows of the joined projections with the dimensions of each head of queries and keys in that order, and the
-    queries' gates, if there are any, behind all queries.
+    queries' gates, if there are any, behind all queries; `apart`: where they are already.
     """
     width = heads.head_dim
     order = torch.arange(width) if order is None else order
-    each = torch.arange(heads.num_heads, device=order.device)[:, None] * (2 if heads.gated else 1) * width
+    each = torch.arange(heads.num_heads, device=order.device)[:, None] * (2 if heads.gated and not apart else 1) * width
     queries = [(each + order).flatten()]
     if heads.gated:
-        queries.append((each + width + torch.arange(width, device=order.device)).flatten())
+        behind = each + (each.numel() if apart else 1) * width
+        queries.append((behind + torch.arange(width, device=order.device)).flatten())
     first = sum(map(len, queries)) + torch.arange(heads.num_kv_heads, device=order.device)[:, None] * width
     keys = (first + order).flatten()
     values = torch.arange(len(keys), device=order.device) + sum(map(len, queries)) + len(keys)

@@ -82,7 +82,7 @@ int floe_token_step(const floe_layers *layers, int64_t tokens, float *x, const f
             code = run_experts(*layers->experts[i], tokens, layers->top_k, routed, *pace, added, counts);
             if (code != FLOE_OK) return code;
         }
-        joining = dense.sandwich == nullptr ? added : nullptr;
+        joining = dense.sandwich == nullptr || layers->experts[i] == nullptr ? added : nullptr;
         if (joining == nullptr) close_layer(dense, tokens, routed.parallel, added, x);
         routed.index += chosen;
         routed.weights += chosen;

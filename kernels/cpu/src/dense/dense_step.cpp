@@ -31,7 +31,7 @@ bool fits(const floe_dense_layer &l) {
     if (l.hidden < 1) return false;
     if (l.router.weight != nullptr && !is_router(l.router)) return false;
     if (l.beside != nullptr && !fits(*l.beside, l.hidden)) return false;
-    if (l.sandwich != nullptr && (l.beside == nullptr || l.router.weight == nullptr)) return false;
+    if (l.sandwich != nullptr && l.beside == nullptr && l.router.weight == nullptr) return false;
     return l.delta != nullptr ? is_delta(l) : l.convolution != nullptr ? is_convolution(l) : is_attention(l);
 }
 
@@ -158,7 +158,7 @@ void floe::close_layer(const floe_dense_layer &l, int64_t tokens, const float *p
                        float *stream) {
     const floe_sandwich &s = *l.sandwich;
     for (int64_t t = 0; t < tokens; t++, parallel += l.hidden, experts += l.hidden, stream += l.hidden) {
-        normalize(experts, s.experts, l.hidden, l.eps, experts);
+        if (s.experts != nullptr) normalize(experts, s.experts, l.hidden, l.eps, experts);
         for (int64_t i = 0; i < l.hidden; i++) experts[i] += parallel[i];
         normalize(experts, s.both, l.hidden, l.eps, experts);
         for (int64_t i = 0; i < l.hidden; i++) stream[i] = s.scale * (stream[i] + experts[i]);
@@ -212,19 +212,27 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     if (code != FLOE_OK) return code;
     if (s != nullptr) normalize_all(hidden, s->mixed, hidden);
     for (int64_t i = 0; i < numbers; i++) stream[i] += hidden[i];
-    if (s != nullptr) { // hidden has room for what `beside` is given
-        float *const parallel = routed->parallel;
+    const auto join = [&]() { // what every token is given, by what `hidden` holds
+        std::fill_n(routed->parallel, numbers, 0.0f);
+        if (l.beside == nullptr) return (int)FLOE_OK;
+        const int done = add_beside(*l.beside, hidden, tokens, digits, threads, routed->parallel);
+        if (s->beside != nullptr) normalize_all(routed->parallel, s->beside, routed->parallel);
+        return done;
+    };
+    if (s != nullptr && s->before != nullptr) {
         normalize_all(stream, s->before, hidden);
-        std::fill_n(parallel, numbers, 0.0f);
-        code = add_beside(*l.beside, hidden, tokens, digits, threads, parallel);
-        if (code != FLOE_OK) return code;
-        normalize_all(parallel, s->beside, parallel);
+        if ((code = join()) != FLOE_OK) return code;
     }
     for (int64_t i = 0; i < numbers; i += width) normalize(stream + i, l.after, width, l.eps, hidden + i);
+    if (s != nullptr && s->before == nullptr && (code = join()) != FLOE_OK) return code;
     if (r.weight != nullptr) {
         float *const own = carve<float>(memory, r.norm == nullptr ? 0 : numbers);
         if (r.norm != nullptr) normalize_all(stream, r.norm, own);
         route_all(r, r.norm == nullptr ? hidden : own, width, tokens, threads, memory, *routed);
+    }
+    if (s != nullptr && r.weight == nullptr) { // nothing else joins
+        std::fill_n(hidden, numbers, 0.0f);
+        close_layer(l, tokens, routed->parallel, hidden, stream);
     }
     if (l.beside == nullptr || s != nullptr) return FLOE_OK;
     return add_beside(*l.beside, hidden, tokens, digits, threads, stream);
