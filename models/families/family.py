@@ -268,9 +268,9 @@ class Family:
 
     def factor(self, config: Any, name: str | float) -> float:
         """What one of the fields above says; 1 where none does."""
-        if isinstance(name, float):
-            return name
-        return float(getattr(config, name)) if name else 1.0
+        if isinstance(name, str):
+            return float(getattr(config, name)) if name else 1.0
+        return name
 
     def is_embedding(self, published: str) -> bool:
         """Whether this is the published name of the embedding's weight."""

@@ -245,7 +245,7 @@ def as_they_are() -> Generator[None]:
     bring a neuron over its threshold.
     """
 
-    def as_computed(model: Any, kv_bits: int) -> torch.dtype:
+    def as_computed(model: Any, _family: object, kv_bits: int) -> torch.dtype:
         return CODES if kv_bits == 8 else model.model.embed_tokens.weight.dtype
 
     with pytest.MonkeyPatch.context() as patch:

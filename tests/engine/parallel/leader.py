@@ -153,7 +153,7 @@ def run(loaded: LoadedModel, kv: KVCache, prompt: list[int], new: int) -> tuple[
             tokens.append(step.token)
 
 
-def as_computed(model: Any, _kv_bits: int) -> torch.dtype:
+def as_computed(model: Any, _family: object, _kv_bits: int) -> torch.dtype:
     """Of keys and values: in 16 bits, a sum in another order may round one of them the other way."""
     return model.model.embed_tokens.weight.dtype
 
