@@ -36,19 +36,26 @@ class _Group:
 
     Attributes:
         target: the first of the others. converter: transformers'; None where one tensor has another name and no more.
-        sources: its pattern -> published names, in the order of their numbers.
+        sources: its pattern -> published names, in the order of their numbers; where those of several kinds of experts
+            are made at once, all of one kind, then all of another.
     """
 
     target: str
     converter: Any
     sources: dict[str, list[str]]
 
+    @property
+    def kinds(self) -> int:
+        """Of experts."""
+        return len(self.converter.target_patterns) if self.converter is not None else 1
+
+    def of(self, names: list[str], expert: int | None) -> list[str]:
+        """Of a pattern's names, what an expert is made of, or all are."""
+        return names if expert is None or len(names) == 1 else names[expert :: len(names) // self.kinds]
+
     def names(self, expert: int | None = None) -> list[str]:
         """The published names of what is made of an expert, or of all."""
-        each = self.sources.values()
-        if expert is None:
-            return [name for names in each for name in names]
-        return [names[expert if len(names) > 1 else 0] for names in each]
+        return [name for names in self.sources.values() for name in self.of(names, expert)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +88,14 @@ class ConvertedShelf(Around):
             self._model, self._reads = outer(fields, config)
         except UnfitError as error:
             raise self._unfit(str(error)) from error
+        self._head = next(f"{n}." for n, m in self._model.named_modules() if m is self._model.get_output_embeddings())
         self._dense, self._experts = dict[str, _Group](), dict[str, _Expert]()
         self.places: dict[str, tuple[str, TensorPlace]] = {}
         self._own = {name: tuple(part.shape) for name, part in self._model.state_dict(keep_vars=True).items()}
         groups, self.unused = self._grouped()
         layers = {f"{self._reads or 'model.'}layers.{layer}.": layer for layer in family.expert_layers(config)}
         for group in groups:
-            if self._reads and not group.target.startswith((self._reads, "lm_head.")):
+            if self._reads and not group.target.startswith((self._reads, self._head)):
                 self.unused |= {name: self._raw[name] for name in group.names()}
                 continue
             layer = next((number for prefix, number in layers.items() if group.target.startswith(prefix)), None)
@@ -135,11 +143,11 @@ class ConvertedShelf(Around):
     def _add_experts(self, group: _Group, layer: int, experts: int) -> None:
         for names in group.sources.values():
             shape = self._raw[names[0]][1].shape
-            there = len(names) if len(names) > 1 or len(shape) < 3 else shape[0]
+            there = len(names) // group.kinds if len(names) > 1 or len(shape) < 3 else shape[0]
             if there != experts:
                 raise self._unfit(f"{group.target} is of {there} experts where its config.json has {experts}")
             kind = self._raw[names[0]][1].dtype
-            for name in names:
+            for name in names[:there]:
                 if (self._raw[name][1].shape, self._raw[name][1].dtype) != (shape, kind):
                     raise self._unfit(
                         f"{name} is {self._raw[name][1].dtype} of {self._raw[name][1].shape}, not {kind} of {shape}"
@@ -153,6 +161,8 @@ class ConvertedShelf(Around):
 
     def _named(self, target: str) -> str:
         """A tensor's name in the model that reads, by that in the whole."""
+        if target.startswith(self._head):
+            return f"lm_head.{target.removeprefix(self._head)}"
         return f"model.{target.removeprefix(self._reads)}" if self._reads and target.startswith(self._reads) else target
 
     def _place(self, name: str, tensor: Tensor, group: _Group, sources: Sequence[str]) -> None:
@@ -169,7 +179,7 @@ class ConvertedShelf(Around):
     def _meta(self, group: _Group, expert: int | None = None) -> dict[str, list[Tensor]]:
         """What is made, in shapes alone."""
         return {
-            pattern: [torch.empty(self._shape(name, expert), device="meta") for name in self._of(names, expert)]
+            pattern: [torch.empty(self._shape(name, expert), device="meta") for name in group.of(names, expert)]
             for pattern, names in group.sources.items()
         }
 
@@ -177,16 +187,12 @@ class ConvertedShelf(Around):
         shape = self._raw[name][1].shape
         return (1, *shape[1:]) if expert is not None and len(shape) == 3 else shape
 
-    @staticmethod
-    def _of(names: list[str], expert: int | None) -> list[str]:
-        return names if expert is None or len(names) == 1 else [names[expert]]
-
     def _read(self, group: _Group, expert: int | None = None) -> dict[str, list[Tensor]]:
         """What is made, read."""
         found: dict[str, list[Tensor]] = {}
         for pattern, names in group.sources.items():
             found[pattern] = []
-            for name in self._of(names, expert):
+            for name in group.of(names, expert):
                 file, place = self._raw[name]
                 if place.dtype not in _TORCH:
                     raise self._unfit(f"{name} is {place.dtype}")
@@ -218,15 +224,18 @@ class ConvertedShelf(Around):
 
     def _oriented(self, group: _Group, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """One expert's tensors (1, ...) by the last part of their names, gate above up (2 F, H), and down (H, F)."""
-        owner = self._model.get_submodule(group.target.rpartition(".")[0])
+        module, _, _ = group.target.rpartition(".")
+        owner = self._model.get_submodule(module)
         oriented: dict[str, Tensor] = {}
         for name, tensor in found.items():
+            if not name.startswith(module):
+                continue  # made at once for other experts, of what is not read
             if tensor.dim() != 3 or tensor.shape[0] != 1:
                 raise self._unfit(f"{name} is not stored expert by expert")
             matrix, part = tensor[0], name.rpartition(".")[2]
-            if owner.is_transposed:
+            if getattr(owner, "is_transposed", False):
                 matrix = matrix.T
-            if part == "gate_up_proj" and not owner.is_concatenated:
+            if part == "gate_up_proj" and not getattr(owner, "is_concatenated", True):
                 matrix = matrix.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
             oriented[part] = matrix
         return oriented

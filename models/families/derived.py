@@ -8,6 +8,7 @@ library's own module. What experts compute between their matrices is found by ca
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import math
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from .. import config_limits
 from ..catalog_entry import Counted, Sizes
 from .family import LATENT, LINEARS, Family, Routing
+from .own_calls import adapted
 from .storage import Joined
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
@@ -37,7 +39,10 @@ _NORMS = (  # what the norm before a layer's experts is called, the likeliest fi
 _EXPERTS = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"  # in config.json
 _COUNTS = "num_experts", "n_routed_experts", "num_local_experts"
 # Models that the library has only as a part of one that also sees, whose head is a matrix: tried by a test.
-HEADLESS = ("qwen3_vl_moe_text", "glm4v_moe_text")
+HEADLESS = (
+    *("qwen3_vl_moe_text", "glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "muse_spark_text"),
+    *("ernie4_5_vl_moe_text", "qwen3_omni_moe_text", "step3p5", "deepseek_ocr2_text", "unlimited_ocr_text"),
+)
 _CALLED_WITH = ["hidden_states", "top_k_index", "top_k_weights"]
 _TRIED = 2, 6, 4  # experts, their neurons and hidden size of those that are called to find out what they compute
 _LARGE = 40.0  # of what is tried, so that limits are reached
@@ -152,7 +157,9 @@ def configured(fields: Mapping[str, Any]) -> Any:
     from ..transformers_import import import_library
 
     experts = next((fields[name] for name in _EXPERTS if type(fields.get(name)) is int), None)
-    given = {name: value for name, value in {**fields, "num_local_experts": experts}.items() if value is not None}
+    given = {name: _most(value) for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in given.items() if value != 0 or name not in ("head_dim", "qk_rope_head_dim")}
+    given |= {} if experts is None else {"num_local_experts": experts}
     if cause := config_limits.problem(given) or config_limits.beyond(fields):
         raise UnfitError(cause.removesuffix("."))
     import_library()
@@ -164,6 +171,12 @@ def configured(fields: Mapping[str, Any]) -> Any:
     # transformers' configurations raise all kinds of errors, down to ZeroDivisionError.
     except Exception as error:
         raise UnfitError(f"transformers cannot read its config.json: {str(error)[:200]}") from error
+
+
+def _most(value: Any) -> Any:
+    """A size, or the largest where there is one for each kind of layers or experts."""
+    whole = isinstance(value, list) and value and all(type(each) is int for each in value)
+    return max(value) if whole else value
 
 
 def _decoded(value: Any) -> Any:
@@ -207,31 +220,38 @@ class _Kept:
 def _tree(_kind: str, _fields: str, kept: _Kept) -> Any:
     import torch
 
+    try:
+        with torch.device("meta"):
+            return writing(copy.deepcopy(kept.config), torch.float32)
+    # transformers looks configuration values up in its tables and passes on whatever that raises.
+    except Exception as error:
+        raise UnfitError(f"transformers cannot build it: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def writing(config: Any, dtype: Any) -> Any:
+    """transformers' model of a configuration that writes text.
+
+    Raises:
+        ValueError: it has none.
+    """
     from ..transformers_import import import_model_code
 
     import_model_code()
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = copy.deepcopy(kept.config)
-    try:
-        with torch.device("meta"):
-            if config.model_type in HEADLESS:
-                return headed(config, torch.float32)
-            if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-                raise ValueError("it has no model of this type that writes")
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # transformers looks configuration values up in its tables and passes on whatever that raises.
-    except Exception as error:
-        raise UnfitError(f"transformers cannot build it: {type(error).__name__}: {str(error)[:200]}") from error
+    if config.model_type in HEADLESS:
+        return adapted(_headed(config, dtype))
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError("it has no model of this type that writes")
+    return adapted(AutoModelForCausalLM.from_config(config, dtype=dtype))
 
 
-def headed(config: Any, dtype: Any) -> Any:
+def _headed(config: Any, dtype: Any) -> Any:
     """The part that reads of a model that also sees, with a head: the library has the whole alone."""
     from torch import nn
-    from transformers import AutoModel
 
-    inner: Any = AutoModel.from_config(config, dtype=dtype)
+    inner: Any = _reading(config)._from_config(config, dtype=dtype)
     parent: Any = type(inner).__mro__[1]
 
     class Headed(parent):
@@ -245,6 +265,8 @@ def headed(config: Any, dtype: Any) -> Any:
         def forward(self, logits_to_keep: int = 0, **named: Any) -> Any:
             found = self.model(**named)
             found.logits = self.lm_head(found.last_hidden_state[:, -logits_to_keep:])
+            if cap := getattr(self.config, "final_logit_softcapping", None):
+                found.logits = cap * (found.logits / cap).tanh()
             return found
 
         def get_input_embeddings(self) -> Any:
@@ -252,6 +274,18 @@ def headed(config: Any, dtype: Any) -> Any:
 
     Headed.__module__ = parent.__module__  # the library reads there what its models can do
     return Headed(config)
+
+
+def _reading(config: Any) -> Any:
+    """The class of that part."""
+    from transformers import AutoModel
+
+    named: Any = AutoModel
+    if type(config) in named._model_mapping:
+        return named._model_mapping[type(config)]
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    kinds = [kind for name, kind in vars(module).items() if name.endswith("TextModel")]
+    return next(kind for kind in kinds if kind.config_class is type(config))
 
 
 def outer(fields: Mapping[str, Any], config: Any) -> tuple[Any, str]:
@@ -272,7 +306,7 @@ def outer(fields: Mapping[str, Any], config: Any) -> tuple[Any, str]:
         if type(whole) in auto._model_mapping:
             try:
                 with torch.device("meta"):
-                    model = auto.from_config(whole, dtype=torch.float32)
+                    model = adapted(auto.from_config(whole, dtype=torch.float32))
             except Exception as error:
                 raise UnfitError(f"transformers cannot build it: {str(error)[:200]}") from error
             found = next((name for name, part in model.named_modules() if type(part) is reads), None)
@@ -319,7 +353,10 @@ def fit(config: Any) -> Activation:
     if len(found) > 1:
         raise UnfitError("its layers have experts of several sizes")
     top_k(config)
-    return activation_of(blocks[0].experts)
+    computed = {activation_of(block.experts) for block in blocks}
+    if len(computed) > 1:
+        raise UnfitError(f"its layers have experts of several kinds: {', '.join(sorted(computed))}")
+    return computed.pop()
 
 
 def _block(layer: Any) -> Any | None:
@@ -398,19 +435,20 @@ def _small(experts: nn.Module, both: Tensor, down: Tensor) -> Any:
     """A copy of the module with these matrices, computed expert by expert."""
     from torch import nn
 
-    config: Any = copy.copy(experts.config)
-    config._experts_implementation = "eager"
     small: Any = copy.copy(experts)
     small.__dict__ = dict(experts.__dict__)
-    if not small.is_concatenated:
+    if not getattr(small, "is_concatenated", True):
         both = both.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    if small.is_transposed:
+    if getattr(small, "is_transposed", False):
         both, down = both.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     small._parameters = {
         "gate_up_proj": nn.Parameter(both, requires_grad=False),
         "down_proj": nn.Parameter(down, requires_grad=False),
     }
-    small.config, small.num_experts = config, len(down)
+    if hasattr(small, "config"):
+        small.config = copy.copy(small.config)
+        small.config._experts_implementation = "eager"
+    small.num_experts = len(down)
     for name in ("hidden_dim", "hidden_size"):
         if hasattr(small, name):
             setattr(small, name, _TRIED[2])

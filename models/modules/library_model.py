@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ...kernels.weights import LinearWeights
 from ..errors import PackError
 from ..families import Family, family_of
-from ..families.derived import HEADLESS, Derived, headed
+from ..families.derived import Derived, writing
 from ..pack import quantized_linears
-from ..transformers_import import import_model_code
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
@@ -176,11 +175,6 @@ def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> 
 
 
 def _library(config: Any, dtype: torch.dtype) -> nn.Module:
-    import_model_code()
-    from transformers import AutoModelForCausalLM
-
-    if config.model_type in HEADLESS:
-        return headed(config, dtype)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = writing(config, dtype)
     rename(model.model, family_of(config.model_type))
     return model

@@ -104,7 +104,12 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
-    "qwen3_vl_moe_text": {"sliding_window": None},
+    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), {"sliding_window": None}),
+    "glm5_next_text": {"index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4, "qk_rope_head_dim": 0},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 16],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+    },
     "glm4v_moe_text": {
         "rope_parameters": {
             "rope_type": "default",
@@ -186,13 +191,13 @@ def config_of(kind: str) -> Any:
     kinds: Any = CONFIG_MAPPING[kind]
     parts: dict[str, Any] = getattr(kinds, "sub_configs", {})
     if "text_config" in parts:
-        given = {"text_config": config_of(parts["text_config"].model_type).to_dict()}
+        usual = kinds()
+        given = {"text_config": config_of(usual.text_config.model_type).to_dict()}
         for name in parts.keys() - {"text_config"}:
-            if (other := getattr(parts[name], "model_type", None)) is not None:
-                fields = CONFIG_MAPPING[other]().to_dict()
-                small = {**{key: value for key, value in SMALL.items() if key in fields}, **SEEING}
-                sees: Any = CONFIG_MAPPING[other]
-                given[name] = sees(**{key: value for key, value in small.items() if key in fields}).to_dict()
+            sees: Any = type(getattr(usual, name))
+            fields = sees().to_dict()
+            small = {**SMALL, **SEEING, **OTHERWISE.get(sees.model_type, {})}
+            given[name] = sees(**{key: value for key, value in small.items() if key in fields}).to_dict()
         tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         return kinds(**given, **{name: 290 + index for index, name in enumerate(tokens)})
     fields = kinds().to_dict()
@@ -210,7 +215,7 @@ def model_of(config: Any) -> Any:
 
     seeing: Any = AutoModelForImageTextToText
     auto: Any = AutoModelForCausalLM
-    if "text_config" in type(config).sub_configs:
+    if type(config) not in auto._model_mapping or "text_config" in type(config).sub_configs:
         auto = seeing if type(config) in seeing._model_mapping else AutoModelForMultimodalLM
     torch.manual_seed(0)
     model = auto.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
