@@ -41,7 +41,7 @@ _COUNTS = "num_experts", "n_routed_experts", "num_local_experts"
 # Models that the library has only as a part of one that also sees, whose head is a matrix: tried by a test.
 HEADLESS = (
     *("qwen3_vl_moe_text", "glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "muse_spark_text"),
-    *("ernie4_5_vl_moe_text", "qwen3_omni_moe_text", "step3p5", "deepseek_ocr2_text", "unlimited_ocr_text"),
+    *("ernie4_5_vl_moe_text", "qwen3_omni_moe_text", "step3p5", "deepseek_ocr2_text"),
 )
 _CALLED_WITH = ["hidden_states", "top_k_index", "top_k_weights"]
 _TRIED = 2, 6, 4  # experts, their neurons and hidden size of those that are called to find out what they compute

@@ -8,6 +8,7 @@ the library's own pass when the model is loaded (engine/decoder/decoders.py).
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -143,6 +144,8 @@ def _attention(modules: list[Any], config: Any) -> GroupedQuery | ThroughLatent:
     if hasattr(first, "kv_a_proj_with_mqa"):
         for module in modules:
             _only(module, "its attention", {*_THROUGH_LATENT, "q_proj", "o_proj"})
+        if "position_ids" in inspect.signature(type(first).forward).parameters:  # Mistral 4 scales queries behind 8,192
+            raise UnfitError("its attention uses a token's position for more than rope")
         interleaved = bool(getattr(config, "rope_interleave", True))
         return ThroughLatent(interleaved=lambda _config: interleaved)
     norms = next((pair for pair in _NORMS if hasattr(first, pair[0])), ())

@@ -105,7 +105,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
-    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_omni_moe_text"), {"sliding_window": None}),
+    "qwen3_vl_moe_text": {"sliding_window": None},
+    "qwen3_omni_moe_text": {"sliding_window": None},
     "glm5_next_text": {"index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4, "qk_rope_head_dim": 0},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [32, 16],
@@ -119,8 +120,19 @@ OTHERWISE: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         }
     },
+    "mistral4": {  # with rope that scales queries from the tenth token on
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 10,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "deepseek_ocr2_vision": {
-        "encoder_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "encoder_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         "sam_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16},
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_key_value_heads": 4},
@@ -146,26 +158,25 @@ RUNS = (
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba"),
     *("kimi_linear", "kolibri1", "laguna", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
     *("minimax_m3_vl_text", "mistral4", "qwen4_exp_text", "solar_open", "zaya"),
-    # Models that also see; of those that read pages, the part that writes.
+    # Models that also see.
     *("aria", "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "inkling_mm_model", "llama4"),
     *("minimax_m3_vl", "mistral3", "mistral_large4", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "qwen4_exp", "step3p7"),
-    "unlimited_ocr",
 )
 # All of these the fused pass computes; of the others experts alone.
 FUSED = {
-    *("afmoe", "aria", "aria_text", "dots1", "exaone_moe", "flint", "glm4v_moe", "hy_v3", "mellum"),
-    *("minimax_m2",),
-    *("qwen3_vl_moe", "solar_open"),
+    *("afmoe", "aria", "aria_text", "deepseek_ocr2", "dots1", "exaone_moe", "flint", "glm4v_moe", "hy_v3", "mellum"),
+    *("minimax_m2", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open"),
 }
 REFUSED = {  # -> what is said
     "dbrx": "transformers cannot build it",
     "diffusion_gemma": "no model of this type that writes",  # it makes 256 tokens at once out of noise
     "inkling2": "compute something",
     "inkling2_text": "compute something",
-    "jetmoe": "none of its layers has experts",
+    "jetmoe": "called with layer_input",
     "longcat_flash": "identity_expert",
     "muse_spark": "post_expert_norm",
     "nemotron_h": "consist of down_proj, up_proj",
+    "unlimited_ocr": "no model of this type that writes",  # it reads pages, and forgets what it wrote but not the page
 }
 LIMIT, KL_LIMIT = 3e-5, 1e-9
 PIECES = [40, 1, 1, 3]
@@ -251,8 +262,8 @@ def published(kind: str, folder: Path) -> Any:
 
 
 def theirs(model: Any, ids: list[int]) -> list[list[Tensor]]:
-    """What transformers' logits after each piece are, by its cache. After the last one, which it continues with otherwise
-    in some models, also token by token, and after all in one pass.
+    """What transformers' logits after each piece are, by its cache. After the last one, with which some models go on
+    otherwise, also token by token, and after all in one pass.
     """
     found, cache, kept, start = list[list[Tensor]](), None, None, 0
     with torch.inference_mode():
@@ -299,6 +310,9 @@ def test_a_pack_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) ->
     for index, (got, wanted) in enumerate(zip(pieces_of(loaded, ids), theirs(model, ids), strict=True)):
         assert agree(got, *wanted), (kind, index)
     assert isinstance(loaded.decoder, FusedDecoder) == (kind in FUSED), loaded.decoder.reason
+    counted = sizes_of(family_of(loaded.model.config.model_type), loaded.model.config).counted
+    assert counted is not None
+    assert (not counted.library) == (kind in FUSED), "plans say the same"
     pack(Checkpoint(tmp_path / "source"), tmp_path / "low", PackSpec(), calibration_tokens(), "tiny")
     assert all(bool(logits.isfinite().all()) for logits in pieces_of(open_model(tmp_path / "low", "Balanced"), ids))
     packed = PackedModel.open(tmp_path / "low")
