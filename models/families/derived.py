@@ -353,7 +353,7 @@ def fit(config: Any) -> Activation:
     if len(found) > 1:
         raise UnfitError("its layers have experts of several sizes")
     top_k(config)
-    computed = {activation_of(block.experts) for block in blocks}
+    computed: set[Activation] = {activation_of(block.experts) for block in blocks}
     if len(computed) > 1:
         raise UnfitError(f"its layers have experts of several kinds: {', '.join(sorted(computed))}")
     return computed.pop()

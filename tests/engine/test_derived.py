@@ -132,7 +132,10 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         }
     },
     "deepseek_ocr2_vision": {
-        "encoder_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        "encoder_config": {
+            **dict.fromkeys(("hidden_size", "intermediate_size"), 16),
+            **{"num_hidden_layers": 1, "num_attention_heads": 2},
+        },
         "sam_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16},
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 3], "num_key_value_heads": 4},
@@ -213,7 +216,7 @@ def config_of(kind: str) -> Any:
     parts: dict[str, Any] = getattr(kinds, "sub_configs", {})
     if "text_config" in parts:
         usual = kinds()
-        given = {"text_config": config_of(READS_WITH.get(kind, usual.text_config.model_type)).to_dict()}
+        given = {"text_config": config_of(READS_WITH.get(kind) or str(usual.text_config.model_type)).to_dict()}
         for name in parts.keys() - {"text_config"}:
             sees: Any = type(getattr(usual, name))
             fields = sees().to_dict()
@@ -265,7 +268,7 @@ def theirs(model: Any, ids: list[int]) -> list[list[Tensor]]:
     """What transformers' logits after each piece are, by its cache. After the last one, with which some models go on
     otherwise, also token by token, and after all in one pass.
     """
-    found, cache, kept, start = list[list[Tensor]](), None, None, 0
+    found, cache, kept, singly, start = list[list[Tensor]](), None, None, torch.empty(0), 0
     with torch.inference_mode():
         for piece in PIECES:
             some = torch.tensor([ids[start : start + piece]])
@@ -274,11 +277,10 @@ def theirs(model: Any, ids: list[int]) -> list[list[Tensor]]:
             cache, start = out.past_key_values, start + piece
             found.append([out.logits[0, -1]])
         for token in ids[-PIECES[-1] :]:
-            out = model(input_ids=torch.tensor([[token]]), past_key_values=kept, use_cache=True)
-            kept = out.past_key_values
-        whole = model(input_ids=torch.tensor([ids]), use_cache=False)
-        found[-1] += [out.logits[0, -1], whole.logits[0, -1]]
-        return found
+            one = model(input_ids=torch.tensor([[token]]), past_key_values=kept, use_cache=True)
+            kept, singly = one.past_key_values, one.logits[0, -1]
+        whole = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        return [*found[:-1], [*found[-1], singly, whole]]
 
 
 def pieces_of(loaded: LoadedModel, ids: list[int]) -> list[Tensor]:
