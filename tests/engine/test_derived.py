@@ -134,7 +134,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_vision": {
         "encoder_config": {
             **dict.fromkeys(("hidden_size", "intermediate_size"), 16),
-            **{"num_hidden_layers": 1, "num_attention_heads": 2},
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
         },
         "sam_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16},
     },
