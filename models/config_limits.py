@@ -118,14 +118,18 @@ def beyond(fields: Mapping[str, Any]) -> str | None:
         if isinstance(value, Mapping):
             if cause := beyond(value):
                 return cause
-        elif isinstance(value, list | tuple):
-            if len(value) > _MOST_LISTED:
-                return f"Its {shown(name)} has {len(value):,} entries; {_MOST_LISTED:,} are supported."
-        elif type(value) is int and name not in SIZES and not name.endswith("_id"):
+        elif isinstance(value, list | tuple) and len(value) > _MOST_LISTED:
+            return f"Its {shown(name)} has {len(value):,} entries; {_MOST_LISTED:,} are supported."
+        elif type(value := largest(value)) is int and name not in SIZES and not name.endswith("_id"):
             most = _MOST_LAYERS if "layer" in name else _MOST_OTHERS
             if abs(value) > most:
                 return f"Its {shown(name)} is {shown(value)}; up to {most:,} is supported."
     return None
+
+
+def largest(value: Any) -> Any:
+    """The largest of whole numbers that a configuration gives for each layer; of anything else, that."""
+    return max(value, key=abs) if value and isinstance(value, list) and {*map(type, value)} == {int} else value
 
 
 def shown(value: Any) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
+from typing import Any
 
+from .catalog_entry import CatalogEntry, Counted, Sizes
 from .families import FAMILIES
 
 # Repositories with GGUF files of a model, its maker's own where there is one.
@@ -31,7 +36,21 @@ GGUF = {
     "mixtral-8x22b-instruct": "bartowski/Mixtral-8x22B-Instruct-v0.1-GGUF",
 }
 
+LISTED = "listed.json"  # asset: models of families without a record, with sizes that a test counts and compares
+
+
+def _without_record() -> Iterator[CatalogEntry]:
+    """Models of families that have none: to count their sizes would need transformers, so these are stored."""
+    stored: dict[str, Any] = json.loads(files("floe_chat.assets").joinpath(LISTED).read_text(encoding="utf-8"))
+    for name, fields in stored.items():
+        counted: dict[str, Any] = fields["sizes"]["counted"]
+        linears = (shape for rows, columns, times in counted["linears"] for shape in times * ((rows, columns),))
+        sizes = Sizes(**{**fields["sizes"], "counted": Counted(**{**counted, "linears": tuple(linears)})})
+        yield CatalogEntry(name, **{**fields, "sizes": sizes})
+
+
 _ALL = [replace(entry, gguf=GGUF.get(entry.name, "")) for family in FAMILIES.values() for entry in family.published]
+_ALL += _without_record()
 _ALL.sort(key=lambda entry: entry.released, reverse=True)
 PUBLISHED = tuple(
     sorted(

@@ -157,7 +157,7 @@ def configured(fields: Mapping[str, Any]) -> Any:
     from ..transformers_import import import_library
 
     experts = next((fields[name] for name in _EXPERTS if type(fields.get(name)) is int), None)
-    given = {name: _most(value) for name, value in fields.items() if value is not None}
+    given = {name: config_limits.largest(value) for name, value in fields.items() if value is not None}
     given = {name: value for name, value in given.items() if value != 0 or name not in ("head_dim", "qk_rope_head_dim")}
     given |= {} if experts is None else {"num_local_experts": experts}
     if cause := config_limits.problem(given) or config_limits.beyond(fields):
@@ -171,12 +171,6 @@ def configured(fields: Mapping[str, Any]) -> Any:
     # transformers' configurations raise all kinds of errors, down to ZeroDivisionError.
     except Exception as error:
         raise UnfitError(f"transformers cannot read its config.json: {str(error)[:200]}") from error
-
-
-def _most(value: Any) -> Any:
-    """A size, or the largest where there is one for each kind of layers or experts."""
-    whole = isinstance(value, list) and value and all(type(each) is int for each in value)
-    return max(value) if whole else value
 
 
 def _decoded(value: Any) -> Any:
@@ -322,10 +316,11 @@ def top_k(config: Any) -> int:
         UnfitError: it does not say.
     """
     names = "num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k"
-    found = next((value for name in names if type(value := getattr(config, name, None)) is int), None)
-    if found is None:
-        raise UnfitError("its config.json does not say how many experts a token uses")
-    return found
+    given = (getattr(config, name, None) for name in names)
+    found = next((each if isinstance(each, list) else [each] for each in given if each is not None), list[Any]())
+    if not found or any(type(each) is not int or each != found[0] for each in found):
+        raise UnfitError("its config.json does not say how many experts a token uses, the same in all layers")
+    return found[0]
 
 
 def _stated(config: Any, name: str) -> int | None:
@@ -472,7 +467,7 @@ def _counted(whole: Any) -> Counted:
         for name, tensor in whole.state_dict(keep_vars=True).items()
         if id(tensor) not in known and ".experts." not in name
     )
-    return Counted(tuple((weight.shape[0], weight.shape[1]) for weight in linears), small, *_kept(whole))
+    return Counted(tuple(sorted((weight.shape[0], weight.shape[1]) for weight in linears)), small, *_kept(whole))
 
 
 def _kept(whole: Any) -> tuple[int, int]:
