@@ -192,7 +192,7 @@ class Measure:
         config = checkpoint.config
         hidden, neurons = config.hidden_size, checkpoint.neurons
         self.shape = VectorLayout(hidden, 16, group_size(hidden), short), neurons
-        self._weights = len(checkpoint.layers) * config.num_experts_per_tok * 3 * hidden * neurons
+        self._weights = len(checkpoint.layers) * checkpoint.family.top_k(config) * 3 * hidden * neurons
 
     def __call__(self, settings: Sequence[Candidate], what: str) -> list[Point]:
         room = _MEMORY_SHARE * psutil.virtual_memory().available

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from .. import private_file
 from ..checkpoint_files import Shards, TensorPlace
+from ..errors import CheckpointError
+from ..tokenizer import tiktoken
 from .download import Download, disk_error
 from .fetch_loop import Patience
 from .fetch_part import is_intact
@@ -16,6 +18,7 @@ from .fetch_progress import DownloadProgress
 from .repository import Repo
 
 _AT_ONCE = 8  # headers requested at the same time
+_LARGEST = 4 << 20  # bytes of a tokenizer_config.json
 
 
 class HubShelf(Shards):
@@ -61,15 +64,33 @@ class HubShelf(Shards):
     def small(self, name: str) -> Path | None:
         """See `Shelf.small`. Raises: FloeError: it is not available."""
         file = self._repo.file(name)
-        if file is None:
-            return None
         path = self._folder / name
+        if file is None:
+            return self._tokenizer(path) if name == "tokenizer.json" else None
         try:
             if path.is_file() and is_intact(path, file):
                 return path
             found = self._repo.cached(file)
             content = found.read_bytes() if found is not None and is_intact(found, file) else self._repo.read(name)
             private_file.replace(path, content or b"", private_file.SHARED)
+        except OSError as error:
+            raise disk_error(error, self._folder) from error
+        return path
+
+    def _tokenizer(self, path: Path) -> Path | None:
+        """tokenizer.json, made of a vocabulary in tiktoken's form; None if the repository has none."""
+        found = next((name for name in tiktoken.WAYS if self._repo.file(name) is not None), None)
+        if found is None or path.is_file():
+            return path if found else None
+        vocabulary, config = self.small(found), self.small("tokenizer_config.json")
+        try:
+            fields: Any = private_file.read_json(config, _LARGEST) if config else {}
+            content = tiktoken.tokenizer_json(found, vocabulary.read_bytes() if vocabulary else b"", fields)
+            private_file.replace(path, content, private_file.SHARED)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{found} of {self.name} is no vocabulary", f"{error}.", "Try again later."
+            ) from error
         except OSError as error:
             raise disk_error(error, self._folder) from error
         return path

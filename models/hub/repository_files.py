@@ -11,9 +11,11 @@ from typing import Any
 
 from ..checkpoint_files import is_shard
 from ..errors import FloeError, HubError, TryAgainError
+from ..tokenizer.tiktoken import WAYS
 from .hub_errors import plain
 
 MANIFEST = "manifest.json"  # of a pack; its content decides
+_VOCABULARIES = frozenset({"tokenizer.model", *WAYS})
 _LARGEST = 1 << 50  # bytes: a file of more is a mistake
 _PLAIN = r"[A-Za-z0-9][\w.+-]{0,199}"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -58,7 +60,7 @@ def is_wanted(name: str) -> bool:
         return True  # in folders, too: no file of ours is called by that name
     if not re.fullmatch(_PLAIN, name, re.ASCII):  # no folders, nothing that could leave ours
         return False
-    return is_shard(name) or name.endswith((".json", ".jinja")) or name == "tokenizer.model"
+    return is_shard(name) or name.endswith((".json", ".jinja")) or name in _VOCABULARIES
 
 
 def is_gguf(name: str) -> bool:

@@ -14,6 +14,7 @@ from ...kernels.rule import MOST_EASE
 from ..errors import CheckpointError, PackError
 from ..families.storage import ExpertTensors
 from ..tokenizer.chat_process import encode
+from ..tokenizer.tiktoken import WAYS
 
 QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
 _SAMPLE = 1 << 19  # most values used for a quantile table: sorting more adds no precision
@@ -35,7 +36,9 @@ def read_tokens(folder: Path, text: str) -> Tensor:
         raise CheckpointError(
             f"The checkpoint at {folder} has no tokenizer.json",
             "Without it no text can be turned into tokens.",
-            "Download the model's tokenizer files into that folder.",
+            "Set it up by its hub id: then one is made of its vocabulary."
+            if any((folder / name).is_file() for name in WAYS)
+            else "Download the model's tokenizer files into that folder.",
         )
     try:
         ids = encode(folder, text)
