@@ -45,12 +45,16 @@ def _without_record() -> Iterator[CatalogEntry]:
     for name, fields in stored.items():
         counted: dict[str, Any] = fields["sizes"]["counted"]
         linears = (shape for rows, columns, times in counted["linears"] for shape in times * ((rows, columns),))
-        sizes = Sizes(**{**fields["sizes"], "counted": Counted(**{**counted, "linears": tuple(linears)})})
-        yield CatalogEntry(name, **{**fields, "sizes": sizes})
+        counted["linears"] = tuple(linears)
+        fields["sizes"]["counted"] = Counted(**counted)
+        fields["sizes"] = Sizes(**fields["sizes"])
+        yield CatalogEntry(name, **fields)
 
 
-_ALL = [replace(entry, gguf=GGUF.get(entry.name, "")) for family in FAMILIES.values() for entry in family.published]
-_ALL += _without_record()
+_ALL = [
+    *(replace(entry, gguf=GGUF.get(entry.name, "")) for family in FAMILIES.values() for entry in family.published),
+    *_without_record(),
+]
 _ALL.sort(key=lambda entry: entry.released, reverse=True)
 PUBLISHED = tuple(
     sorted(

@@ -148,7 +148,7 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     Models that answer at reading speed come first, by `size_rule`; of equals those made for everything, that answer
     without thinking first, that need no accepted terms, the newest, and the fastest. Then slower ones, the fastest
     first, base models, and what does not fit, the smallest first. Among each of these, models of families without a
-    record come last: parts of them are slow, and none of their published weights have been run.
+    record whose dense part runs in the library come last.
     """
 
     def key(plan: Plan) -> tuple[object, ...]:
@@ -158,8 +158,9 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
             return STANDINGS.index(stands), entry.chat is None, entry.sizes.parameters, entry.name
         newest = tuple(-int(part) for part in entry.released.split("-") if part)
         ties = (bool(entry.made_for), entry.thinks, bool(entry.gated), newest, -chosen.decode.mid, entry.name)
+        slow = bool(entry.sizes.counted and entry.sizes.counted.library)
         first = -chosen.decode.mid if stands == "slower" else -size_rule(entry, chosen.kl)
-        return STANDINGS.index(stands), entry.sizes.counted is not None, first, *ties
+        return STANDINGS.index(stands), slow, first, *ties
 
     return sorted(plans, key=key)
 

@@ -422,7 +422,7 @@ def test_a_model_that_answers_at_reading_speed_is_recommended_and_groups_follow_
     stands = [plan.STANDINGS.index(plan.standing(one.entry, one.chosen)) for one in found]
     assert stands == sorted(stands) and sorted(names(found)) == sorted(entry.name for entry in PUBLISHED)
     slower = [
-        (one.entry.sizes.counted is not None, -one.chosen.decode.mid)
+        (bool(one.entry.sizes.counted and one.entry.sizes.counted.library), -one.chosen.decode.mid)
         for one in found
         if one.chosen and one.entry.name in names(found, "slower")
     ]

@@ -180,7 +180,7 @@ class TestDescribed:
     def test_stored_sizes_are_what_is_counted_of_the_published_configuration(self, name: str) -> None:
         """`FLOE_RENEW=1 pytest --all -n0 -k stored_sizes` stores them again."""
         config = configured(language_fields(CONFIGS[name]))
-        sizes = derived(config.model_type).sizes(config)
+        sizes = sizes_of(derived(config.model_type), config)
         if os.environ.get(RENEW):
             path = asset(LISTED)
             stored = json.loads(path.read_text(encoding="utf-8"))
