@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.app.setup.wish import wish
-from floe_chat.models import quantities, supported, typed_names
+from floe_chat.models import config_limits, quantities, supported, typed_names
 from floe_chat.models.catalog import asset, described, find, installed, listed, models_folder, published, source
 from floe_chat.models.catalog_entry import Sizes
 from floe_chat.models.checking.verify import damages, unrecorded
@@ -205,6 +205,15 @@ class TestDescribed:
         assert ling is not None and laguna is not None
         assert round((ling.sizes.parameters + ling.unused) / 1e7) == 12749  # with the layer that predicts more tokens
         assert round(laguna.checkpoint_bytes / 1e8) == 669
+
+    def test_numbers_for_each_layer_are_limited_like_one(self) -> None:
+        assert config_limits.beyond({"moe_topk": [8] * 32, "names": ["a"], "none": []}) is None
+        for wrong in ([8, 1 << 40], [8, -1 << 40]):
+            assert "is supported" in (config_limits.beyond({"moe_topk": wrong}) or "")
+        fields = CONFIGS["hunyuan-a13b-instruct"]
+        for wrong in ([3072, 1 << 40], [0, 0], [3072, "a"]):
+            with pytest.raises(CheckpointError, match="not supported yet"):
+                described({**fields, "moe_intermediate_size": wrong})
 
     def test_layers_that_see_a_window_are_those_of_transformers_defaults(self) -> None:
         fields = CONFIGS["gpt-oss-20b"]
