@@ -109,15 +109,18 @@ class Counted:
 
     Attributes:
         linears: the linear layers that a pack may store at low width, of all layers, without the head. small: numbers
-            that every pack stores as they are, without the embedding. cached: numbers that all layers cache of a token.
-            state: numbers that they keep of a text whatever its length. library: why transformers' modules compute it;
-            "" where the engine's own pass does.
+            that every pack stores as they are, without the embedding. cached: numbers that all layers cache of every
+            token. state: numbers that they keep of a text whatever its length. windowed: numbers that they cache of a
+            token besides, of the last `sees` tokens alone. library: why transformers' modules compute it; "" where the
+            engine's own pass does.
     """
 
     linears: tuple[Matrix, ...]
     small: int
     cached: int
     state: int
+    windowed: int = 0
+    sees: int = 0
     library: str = ""
 
 
@@ -186,7 +189,7 @@ class Sizes:
     def cached(self) -> int:
         """Numbers that all layers cache of a token, while they keep it."""
         if self.counted is not None:
-            return self.counted.cached
+            return self.counted.cached + self.counted.windowed
         if self.latent is not None:
             return self.attending * (self.latent.keys + self.latent.rope)
         return sum(layers * 2 * heads * size for layers, heads, size in self.caching)

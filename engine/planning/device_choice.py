@@ -39,7 +39,7 @@ from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import Turns, VirtualDevice
 from ..quality_presets import Preset
 from . import disk_tier, machine
-from .footprint import kv_element
+from .footprint import kv_element, sizes_of
 from .memory_plan import DeviceShares
 from .opened_pack import Asked, OpenedPack, UsableGpu
 from .rates import measured_rates, memory_rate
@@ -122,7 +122,7 @@ def choose(
     """
     asked = asked or Asked()
     virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
-    element = kv_element(manifest.widths.dense) if virtual or throttled else 2
+    element = kv_element(manifest.widths.dense, sizes_of(manifest, config)) if virtual or throttled else 2
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
         need_compiled(wanted)

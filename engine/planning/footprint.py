@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,12 +107,14 @@ class KvBytes:
     """Bytes of keys and values (`kv_stores.py`).
 
     Attributes:
-        whole: of a token in the layers that keep all. windowed: in layers that see the last `sees` tokens.
+        whole: of a token in the layers that keep all. windowed: in layers that see the last `sees` tokens. returns:
+            whether what leaves windows stays in RAM, to go back to.
     """
 
     whole: int
     windowed: int = 0
     sees: int = 0
+    returns: bool = True
 
     def of(self, tokens: int) -> int:
         """Of a text, where it is computed."""
@@ -120,7 +122,7 @@ class KvBytes:
 
     def past(self, tokens: int, ram: int) -> int:
         """Of what of a text has left windows, and stays in so much RAM."""
-        return min(self.windowed * max(0, tokens - kept(self.sees)), room_for_past(ram))
+        return min(self.windowed * max(0, tokens - kept(self.sees)), room_for_past(ram)) if self.returns else 0
 
     def seen(self, tokens: int) -> int:
         """Read for the token behind such a text."""
@@ -135,12 +137,15 @@ class KvBytes:
 
     def times(self, share: float) -> KvBytes:
         """Of so many times as many layers."""
-        return KvBytes(math.ceil(self.whole * share), math.ceil(self.windowed * share), self.sees)
+        whole, windowed = math.ceil(self.whole * share), math.ceil(self.windowed * share)
+        return replace(self, whole=whole, windowed=windowed)
 
 
 def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
     """Of a model. element: bytes of a number, where they are no codes of 8 bits."""
-    if sizes.latent is not None or sizes.counted is not None:
+    if (counted := sizes.counted) is not None:
+        return KvBytes(counted.cached * element, counted.windowed * element, counted.sees, returns=False)
+    if sizes.latent is not None:
         return KvBytes(sizes.cached * element)
     each = [
         (layers, math.prod(entry_of(2 * heads, size, CODES)) if bits == 8 else 2 * heads * size * element)
@@ -181,9 +186,11 @@ def divisible(model_type: str) -> bool:
     return not family_of(model_type).states
 
 
-def kv_element(dense: int) -> int:
-    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`)."""
-    return 4 if dense == 16 else 2
+def kv_element(dense: int, sizes: Sizes) -> int:
+    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`); the
+    library's own cache keeps what its modules compute.
+    """
+    return 4 if dense == 16 or sizes.counted is not None else 2
 
 
 def _vector(columns: int, bits: int) -> int:

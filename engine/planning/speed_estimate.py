@@ -283,7 +283,7 @@ def decode(
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
         return dataclasses.replace(token, host=token.host + held.part * _library(takes.sizes))
-    seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense)).seen(context)
+    seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense, takes.sizes)).seen(context)
     token = _on_cpu(takes, work, speeds, held, seen)
     more = state_bytes(takes.sizes) / speeds.states + _library(takes.sizes)
     return dataclasses.replace(token, host=token.host + held.part * more)

@@ -46,6 +46,7 @@ HEADLESS = (
 _CALLED_WITH = ["hidden_states", "top_k_index", "top_k_weights"]
 _TRIED = 2, 6, 4  # experts, their neurons and hidden size of those that are called to find out what they compute
 _LARGE = 40.0  # of what is tried, so that limits are reached
+_FAR = 10  # of a text beyond most windows, the logarithm of its length
 
 
 class UnfitError(ValueError):
@@ -470,12 +471,13 @@ def _counted(whole: Any) -> Counted:
     return Counted(tuple(sorted((weight.shape[0], weight.shape[1]) for weight in linears)), small, *_kept(whole))
 
 
-def _kept(whole: Any) -> tuple[int, int]:
-    """Numbers that the library's cache keeps of a token, and of a text whatever its length: by two passes over no
+def _kept(whole: Any) -> tuple[int, int, int, int]:
+    """Numbers that the library's cache keeps: `Counted.cached`, `state`, `windowed` and `sees`, by passes over no
     numbers. As most models do it, where those cannot be made.
     """
     import torch
     from torch import nn
+    from torch.fx.experimental import _config
 
     class Nothing(nn.Module):
         def forward(self, hidden: Tensor, *_routed: Tensor) -> Tensor:
@@ -486,19 +488,47 @@ def _kept(whole: Any) -> tuple[int, int]:
         if (block := _block(layer)) is not None:
             block.experts = Nothing()
 
-    def after(tokens: int) -> int:
+    def after(tokens: int) -> Any:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-        return sum(tensor.numel() for tensor in tensors_of(cache))
+        return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
 
     try:
-        with torch.no_grad():
+        # Indices of what is not zero have no size here: as many as there can be.
+        with torch.no_grad(), _config.patch(meta_nonzero_assume_all_nonzero=True):
             two, three = after(2), after(3)
+            token, windows = _numbers(three) - _numbers(two), _windows(two, three)
+            state, windowed = max(0, _numbers(two) - 2 * token), sum(added for added, _, _ in windows)
+            if all(usual for _, _, usual in windows):
+                sees = math.ceil(sum(added * kept for added, kept, _ in windows) / max(1, windowed))
+                return token - windowed, state, windowed, sees
+            # What such layers keep of a longer text, such as an entry for many tokens, is their own affair.
+            far = 1 << max(_FAR, *(kept.bit_length() for _, kept, _ in windows))
+            near, end = _numbers(after(far - 1)), _numbers(after(2 * far - 1))
+            cached = -(-(end - near) // far)
+            windowed = max(1, token - cached)
+            return cached, state, windowed, math.ceil(max(0, near - state - cached * (far - 1)) / windowed)
     except Exception:  # noqa: BLE001 - whatever a model does with numbers that are not there
         heads = _stated(config, "num_attention_heads") or 1
         each = _stated(config, "head_dim") or config.hidden_size // heads
-        return 2 * len(model.model.layers) * (_stated(config, "num_key_value_heads") or heads) * each, 0
-    return three - two, max(0, two - 2 * (three - two))
+        return 2 * len(model.model.layers) * (_stated(config, "num_key_value_heads") or heads) * each, 0, 0, 0
+
+
+def _windows(short: Any, longer: Any) -> list[tuple[int, int, bool]]:
+    """Of each layer that sees a window: numbers that a token adds from one cache to the other, tokens that it keeps, and
+    whether it is as the library's layers are.
+    """
+    from transformers import cache_utils
+
+    return [
+        (_numbers(after) - _numbers(before), int(sees) - 1, type(after).__module__ == cache_utils.__name__)
+        for before, after in zip(short.layers, longer.layers, strict=True)
+        if (sees := getattr(after, "sliding_window", None))
+    ]
+
+
+def _numbers(cache: Any) -> int:
+    """Of 32 bits, as the model's are here; places are longer."""
+    return sum(tensor.nbytes for tensor in tensors_of(cache)) // 4
 
 
 def tensors_of(cache: Any) -> list[Tensor]:

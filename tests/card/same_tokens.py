@@ -14,7 +14,7 @@ import torch
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
-from floe_chat.engine.planning.footprint import kv_element
+from floe_chat.engine.planning.footprint import kv_element, sizes_of
 from floe_chat.engine.planning.memory_plan import KEPT_FREE, Needs
 from floe_chat.engine.quality_presets import available
 from floe_chat.models.catalog import asset
@@ -62,7 +62,7 @@ def memory(pack: Path, share: float) -> int:
         model.manifest,
         layers,
         read_config(pack),
-        kv_element(model.manifest.widths.dense),
+        kv_element(model.manifest.widths.dense, sizes_of(model.manifest, read_config(pack))),
     )
     return int((needs.least() + share * (needs.whole() - needs.least())) / (1 - KEPT_FREE)) + (1 << 20)
 

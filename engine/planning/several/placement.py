@@ -26,7 +26,7 @@ from ...offload.virtual.virtual_device import Turns
 from ...quality_presets import Preset
 from .. import device_choice, machine, memory_plan, worth
 from ..device_choice import THROTTLED, DeviceChoice, kernels_on, unheard
-from ..footprint import divisible, kv_element
+from ..footprint import divisible, kv_element, sizes_of
 from ..memory_plan import DeviceShares, Needs
 from ..opened_pack import Asked, OpenedPack, UsableGpu
 from ..running import Place, Running
@@ -126,7 +126,7 @@ def choose(
         cause = "Some of its layers keep a state, which cannot cross from card to card."
         raise UsageError("This model cannot be divided among cards", cause, "Name one card with --device.")
     real = names[0].lower().startswith("cuda")
-    element = 2 if real else kv_element(manifest.widths.dense)
+    element = 2 if real else kv_element(manifest.widths.dense, sizes_of(manifest, config))
     pack = OpenedPack(manifest, layers, config, element, preset, asked)
     found = _Several(names, pack, config, vram).placement()
     slow = [place for place in found.places if place != "cpu" and kernels_on(place, report).name == "reference"]
