@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
-from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache, LibraryStore
+from floe_chat.engine.decoder.kv_stores import GrowingStore
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.planning.footprint import kv_bytes, kv_element, state_bytes
 from floe_chat.models import supported
-from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError, FloeError
 from floe_chat.models.families import FAMILIES, Family, family_of
 from floe_chat.models.families.family import GroupedQuery
@@ -182,6 +184,7 @@ REFUSED = {  # -> what is said
     "nemotron_h": "consist of down_proj, up_proj",
     "unlimited_ocr": "no model of this type that writes",  # it reads pages, and forgets what it wrote but not the page
 }
+COMPRESSING = ("deepseek_v4",)  # keeps an entry of many tokens, of which plans have an upper limit
 LIMIT, KL_LIMIT = 3e-5, 1e-9
 PIECES = [40, 1, 1, 3]
 
@@ -284,13 +287,27 @@ def theirs(model: Any, ids: list[int]) -> list[list[Tensor]]:
         return [*found[:-1], [*found[-1], singly, whole]]
 
 
+def cached_as_planned(loaded: LoadedModel, kv: KVCache, tokens: int) -> bool:
+    """Whether plans count what a text has cached."""
+    manifest, store = loaded.packed.manifest, kv.store
+    sizes = sizes_of(manifest.family, read_config(loaded.packed.folder))
+    planned = kv_bytes(sizes, 16, kv_element(manifest.widths.dense, sizes))
+    if isinstance(store, GrowingStore):
+        return store.nbytes() == planned.of(store.capacity)
+    assert isinstance(store, LibraryStore)
+    most = 3 if manifest.architecture.model_type in COMPRESSING else 1
+    return store.nbytes() <= planned.seen(tokens) + state_bytes(sizes) <= most * store.nbytes()
+
+
 def pieces_of(loaded: LoadedModel, ids: list[int]) -> list[Tensor]:
+    """Logits after each piece."""
     kv, found, start = KVCache(), list[Tensor](), 0
     for piece in PIECES:
         some = ids[start : start + piece]
         found.append(loaded.decoder.forward(some, kv)[0])
         kv.computed(some, loaded.control.preset)
         start += piece
+    assert cached_as_planned(loaded, kv, start)
     return found
 
 
