@@ -275,7 +275,7 @@ def _describe(
         vocabulary=pack.config.vocab_size,
         presets=quality_presets.available(manifest),
         preset=pack.preset.name,
-        widths=manifest.widths.describe(),
+        widths=manifest.describe(),
         device=on if shared is None else shared.name,
         backend=backend.name,
         reason="; ".join(reasons),
@@ -406,4 +406,4 @@ def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer
     ups = ups.mapped(lambda part: part.to(device)) if up else ups
     own = replace(own, data=own.data.to(device)) if rows else own
     bias, plain = (None if part is None else part.to(device) for part in (layer.down_bias, layer.plain))
-    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device), bias, plain)
+    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device), bias, plain, layer.whole)

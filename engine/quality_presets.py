@@ -175,6 +175,8 @@ def differs(name: str, manifest: Manifest) -> str:
         words.append("thresholds were measured of the signal times the router's weight")
     if rule.parts > 1 and a.intermediate % 2:
         words.append("experts have no halves")
+    if (rule.sparsity or rule.parts > 1) and manifest.whole:
+        words.append(manifest.unskipped)
     if rule.alpha and manifest.family.routing.kind != "softmax":
         words.append(f"experts of {manifest.family.called} cannot be replaced")
     packing = f"--up {up} --rows {gate} --dense {dense} --signal {known.signal} --rounding hqq"

@@ -54,6 +54,10 @@ class Rule:
         )
         return replace(self, sparsity=sparsity, product=product, drop=drop, major=major, layers=())
 
+    def of_whole_neurons(self) -> Rule:
+        """The rule of a layer whose neurons may not be skipped: experts may still be left out."""
+        return replace(self, sparsity=0.0, product=0.0, major=self.drop, late=0.0, theta=0.0)
+
     @property
     def wrong(self) -> str:
         """The first field with an invalid value, whatever its type; "" if all are valid."""

@@ -104,7 +104,7 @@ def pack(
         manifest, size = pack_folder(
             *(source, destination, spec, called, progress, text_file), fresh=fresh, text_needed=rounding == CALIBRATED
         )
-    click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
+    click.echo(f"{destination}: {manifest.describe()}, {size / 1e9:.3g} GB", err=True)
     if why := manifest.inexact:
         click.echo(f"Without preset Exact: {why}", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)

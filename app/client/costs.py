@@ -29,7 +29,7 @@ def costs_of(pack: Path) -> Costs:
             on = known.text, known.tokens, known.against == SOURCE
             costs.append(Cost(preset, known.kl, known.bytes_per_token, *on))
     demo = None if manifest.dials else Manifest.read(asset("demo", "packed")).dials
-    return Costs(tuple(costs), manifest.dials, demo)
+    return Costs(tuple(costs), manifest.dials, demo, manifest.unskipped)
 
 
 def published_note(name: str, pack: Path) -> str:

@@ -160,12 +160,14 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What quality costs: each preset, best first, and the dials of a quality set by hand; None: not measured.
-    demo: the demo model's dials, where the pack's own were not measured.
+    demo: the demo model's dials, where the pack's own were not measured. unskipped: in words, in how many layers no
+    neuron is skipped whatever the quality; "" where there is none.
     """
 
     presets: tuple[Cost, ...] = ()
     dials: DialLoss | None = None
     demo: DialLoss | None = None
+    unskipped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,9 +174,10 @@ class QualityScreen(ModalScreen[None]):
         """Explain the line that has the focus."""
         if isinstance(event.widget, Dial):
             useless = event.widget.id in ("alpha", "late") and self._unpooled
-            self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
+            also = _unskipped(self._costs) if event.widget.id in ("sparsity", "product", "major") else ""
+            self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}{also}")
         else:
-            self._meaning.update(f"KL: {KL}. {_measured_on(self._costs.presets)}")
+            self._meaning.update(f"KL: {KL}. {_measured_on(self._costs.presets)}{_unskipped(self._costs)}")
 
     @on(PresetLine.Taken)
     def _take(self, event: PresetLine.Taken) -> None:
@@ -305,6 +306,11 @@ def _measured_on(costs: Sequence[Cost]) -> str:
         return "Measured by floe-chat tune."
     beside = "" if known.rounded else ", without what rounding loses"
     return f"Measured on {printable(known.text)}, {known.tokens:,} tokens{beside}."
+
+
+def _unskipped(costs: Costs) -> str:
+    """That some layers skip nothing."""
+    return f" Whatever is set here, {costs.unskipped}: skipping there loses too much." if costs.unskipped else ""
 
 
 def _has_room(line: Widget) -> bool:

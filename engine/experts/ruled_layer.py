@@ -67,7 +67,8 @@ class RuledLayer:
     """
 
     def __init__(self, packed: PackedLayer, preset: Preset, index: int) -> None:
-        self.preset, self.rule = preset, preset.rule.at(index)
+        rule = preset.rule.at(index)
+        self.preset, self.rule = preset, rule.of_whole_neurons() if packed.whole else rule
         self.layer = packed.halved() if self.rule.parts == 2 else packed
         self.limits = Limits(
             self._signal_limit(self.rule.lateness if preset.without_weak else self.rule.sparsity),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...models.catalog import CatalogEntry
 from ...models.errors import UsageError
+from ...models.pack.manifest import Manifest
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..context import CONTEXT
@@ -145,7 +146,7 @@ def option(
         return max(each, key=lambda one: (one.works, not one.missing, one.decode.mid))
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
-    costs = Costs(takes, TokenWork.of(_preset()), machine.speeds)
+    costs = Costs(takes, _work(entry), machine.speeds)
     best: Option | None = None
     forms = [Needs.of_footprint(takes, context, bits) for bits in (worth.KV_FORMS if kv_bits is None else (kv_bits,))]
     if not machine.others:
@@ -168,14 +169,14 @@ def _is_clearly_better(coarse: Option, exact: Option) -> bool:
 def _in_form(machine: Machine, costs: Costs, context: int, disk: Mapping[str, int], needs: Needs) -> Option:
     """With keys and values of so many bits."""
     takes = costs.takes
-    alone = _made(machine, takes, context, disk, (), DeviceShares.none(takes.sizes.window, needs.kv_bits))
+    alone = _made(machine, costs, context, disk, (), DeviceShares.none(takes.sizes.window, needs.kv_bits))
     if not machine.speeds.gpu:
         return alone
     found = _placed(machine, costs, needs)
     if not found:
         return alone
     best, static = ([_On.of(one, which, takes) for one in found] for which in ("best", "static"))
-    beside = _made(machine, takes, context, disk, best, best[0].shares)
+    beside = _made(machine, costs, context, disk, best, best[0].shares)
     token = Running(takes, [one.place for one in static]).token(costs.work)
     beside = dataclasses.replace(beside, static=1 / token.seconds, context=found[0].needs.context)
     return max(beside, alone, key=lambda one: (one.works, not one.missing, one.decode.mid))
@@ -261,13 +262,14 @@ def rounding(spec: PackSpec) -> float:
 
 def _made(
     machine: Machine,
-    takes: Footprint,
+    costs: Costs,
     context: int,
     disk: Mapping[str, int],
     on: Sequence[_On],
     device: DeviceShares,
 ) -> Option:
     """The option with its layers so placed, nowhere by the CPU alone. device: the first card's."""
+    takes = costs.takes
     vram: dict[str, int] = {}
     for one in on:
         for use, count in one.vram.items():
@@ -279,7 +281,7 @@ def _made(
     missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
-    work, doubt = TokenWork.of(_preset()), machine.doubt
+    work, doubt = costs.work, machine.doubt
     held = Held(gpu=False, ram=ram.share, kv_bits=device.kv_bits, keys=device.most)
     running = Running(takes, [one.place for one in on]) if on else Running.alone(takes, machine.speeds, held)
 
@@ -338,5 +340,6 @@ def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str,
     return {"pack": takes.disk, "peak": takes.disk + source}
 
 
-def _preset() -> quality_presets.Preset:
-    return next(preset for preset in quality_presets.PRESETS if preset.name == quality_presets.DEFAULT)
+def _work(entry: CatalogEntry) -> TokenWork:
+    preset = next(preset for preset in quality_presets.PRESETS if preset.name == quality_presets.DEFAULT)
+    return TokenWork.of(preset, Manifest.read(entry.folder) if entry.packed and entry.folder else None)

@@ -79,7 +79,8 @@ def make(
     if context < 1:
         raise UsageError(f"A context cannot have {context} tokens", "", "Give --context 1 or more.")
     context = min(context, entry.sizes.window)
-    options = tuple(option(machine, entry, spec, context, keep_source, kv_bits) for spec in _widths(entry))
+    packed = Manifest.read(entry.folder) if entry.packed and entry.folder is not None else None
+    options = tuple(option(machine, entry, spec, context, keep_source, kv_bits) for spec in _widths(entry, packed))
     chosen = _choose(options)
     if chosen is None:
         nearest = min(options, key=lambda one: (sum(one.missing.values()), -one.decode.mid))
@@ -93,7 +94,7 @@ def make(
         context,
         chosen,
         options,
-        reasons.why(machine, entry, chosen, options, context),
+        (*reasons.why(machine, entry, chosen, options, context), *_unskipped(packed)),
         download_s=fetched / net_bytes_s if fetched and net_bytes_s else None,
         pack_s=None if entry.packed or entry.only_pack else _packing_s(entry.sizes) / max(1, machine.cores),
     )
@@ -194,13 +195,18 @@ def _choose(options: Sequence[Option]) -> Option | None:
     return next((one for one in working if one.worth >= most - CLEARLY), None)
 
 
-def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
+def _unskipped(packed: Manifest | None) -> list[str]:
+    """That some layers are read whole, whatever the preset."""
+    return [f"Measured when it was packed, {packed.unskipped}."] if packed is not None and packed.whole else []
+
+
+def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
     if (ready := entry.only_pack) is not None:
         return (PackSpec(ready.up, ready.gate, ready.down, ready.dense, ready.group, short=ready.short),)
-    if not entry.packed or entry.folder is None:
+    if packed is None:
         return WIDTHS
-    widths = Manifest.read(entry.folder).widths
+    widths = packed.widths
     return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group, short=widths.short),)
 
 

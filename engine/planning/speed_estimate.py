@@ -16,6 +16,7 @@ from ...kernels.offload.sharing import cpu_rows, split_end
 from ...kernels.rule import Rule
 from ...models.catalog_entry import Sizes
 from ...models.families import FAMILIES
+from ...models.pack.manifest import Manifest
 from ..decoder.state_store import EVERY
 from ..machine.random_weights import MIXTRAL
 from ..offload.cards import (
@@ -68,12 +69,14 @@ class TokenWork:
     layers: tuple[TokenWork, ...] = ()
 
     @classmethod
-    def of(cls, preset: Preset) -> TokenWork:
-        """By a preset's rule."""
-        rule = preset.rule
-        if not rule.layers:
+    def of(cls, preset: Preset, manifest: Manifest | None = None) -> TokenWork:
+        """By a preset's rule. manifest: of a pack, some of whose layers may skip nothing."""
+        rule, whole = preset.rule, () if manifest is None else manifest.whole
+        if not rule.layers and not whole:
             return cls._of(rule)
-        layers = tuple(cls._of(rule.at(layer)) for layer in range(len(rule.layers)))
+        count = len(rule.layers) if manifest is None else manifest.architecture.layers
+        rules = [rule.at(layer) for layer in range(count)]
+        layers = tuple(cls._of(one.of_whole_neurons() if at in whole else one) for at, one in enumerate(rules))
         return dataclasses.replace(_mean(layers), layers=layers)
 
     @classmethod

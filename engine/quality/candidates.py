@@ -115,13 +115,14 @@ def compute(
     signals: Sequence[Projection] = (),
     *,
     short: bool = True,
+    whole: Sequence[int] = (),
 ) -> list[Outcome]:
     """Run every setting over the same windows.
 
     Args:
         passages: (C, T) int64, to calibrate thresholds on. windows: (N, T). keep: positions to give logits of, from
             each window's end. signals: of each layer with experts; empty: up in all of them. short: whether scales
-            are bytes (`VectorLayout.short`).
+            are bytes (`VectorLayout.short`). whole: layers in which no neuron may be skipped.
 
     Raises:
         CheckpointError: a tensor cannot be read or is missing.
@@ -132,7 +133,10 @@ def compute(
 
     def experts(layer: int, router: nn.Module) -> nn.Module:
         signal = signals[layer] if signals else "up"
-        layers.append(_Experts(checkpoint, layer, router, settings, lead, size, signal, short=short))
+        rules = [setting.rule.at(layer) for setting in settings]
+        rules = [rule.of_whole_neurons() for rule in rules] if layer in whole else rules
+        own = [replace(setting, rule=rule) for setting, rule in zip(settings, rules, strict=True)]
+        layers.append(_Experts(checkpoint, layer, router, own, lead, size, signal, short=short))
         return layers[-1]
 
     if checkpoint.family.experts_by != "silu":
@@ -175,7 +179,7 @@ class _Experts(nn.Module):
         self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
         self._signal: Projection = signal
         self._short = short
-        self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
+        self._settings = settings
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
         self._probabilities, self._normalized = torch.empty(0), checkpoint.family.normalizes(router)
         self._heard = router.register_forward_hook(self._note)

@@ -119,6 +119,7 @@ def search(
     widths: bool = True,
     signals: Sequence[Projection] = (),
     short: bool = True,
+    whole: Sequence[int] = (),
 ) -> Frontier:
     """Measure dials alone, then the most promising combinations.
 
@@ -127,10 +128,10 @@ def search(
     Args:
         own: the widths of the pack. passages: (C, T) for thresholds. windows: (N, T), the last `keep` tokens of each
             predicted. widths: whether other widths than the pack's are tried. signals: of the pack's layers;
-            short: its kind of scales, see `candidates.compute`.
+            short: its kind of scales; whole: its layers that skip no neuron, see `candidates.compute`.
     """
     even = checkpoint.neurons % 2 == 0
-    measure = Measure(checkpoint, passages, windows, keep, report, signals, short=short)
+    measure = Measure(checkpoint, passages, windows, keep, report, signals, short=short, whole=whole)
     alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
@@ -185,10 +186,11 @@ class Measure:
         signals: Sequence[Projection] = (),
         *,
         short: bool = True,
+        whole: Sequence[int] = (),
     ) -> None:
         self._checkpoint, self._passages, self._windows, self._keep = checkpoint, passages, windows, keep
         self._report, self._signals = report, signals
-        self._short = short
+        self._short, self._whole = short, whole
         config = checkpoint.config
         hidden, neurons = config.hidden_size, checkpoint.neurons
         self.shape = VectorLayout(hidden, 16, group_size(hidden), short), neurons
@@ -216,6 +218,7 @@ class Measure:
             report,
             self._signals,
             short=self._short,
+            whole=self._whole,
         )
         expected = source.logits()
         return [self._point(outcome, expected) for outcome in rest]

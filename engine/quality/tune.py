@@ -97,7 +97,7 @@ def run(
     unskipped_kl = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():
         given = (checkpoint, own, passages, windows, keep, told.step)
-        found = frontier.search(*given, widths=widths, signals=signals, short=w.short)
+        found = frontier.search(*given, widths=widths, signals=signals, short=w.short, whole=manifest.whole)
     presets: list[TunedPreset] = []
     for name, point in found.presets().items():
         preset = quality_presets.ruled(name, point.setting.rule)

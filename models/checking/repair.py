@@ -43,7 +43,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
     w = before.widths
     spec = PackSpec(
         w.up, w.gate, w.down, w.dense, w.group, short=w.short, rounding=w.rounding
-    )  # signals are as they were
+    )  # signals, and what is not skipped, are as they were
     manifest = make_manifest(source, spec, tokens, before.name)
     if (manifest.architecture, manifest.widths) != (before.architecture, w):
         raise CheckpointError(
@@ -74,6 +74,7 @@ def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePar
     damaged = [layer for layer in range(a.layers) if not sound or layer_file(layer) in files]
     for layer in range(a.layers):
         journal.note_signal(layer, manifest.signal_of(layer))
+        journal.note_whole(layer, layer in manifest.whole)
     if DENSE_FILE not in files:
         journal.note_dense(name for stage in dense.stages for name in stage)
     if sound:

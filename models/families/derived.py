@@ -514,8 +514,8 @@ def _kept(whole: Any) -> tuple[int, int, int, int]:
 
 
 def _windows(short: Any, longer: Any) -> list[tuple[int, int, bool]]:
-    """Of each layer that sees a window: numbers that a token adds from one cache to the other, tokens that it keeps, and
-    whether it is as the library's layers are.
+    """Of each layer that sees a window: numbers that a token adds from one cache to the other, tokens that it keeps,
+    and whether it is as the library's layers are.
     """
     from transformers import cache_utils
 

@@ -39,6 +39,7 @@ LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
 _SHORT_VERSION = 7  # of packs whose experts' scales are bytes
+_WHOLE_VERSION = 8  # of packs in some of whose layers no neuron may be skipped
 _MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
@@ -149,6 +150,7 @@ class Manifest:
         dials: what each dial of a quality set by hand adds, as measured with `tuned`.
         files: those that the model needs. beside: other files with a checksum.
         signals: of each layer, the projection by which neurons are skipped; empty: up in all of them.
+        whole: layers, by rising number, in which no neuron may be skipped, whatever a rule says.
         sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
     """
 
@@ -161,6 +163,7 @@ class Manifest:
     tuned: tuple[TunedPreset, ...] = ()
     beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     signals: tuple[Projection, ...] = ()
+    whole: tuple[int, ...] = ()
     dials: DialLoss | None = None
     sealed: bool = dataclasses.field(default=True, compare=False)
 
@@ -186,6 +189,18 @@ class Manifest:
     def family(self) -> Family:
         """The model's."""
         return family_of(self.architecture.model_type, self.architecture.experts_by)
+
+    @property
+    def unskipped(self) -> str:
+        """In how many layers no neuron is skipped, in words; "" where there is none."""
+        if not self.whole:
+            return ""
+        numbers = ", ".join(str(layer + 1) for layer in self.whole)
+        return f"no neurons are skipped in {len(self.whole)} of {self.architecture.layers} layers ({numbers})"
+
+    def describe(self) -> str:
+        """Its widths in words, and what is not skipped."""
+        return "; ".join(filter(None, (self.widths.describe(), self.unskipped)))
 
     def signal_of(self, layer: int) -> Projection:
         """The projection that is a layer's signal."""
@@ -233,7 +248,7 @@ class Manifest:
         """Write manifest.json atomically, even in case of a power cut."""
         fields = dataclasses.asdict(self)
         del fields["sealed"]
-        for name in ("beside", "signals", "dials"):
+        for name in ("beside", "signals", "whole", "dials"):
             if not fields[name]:
                 del fields[name]
         for name in ("rounding", "loses"):
@@ -255,6 +270,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """The first one that can read this."""
+        if self.whole:
+            return _WHOLE_VERSION
         if self.widths.short:
             return _SHORT_VERSION
         return _WEIGHED_VERSION if self.calibration.weighed else _SIGNALS_VERSION if self.signals else VERSION
@@ -302,10 +319,10 @@ class Manifest:
                 "Some of its experts have fewer bits than the others, which this version no longer supports.",
                 "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
-        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION, _SHORT_VERSION):
+        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION, _SHORT_VERSION, _WHOLE_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {as_name(repr(version))}; this program reads version {_SHORT_VERSION}.",
+                f"It is version {as_name(repr(version))}; this program reads version {_WHOLE_VERSION}.",
                 "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
@@ -358,6 +375,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         raise ValueError("its bit widths")
     if len(manifest.signals) not in (0, a.layers) or {*manifest.signals} - {*manifest.family.signals}:
         raise ValueError("its signals")
+    if list(manifest.whole) != sorted(set(manifest.whole) & {*range(a.layers)}):
+        raise ValueError("its layers whose neurons are not skipped")
     for preset in manifest.tuned:
         rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
         sound = not rule.wrong and all(0 <= figure < math.inf for figure in figures)

@@ -30,6 +30,7 @@ class PackedLayer:
             the manifest says so; all NEVER (kernels/rule.py) of an expert that is always computed whole.
         products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
         plain: like thresholds, of |signal| alone and each expert by itself (FloE eq. 6); None in packs of before.
+        whole: whether no neuron may be skipped (`Manifest.whole`).
     """
 
     signal: SignalWeights
@@ -38,6 +39,7 @@ class PackedLayer:
     products: Tensor
     down_bias: Tensor | None = None
     plain: Tensor | None = None
+    whole: bool = False
 
     def halved(self) -> PackedLayer:
         """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1
@@ -53,7 +55,7 @@ class PackedLayer:
         thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
         rows = ExpertRows(self.rows.layout, half(self.rows.data))
         plain = None if self.plain is None else self.plain.repeat_interleave(2, 0)
-        return PackedLayer(self.signal.mapped(half), rows, thresholds, products, plain=plain)
+        return PackedLayer(self.signal.mapped(half), rows, thresholds, products, plain=plain, whole=self.whole)
 
 
 class PackedModel:
@@ -118,7 +120,7 @@ class PackedModel:
         signals = SignalWeights(m.signal_layout(signal), q, scale, zero, tensors.get(f"{signal}.bias"))
         rows = ExpertRows(m.row_layout(signal), tensors["rows"])
         bias = tensors.get(DOWN_BIAS)
-        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], bias, plain)
+        return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], bias, plain, layer in m.whole)
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""

@@ -33,7 +33,7 @@ class LayerTables:
     def __init__(self, experts: int) -> None:
         self.own = {name: torch.zeros(experts, QUANTILES) for name in ("threshold", "product")}
         self._lost = {name: torch.zeros(experts, STEPS + 1, dtype=torch.float64) for name in self.own}
-        self._tokens = torch.zeros(experts, dtype=torch.float64)
+        self._tokens, self._energy = (torch.zeros(experts, dtype=torch.float64) for _ in range(2))
 
     def measure(self, expert: int, v: Tensor, h: Tensor, down: Tensor, worth: Tensor, weight: Tensor | None) -> None:
         """Take in an expert.
@@ -44,7 +44,10 @@ class LayerTables:
         """
         some = spread(len(v))
         seen = None if weight is None else directions(down)
-        self._tokens[expert] = 0 if weight is None else len(v)
+        if weight is not None and seen is not None:
+            self._tokens[expert] = len(v)
+            output = (h[some] * weight[some]).to(seen.dtype) @ seen
+            self._energy[expert] = output.float().square().sum().double() * len(v) / len(output)
         for name, values in zip(self.own, (v, h), strict=True):
             self.own[name][expert] = table = quantile_table(values, worth)
             if weight is not None and seen is not None:
@@ -55,6 +58,11 @@ class LayerTables:
         places = (round(share * STEPS) for share in (sparsity, product))
         each = sum(lost[:, place] for lost, place in zip(self._lost.values(), places, strict=True))
         return each * self._tokens, self._tokens
+
+    @property
+    def energy(self) -> Tensor:
+        """Of each expert's output (E,), on all its tokens."""
+        return self._energy
 
     def shares(self, exempt: Sequence[int] = ()) -> dict[str, Tensor]:
         """What each expert leaves out (E, Q), 0..1, where the layer leaves out 0 to 100 %.

@@ -49,6 +49,7 @@ class Journal:
         folder: with the working files. settings: that the pack was started with. resumed: whether there was a journal.
         dense: published names of the finished dense tensors. experts: (layer, expert) of the finished experts.
         signals: layer -> the projection that is its signal. files: finished files of the pack, hashed.
+        whole: layer -> whether its neurons may not be skipped.
         loses: the first tensor of the source that 16 bits do not hold, "" while there is none.
     """
 
@@ -57,6 +58,7 @@ class Journal:
         self.dense: set[str] = set()
         self.experts: set[tuple[int, int]] = set()
         self.signals: dict[int, Projection] = {}
+        self.whole: dict[int, bool] = {}
         self.files: dict[str, FileEntry] = {}
         self.loses = ""
         self._lock = threading.Lock()
@@ -106,6 +108,10 @@ class Journal:
     def note_signal(self, layer: int, signal: str) -> None:
         """This projection is the layer's signal."""
         self._note({"signal": [layer, signal]})
+
+    def note_whole(self, layer: int, whole: bool) -> None:
+        """Whether the layer's neurons may not be skipped."""
+        self._note({"whole": [layer, whole]})
 
     def note_loses(self, name: str) -> None:
         """This tensor of the source has numbers that 16 bits do not hold."""
@@ -161,6 +167,8 @@ class Journal:
                 self.experts.add((layer, expert))
             case {"signal": [int(layer), ("up" | "gate") as signal]}:
                 self.signals[layer] = signal
+            case {"whole": [int(layer), bool(whole)]}:
+                self.whole[layer] = whole
             case {"loses": str(name)}:
                 self.loses = name
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:

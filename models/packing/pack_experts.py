@@ -29,7 +29,7 @@ from . import calibration
 from .allotment import LayerTables, spread
 from .journal import Journal, lost
 from .rounding import felt, round_down, round_for
-from .signal_choice import AUTO, PRODUCT, SHARE, choose, exempt, unpackable
+from .signal_choice import AUTO, PRODUCT, SHARE, choose, exempt, skips_nothing, unpackable
 
 Given = Callable[[Tensor, Tensor], None]
 
@@ -138,7 +138,11 @@ class PackingExperts(nn.Module):
                     y = y if down_bias is None else y + down_bias[expert].to(y.dtype)
                     out.index_add_(0, token, y * weights)
             if layer_file(self._layer) not in self._journal.files:
-                never = exempt(*tables.lost(SHARE, PRODUCT))
+                losing, tokens = tables.lost(SHARE, PRODUCT)
+                never = exempt(losing, tokens)
+                if self._layer not in self._journal.whole:
+                    losing[never] = 0
+                    self._journal.note_whole(self._layer, skips_nothing(losing, tables.energy))
                 for name, table in tables.allotted(exempt=never).items() if weighed else tables.own.items():
                     self._file[name].copy_(table)
                     self._file[name][never] = NEVER if weighed else 0

@@ -135,11 +135,11 @@ class Packing:
 
     def _finish(self) -> None:
         signals = [self._journal.signals.get(layer, "up") for layer in range(self._layers)]
+        whole = tuple(layer for layer in range(self._layers) if self._journal.whole.get(layer))
         source, lost = self._manifest.source, self._journal.loses
         source = replace(source, exact=source.exact and not lost, loses=source.loses or lost)
-        self._manifest = replace(
-            self._manifest, source=source, signals=() if set(signals) == {"up"} else tuple(signals)
-        )
+        signals = () if set(signals) == {"up"} else tuple(signals)
+        self._manifest = replace(self._manifest, source=source, signals=signals, whole=whole)
         files = (DENSE_FILE, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
         for file in files:
             if (self._folder / file).is_file():

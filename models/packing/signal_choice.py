@@ -23,6 +23,7 @@ AUTO: Literal["auto"] = "auto"  # each layer as measured
 SHARE, PRODUCT = 0.6, 0.8  # skipped by the signal and by the product: about what Balanced skips
 OUT_OF_PROPORTION = 10.0  # times what an expert of the layer usually loses by token
 LARGE_PART = 0.2  # of what all experts of the layer lose
+MOST_LOST = 0.25  # of the energy of a layer's output: it then moves by half its length
 _SAMPLE = 4  # experts: the first, which are read next anyway
 
 
@@ -80,6 +81,19 @@ def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
     usual = each[used].median()
     found = used & (each > OUT_OF_PROPORTION * usual) & (lost > LARGE_PART * lost[used].sum())
     return found.nonzero().squeeze(1).tolist()
+
+
+def skips_nothing(lost: Tensor, energy: Tensor) -> bool:
+    """Whether a layer's neurons may not be skipped at all: what the signal and the product call weak is not.
+
+    At those shares, layers of the demo lose up to 0.05 of their output's energy, random weights 0.1 by the signal that
+    is chosen and 0.2 by the other one; where values say nothing of what a neuron adds, 0.4 and more are lost
+    (tests/bench/LOG.md).
+
+    Args:
+        lost: (E,) energy that the outputs of the experts that are not exempt lose. energy: (E,) of all outputs.
+    """
+    return float(lost.sum()) > MOST_LOST * float(energy.sum())
 
 
 def _weakest(values: Tensor, share: float) -> Tensor:
