@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.app.client.costs import costs_of
+from floe_chat.engine.loader import load
+from floe_chat.engine.planning import plan
+from floe_chat.engine.planning.speed_estimate import TokenWork
+from floe_chat.engine.quality_presets import custom, differs, get, lenient, of, published
 from floe_chat.kernels.activation import Projection
-from floe_chat.kernels.rule import NEVER
+from floe_chat.kernels.rule import NEVER, Rule
+from floe_chat.models.catalog import described
 from floe_chat.models.checking.verify import compare
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import PackError
@@ -32,7 +40,9 @@ from floe_chat.models.packing.signal_choice import choose, exempt
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..engine.driver import open_model
+from ..engine.driver import answer, open_model
+from ..engine.offloading import offloaded
+from ..engine.test_plan import a_machine
 from ..helpers import (
     calibration_tokens,
     edit_json,
@@ -155,6 +165,76 @@ def test_an_expert_that_loses_out_of_proportion_is_not_skipped(tmp_path: Path) -
     layer = PackedModel.open(tmp_path / "pack").layer(1)
     for table in (layer.thresholds, layer.products):
         assert (table[2] == NEVER).all() and all((table[expert, -1] > 0) for expert in (0, 1, 3))
+
+
+def scrambled(folder: Path, layer: int) -> None:
+    """Make the values of a layer's neurons say nothing of what they add: loud ones have quiet down columns."""
+    factors: dict[str, Tensor] = {}
+
+    def scramble(name: str, tensor: Tensor) -> Tensor:
+        expert, _, part = name.removesuffix(".weight").rpartition(".")
+        if f"layers.{layer}." not in name or ".experts." not in name:
+            return tensor
+        neurons = tensor.shape[1 if part == "w2" else 0]
+        if expert not in factors:
+            factors[expert] = 10 ** (2 * torch.rand(neurons, generator=torch.Generator().manual_seed(9)) - 1)
+        factor = factors[expert]
+        return (tensor.float() * (factor**-2 if part == "w2" else factor[:, None])).to(tensor.dtype)
+
+    edit_tensors(folder, scramble)
+
+
+@pytest.fixture(scope="module")
+def scrambled_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scrambled")
+    scrambled(make_checkpoint(folder / "source", layers=3, shards=False), 1)
+    manifest = packed(folder / "source", folder / "pack", LOW)
+    assert manifest.whole == (1,)
+    assert Manifest.read(folder / "pack") == manifest
+    return folder / "pack"
+
+
+def test_a_layer_whose_values_say_nothing_skips_no_neuron(scrambled_pack: Path) -> None:
+    loaded, ids = open_model(scrambled_pack), list(range(5, 25))
+    manifest = loaded.packed.manifest
+    neurons = manifest.architecture.intermediate
+    by_hand = custom(manifest, Rule(0.7, 0.9, drop=0.3, major=0.6))
+    presets = [*of(manifest), *published(manifest), by_hand, lenient(by_hand)]
+    for preset in presets:
+        loaded.control.preset = preset
+        answer(loaded, ids, max_new_tokens=8)
+        loaded.telemetry.settle()
+        rule, (first, whole, _) = preset.rule, loaded.telemetry.layers
+        assert 2 * whole.active == 2 * whole.neurons - whole.dropped * neurons, preset.name
+        assert whole.bytes * manifest.architecture.experts * neurons == whole.active * manifest.layer_bytes, preset.name
+        assert whole.neurons and (rule.drop or not whole.dropped), preset.name
+        assert (2 * first.active < 2 * first.neurons - first.dropped * neurons) is bool(rule.sparsity), preset.name
+    with offloaded(loaded, by_hand, 0.2):
+        answer(loaded, ids, max_new_tokens=8)
+        loaded.telemetry.settle()
+        first, whole, _ = loaded.telemetry.layers
+        assert 2 * whole.active == 2 * whole.neurons - whole.dropped * neurons and first.active < whole.active
+
+
+def test_what_skips_nothing_is_said(scrambled_pack: Path) -> None:
+    said = "no neurons are skipped in 1 of 3 layers (2)"
+    _, facts = load(scrambled_pack, None, "cpu", lambda _step, _share: None)
+    assert said in facts.widths
+    manifest = Manifest.read(scrambled_pack)
+    assert said in differs("FloE 80 %", manifest) and said not in differs("1T-Drop", manifest)
+    work, usual = (TokenWork.of(get("Balanced", manifest), one) for one in (manifest, replace(manifest, whole=())))
+    assert work.active == pytest.approx((2 * usual.active + 1) / 3) and work.layers[1].read == 1
+    assert costs_of(scrambled_pack).unskipped == said
+    found = plan.make(a_machine(), described(str(scrambled_pack)))
+    assert said in " ".join(found.why)
+
+
+def test_a_manifest_with_impossible_whole_layers_is_refused(scrambled_pack: Path, tmp_path: Path) -> None:
+    shutil.copytree(scrambled_pack, tmp_path / "pack")
+    for wrong in ([3], [-1], [1, 0], [1, 1], ["1"]):
+        edit_json(tmp_path / "pack" / FILE_NAME, lambda fields, wrong=wrong: fields.update(whole=wrong))
+        with pytest.raises(PackError, match="damaged"):
+            Manifest.read(tmp_path / "pack")
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
