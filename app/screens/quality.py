@@ -310,7 +310,7 @@ def _measured_on(costs: Sequence[Cost]) -> str:
 
 def _unskipped(costs: Costs) -> str:
     """That some layers skip nothing."""
-    return f" Whatever is set here, {costs.unskipped}: skipping there loses too much." if costs.unskipped else ""
+    return f" Whatever is set, {costs.unskipped}." if costs.unskipped else ""
 
 
 def _has_room(line: Widget) -> bool:

@@ -231,7 +231,8 @@ class Spec:
             widths=widths,
             calibration=Calibration(CALIBRATION_TOKENS, QUANTILES, weighed=True),
             files={},
-            signals=() if "up" in family.signals else (family.signals[0],) * self.layers,
+            # As packing finds it: the other factor of "clamped" is near one where up is small.
+            signals=("gate",) * self.layers if family.experts_by == "clamped" else (),
         )
 
 

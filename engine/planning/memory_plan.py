@@ -315,7 +315,9 @@ def _captured(sizes: Sizes, context: int) -> int:
 def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
     uses, states = {"program": PROGRAM}, state_bytes(takes.sizes)
     if states:
-        uses["states"] = copies_of(states, room_for_copies(ram)) * states + (0 if context is None else 2 * states)
+        # The library's cache takes no copies.
+        copies = 0 if takes.sizes.counted is not None else copies_of(states, room_for_copies(ram))
+        uses["states"] = copies * states + (0 if context is None else 2 * states)
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept

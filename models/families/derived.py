@@ -540,7 +540,8 @@ def tensors_of(cache: Any) -> list[Tensor]:
     while waiting:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
-            found[id(one)] = one
+            if one.dim():  # else a count, such as the length of a window
+                found[id(one)] = one
         elif id(one) not in seen:
             seen.add(id(one))
             if isinstance(one, Mapping):

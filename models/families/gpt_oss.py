@@ -50,7 +50,6 @@ GPT_OSS = Family(
     stored=(Mxfp4(), Interleaved()),
     experts_by="clamped",
     biased=True,
-    signals=("gate",),  # up's factor is near one where it is small
     routing=Routing(module="router", normalized=True),
     biases=_biases,
     attention=GroupedQuery(

@@ -35,6 +35,7 @@ VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 AHEAD = "predictors.safetensors"  # what it has learned of a person's text, which predicts instead of the profile's
 DOWN_BIAS = "down.bias"  # of a layer's experts
+_NAMED = 6  # layers, at the most
 LARGEST = 16 << 20  # bytes of a manifest
 _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
@@ -195,8 +196,9 @@ class Manifest:
         """In how many layers no neuron is skipped, in words; "" where there is none."""
         if not self.whole:
             return ""
-        numbers = ", ".join(str(layer + 1) for layer in self.whole)
-        return f"no neurons are skipped in {len(self.whole)} of {self.architecture.layers} layers ({numbers})"
+        numbers = ", ".join(str(layer + 1) for layer in self.whole[:_NAMED])
+        more = " and more" if len(self.whole) > _NAMED else ""
+        return f"no neurons are skipped in {len(self.whole)} of {self.architecture.layers} layers ({numbers}{more})"
 
     def describe(self) -> str:
         """Its widths in words, and what is not skipped."""
