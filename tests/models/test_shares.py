@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.app.client.costs import costs_of
+from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import load
 from floe_chat.engine.planning import plan
 from floe_chat.engine.planning.speed_estimate import TokenWork
