@@ -11,7 +11,7 @@ import torch
 from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
-from ...models.catalog_entry import Recurrent, Sizes
+from ...models.catalog_entry import Counted, Recurrent, Sizes
 from ...models.families import family_of
 from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor
@@ -144,7 +144,7 @@ class KvBytes:
 def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
     """Of a model. element: bytes of a number, where they are no codes of 8 bits."""
     if (counted := sizes.counted) is not None:
-        return KvBytes(counted.cached * element, counted.windowed * element, counted.sees, returns=False)
+        return _counted_bytes(sizes, counted, bits, element)
     if sizes.latent is not None:
         return KvBytes(sizes.cached * element)
     each = [
@@ -153,6 +153,18 @@ def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> KvBytes:
     ]
     windowed = 0 if sizes.recurrent else max(0, min(sizes.windowed, each[0][0])) * each[0][1]
     return KvBytes(sum(layers * nbytes for layers, nbytes in each) - windowed, windowed, sizes.sees)
+
+
+def _counted_bytes(sizes: Sizes, counted: Counted, bits: int, element: int) -> KvBytes:
+    """The library's cache has no codes, keeps a window less the next token, and nothing of what has left it."""
+    if counted.library:
+        return KvBytes(counted.cached * element, counted.windowed * element, counted.sees, returns=False)
+    one = 2 * sizes.kv_heads * sizes.head_dim
+    layers, windowed = (numbers // one for numbers in (counted.cached, counted.windowed))
+    if bits == 8 and one * (layers + windowed) == counted.cached + counted.windowed:  # no latent vectors
+        coded = math.prod(entry_of(2 * sizes.kv_heads, sizes.head_dim, CODES))
+        return KvBytes(layers * coded, windowed * coded, counted.sees + 1)
+    return KvBytes(counted.cached * element, counted.windowed * element, counted.sees + 1)
 
 
 def state_bytes(sizes: Sizes) -> int:
@@ -190,7 +202,7 @@ def kv_element(dense: int, sizes: Sizes) -> int:
     """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`); the
     library's own cache keeps what its modules compute.
     """
-    return 4 if dense == 16 or sizes.counted is not None else 2
+    return 4 if dense == 16 or (sizes.counted is not None and sizes.counted.library) else 2
 
 
 def _vector(columns: int, bits: int) -> int:

@@ -316,7 +316,8 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
     uses, states = {"program": PROGRAM}, state_bytes(takes.sizes)
     if states:
         # The library's cache takes no copies.
-        copies = 0 if takes.sizes.counted is not None else copies_of(states, room_for_copies(ram))
+        counted = takes.sizes.counted
+        copies = 0 if counted is not None and counted.library else copies_of(states, room_for_copies(ram))
         uses["states"] = copies * states + (0 if context is None else 2 * states)
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
