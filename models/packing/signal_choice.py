@@ -86,8 +86,8 @@ def exempt(lost: Tensor, tokens: Tensor) -> list[int]:
 def skips_nothing(lost: Tensor, energy: Tensor) -> bool:
     """Whether a layer's neurons may not be skipped at all: what the signal and the product call weak is not.
 
-    At those shares, layers of the demo lose up to 0.05 of their output's energy, random weights 0.1 by the signal that
-    is chosen and 0.2 by the other one; where values say nothing of what a neuron adds, 0.4 and more are lost
+    At those shares, layers of the demo lose up to 0.05 of their output's energy, random weights 0.09 by the signal that
+    is chosen and 0.16 by the other one; where values say nothing of what a neuron adds, 0.4 and more are lost
     (tests/bench/LOG.md).
 
     Args:
