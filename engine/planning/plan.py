@@ -197,7 +197,11 @@ def _choose(options: Sequence[Option]) -> Option | None:
 
 def _unskipped(packed: Manifest | None) -> list[str]:
     """That some layers are read whole, whatever the preset."""
-    return [f"Measured when it was packed, {packed.unskipped}."] if packed is not None and packed.whole else []
+    return (
+        [f"As packing measured, {packed.unskipped}, whatever the preset."]
+        if packed is not None and packed.whole
+        else []
+    )
 
 
 def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:
