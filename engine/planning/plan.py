@@ -197,11 +197,8 @@ def _choose(options: Sequence[Option]) -> Option | None:
 
 def _unskipped(packed: Manifest | None) -> list[str]:
     """That some layers are read whole, whatever the preset."""
-    return (
-        [f"As packing measured, {packed.unskipped}, whatever the preset."]
-        if packed is not None and packed.whole
-        else []
-    )
+    said = "" if packed is None else packed.unskipped
+    return [f"As packing measured, {said}, whatever the preset."] if said else []
 
 
 def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:

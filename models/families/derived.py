@@ -479,6 +479,8 @@ def _kept(whole: Any) -> tuple[int, int, int, int]:
     from torch import nn
     from torch.fx.experimental import _config
 
+    shapes: Any = _config  # which torch makes of its annotations
+
     class Nothing(nn.Module):
         def forward(self, hidden: Tensor, *_routed: Tensor) -> Tensor:
             return torch.zeros_like(hidden)
@@ -494,7 +496,7 @@ def _kept(whole: Any) -> tuple[int, int, int, int]:
 
     try:
         # Indices of what is not zero have no size here: as many as there can be.
-        with torch.no_grad(), _config.patch(meta_nonzero_assume_all_nonzero=True):
+        with torch.no_grad(), shapes.patch(meta_nonzero_assume_all_nonzero=True):
             two, three = after(2), after(3)
             token, windows = _numbers(three) - _numbers(two), _windows(two, three)
             state, windowed = max(0, _numbers(two) - 2 * token), sum(added for added, _, _ in windows)
