@@ -6,7 +6,8 @@ is compared with the threshold. The other one is computed where |v| reaches it; 
 "silu" is SwiGLU (arXiv 2002.05202): a(g) = g sigmoid(g), b(u) = u. "clamped" is gpt-oss's: a(g) = g' sigmoid(1.702 g')
 with g' = min(g, 7), b(u) = clamp(u, -7, 7) + 1 (`GptOssExperts` of transformers). "gelu" is Gemma's GeGLU: a(g) =
 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) / 2, b(u) = u. "limited" is DeepSeek-V4's: a(g) = g' sigmoid(g') with
-g' = min(g, 10), b(u) = clamp(u, -10, 10) (`DeepseekV4Experts`, `Glm5NextTextExperts` and `HYV4Experts`).
+g' = min(g, 10), b(u) = clamp(u, -10, 10) (`DeepseekV4Experts`, `Glm5NextTextExperts` and `HYV4Experts`). "relu2" has no
+gate: b(u) = max(u, 0)^2 (`NemotronHExperts`), which is the signal and h; what it is multiplied with is 1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Projection = Literal["up", "gate"]
-Activation = Literal["silu", "clamped", "gelu", "limited"]
-Function = Literal["plain", "silu", "clamped_gate", "clamped_up", "gelu", "limited_gate", "limited_up"]
+Activation = Literal["silu", "clamped", "gelu", "limited", "relu2"]
+Function = Literal[
+    "plain", "silu", "clamped_gate", "clamped_up", "gelu", "limited_gate", "limited_up", "one", "relu2"
+]  # fmt: skip
 FUNCTIONS: tuple[Function, ...] = get_args(Function)  # kernels know them by their places: FLOE_PLAIN ... in floe.h
+UNGATED: Activation = "relu2"  # the one without a gate
 CLAMP, STEEPNESS = 7.0, 1.702  # of "clamped"
 LIMIT = 10.0  # of "limited"
 
@@ -33,6 +37,8 @@ _OF: dict[tuple[str, str], Function] = {
     ("gelu", "up"): "plain",
     ("limited", "gate"): "limited_gate",
     ("limited", "up"): "limited_up",
+    ("relu2", "gate"): "one",
+    ("relu2", "up"): "relu2",
 }
 
 
@@ -47,6 +53,11 @@ def function_of(projection: Projection, activation: Activation) -> Function:
         kinds = ", ".join(get_args(Activation))
         raise ValueError(f"no function of {projection!r} in {activation!r}: up or gate, in one of {kinds}")
     return function
+
+
+def gated(activation: Activation) -> bool:
+    """Whether experts with it have a gate. The signal of the others is up."""
+    return activation != UNGATED
 
 
 def beside(projection: Projection) -> Projection:
@@ -67,4 +78,15 @@ def applied(function: Function, z: Tensor) -> Tensor:
         return z.clamp(-CLAMP, CLAMP) + 1
     if function == "limited_gate":
         return F.silu(z.clamp(max=LIMIT))
-    return z.clamp(-LIMIT, LIMIT) if function == "limited_up" else z
+    if function == "limited_up":
+        return z.clamp(-LIMIT, LIMIT)
+    if function == "relu2":
+        return F.relu(z).square()
+    return torch.ones_like(z) if function == "one" else z
+
+
+def side(function: Function, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The function of matrix (F, H) · x + bias: (..., F) of x's type. Where an expert has no such projection: 1."""
+    if function == "one":
+        return x.new_ones(1)
+    return applied(function, F.linear(x, matrix.to(x.dtype), None if bias is None else bias.to(x.dtype)))

@@ -15,12 +15,12 @@ each group of consecutive values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .activation import Activation, Function, Projection, beside, function_of
+from .activation import Activation, Function, Projection, beside, function_of, gated
 from .codes import (
     SHORTEST,
     align,
@@ -41,6 +41,7 @@ class VectorLayout:
     Its scales precede its codes, so that a neuron is one contiguous read; its codes begin at a whole word.
 
     Attributes:
+        bits: 0 for a projection that an expert lacks, of which nothing is stored.
         short: whether scales and zeros are bytes, where codes have at most `SHORTEST` bits; else they are float16.
     """
 
@@ -50,13 +51,14 @@ class VectorLayout:
     short: bool = False
 
     def __post_init__(self) -> None:
-        check_width(self.bits)
+        if self.bits:
+            check_width(self.bits)
         if self.n < 1 or self.group < 1 or self.n % self.group:
             raise ValueError(f"a group of {self.group} does not divide {self.n} values")
 
     @property
     def groups(self) -> int:
-        return 0 if self.bits == 16 else self.n // self.group
+        return 0 if self.bits in (0, 16) else self.n // self.group
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -75,7 +77,7 @@ class VectorLayout:
 
     @property
     def nbytes(self) -> int:
-        return self.head + packed_bytes(self.n, self.bits)
+        return self.head + packed_bytes(self.n, self.bits) if self.bits else 0
 
     @property
     def nbytes_apart(self) -> int:
@@ -120,6 +122,8 @@ class VectorLayout:
 
     def read(self, raw: Tensor, float16: torch.dtype, dtype: torch.dtype) -> Tensor:
         """(N, nbytes) uint8 -> (N, n) values of `dtype`; 16-bit vectors hold `float16` (float16 or bfloat16)."""
+        if not self.bits:
+            return torch.zeros(len(raw), self.n, dtype=dtype, device=raw.device)
         if self.bits == 16:
             return raw.clone(memory_format=torch.contiguous_format).view(float16).to(dtype)
         return dequantize(raw[:, self.head :], *self.scales(raw), self.n, self.bits, dtype)
@@ -128,10 +132,10 @@ class VectorLayout:
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """The record of one neuron: its row of the projection that is not the signal, its bias if there are any, and its
-    down column, padded to `ALIGN` bytes.
+    down column, padded to `ALIGN` bytes. Without a gate, the down column alone.
 
     Attributes:
-        other, down: the two vectors of H values; their widths may differ.
+        other, down: the two vectors of H values; their widths may differ. Without a gate, `other` gets 0 bits.
         float16: what 16-bit vectors hold, float16 or bfloat16.
         signal: the projection that is stored apart (`SignalLayout.projection`); the record holds the other one's row.
         activation: of the expert. biased: whether a float32 is added to that row's product with x. function: of that.
@@ -148,8 +152,19 @@ class RowLayout:
     def __post_init__(self) -> None:
         _check_float16(self.float16)
         object.__setattr__(self, "function", function_of(beside(self.signal), self.activation))
+        if not self.gated:
+            object.__setattr__(self, "other", replace(self.other, bits=0))
+        elif not self.other.bits:
+            raise ValueError(f"no {beside(self.signal)} in a {self.activation} expert")
+        if not self.down.bits:
+            raise ValueError("a down column of 0 bits")
         if self.other.n != self.down.n:
             raise ValueError(f"a row of {self.other.n} values, but a down column of {self.down.n}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the expert has a gate."""
+        return gated(self.activation)
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +230,8 @@ class SignalLayout:
     def __post_init__(self) -> None:
         _check_float16(self.float16)
         object.__setattr__(self, "function", function_of(self.projection, self.activation))
+        if self.function == "one":
+            raise ValueError(f"a {self.activation} expert has no gate, which cannot be the signal")
 
     @property
     def row_bytes(self) -> int:

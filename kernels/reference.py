@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import applied
+from .activation import side
 from .codes import CHUNK, LARGEST_SCALE, byte_below, scale_of_byte, zero_in_steps
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Flow, Limits, Rounded, Work
@@ -181,14 +181,14 @@ def _wide(x: Tensor) -> Tensor:
 
 def _signal(x: Tensor, signal: SignalWeights, expert: int) -> Tensor:
     """v of x (..., H): (..., F)."""
-    bias = None if signal.bias is None else signal.bias[expert].to(x.dtype)
-    return applied(signal.layout.function, F.linear(x, signal.dense(expert, x.dtype), bias))
+    bias = None if signal.bias is None else signal.bias[expert]
+    return side(signal.layout.function, x, signal.dense(expert, x.dtype), bias)
 
 
 def _other(x: Tensor, rows: ExpertRows, records: Tensor) -> tuple[Tensor, Tensor]:
     """What v is multiplied with for x (..., H) and records (N, nbytes): (..., N); and their down columns (N, H)."""
     other, down = rows.layout.read(records, x.dtype)
-    return applied(rows.layout.function, F.linear(x, other, rows.layout.read_bias(records, x.dtype))), down
+    return side(rows.layout.function, x, other, rows.layout.read_bias(records, x.dtype)), down
 
 
 def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:

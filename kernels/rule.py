@@ -10,6 +10,7 @@ from functools import lru_cache
 MOST_MULTIPLE = 4.0
 MOST_EASE = 1000.0  # largest factor of thresholds: none may become infinite, which means "left out"
 _WIDEST, _NEAR = 100.0, 1e-12  # of logarithms of odds
+LEAST = 1e-30  # the least limit of experts without a gate, about half of whose signals are 0 and add nothing
 NEVER = -1.0  # the limit of an expert that no rule leaves out, whole or in part
 
 
@@ -57,6 +58,10 @@ class Rule:
     def of_whole_neurons(self) -> Rule:
         """The rule of a layer whose neurons may not be skipped: experts may still be left out."""
         return replace(self, sparsity=0.0, product=0.0, major=self.drop, late=0.0, theta=0.0)
+
+    def ungated(self) -> Rule:
+        """For experts without a gate, where the signal is what enters down: either share is skipped by it."""
+        return replace(self, sparsity=max(self.sparsity, self.product), product=0.0)
 
     @property
     def wrong(self) -> str:

@@ -61,7 +61,17 @@ typedef struct {
 } floe_vector;
 
 // The function of a projection's product with x, with its bias added: activation.FUNCTIONS, in their order.
-enum { FLOE_PLAIN, FLOE_SILU, FLOE_CLAMPED_GATE, FLOE_CLAMPED_UP, FLOE_GELU, FLOE_LIMITED_GATE, FLOE_LIMITED_UP };
+enum {
+    FLOE_PLAIN,
+    FLOE_SILU,
+    FLOE_CLAMPED_GATE,
+    FLOE_CLAMPED_UP,
+    FLOE_GELU,
+    FLOE_LIMITED_GATE,
+    FLOE_LIMITED_UP,
+    FLOE_ONE,
+    FLOE_RELU2
+};
 
 // The signal projections of a layer: weights.SignalWeights. function: of them; the other one's is in floe_rows. bias:
 // (experts, neurons).
@@ -74,7 +84,8 @@ typedef struct {
 } floe_signal;
 
 // A layer's rows, of the projection that is not the signal and of down. Neuron n of expert e is row e · neurons + n:
-// weights.ExpertRows. biased: whether a float32 follows the row of the other projection (layouts.RowLayout.bias_at).
+// weights.ExpertRows. function: FLOE_ONE where there is no such projection; of `other`, n alone is read. biased:
+// whether a float32 follows the row of the other projection (layouts.RowLayout.bias_at).
 typedef struct {
     floe_vector other, down;
     int32_t function, biased;

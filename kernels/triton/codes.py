@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ..activation import CLAMP, LIMIT, STEEPNESS
+from ..activation import CLAMP, FUNCTIONS, LIMIT, STEEPNESS
 from .jit import device_code
 
 _CLAMP, _STEEPNESS, _LIMIT = tl.constexpr(CLAMP), tl.constexpr(STEEPNESS), tl.constexpr(LIMIT)
+UNGATED = tl.constexpr(FUNCTIONS.index("one"))  # of a projection that is not there
 TWO_23 = tl.constexpr(8388608.0)
 
 
@@ -484,6 +485,8 @@ def applied(z, FUNCTION: tl.constexpr):
         return z / (1.0 + tl.exp(-z))
     if FUNCTION == 6:
         return tl.where(z > _LIMIT, _LIMIT, tl.where(z < -_LIMIT, -_LIMIT, z))
+    if FUNCTION == 8:
+        return tl.where(z < 0, 0.0, z * z)
     return z
 
 

@@ -63,10 +63,12 @@ def expert_swiglu(
         bias = None if signal.bias is None else signal.bias[expert, part].to(device, x.dtype)
         v = F.linear(x, unpack(signal.q, *scales, vector, first, count, scratch), bias)
         v = applied(signal.layout.function, v)
-        bias = rows.layout.read_bias(rows.data[expert, part], x.dtype)
-        bias = None if bias is None else bias.to(device)
-        z = F.linear(x, unpack(rows.data, rows.data, rows.data, other, first, count, scratch), bias)
-        h = applied(rows.layout.function, z) * v
+        h = v
+        if rows.layout.other.bits:
+            bias = rows.layout.read_bias(rows.data[expert, part], x.dtype)
+            bias = None if bias is None else bias.to(device)
+            z = F.linear(x, unpack(rows.data, rows.data, rows.data, other, first, count, scratch), bias)
+            h = applied(rows.layout.function, z) * v
         active = ~(v.abs() < thresholds[:, None])
         kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
         counts += torch.stack([active.sum(), kept.sum()])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .codes import applied, load_float, load_tile
+from .codes import UNGATED, applied, load_float, load_tile
 from .jit import device_code
 
 DEEP = tl.constexpr(64)  # columns of weights at a time: a chunk of codes
@@ -79,12 +79,16 @@ def grouped_product_kernel(
             k = start + tl.arange(0, DEEP)
             part = tl.load(x + token[:, None] * V.n + k[None, :], mask=live[:, None] & (k < V.n)[None, :], other=0.0)
             v += times(part, tl.trans(load_tile(q, scale, zero, row, start, magic, V)), CORES)
-            z += times(part, tl.trans(load_tile(rows, rows, rows, row, start, magic, W)), CORES)
+            if OTHER_FUNCTION != UNGATED:
+                z += times(part, tl.trans(load_tile(rows, rows, rows, row, start, magic, W)), CORES)
         if BIASED:
             v += tl.load(bias + row)[None, :]
-            z += load_float(rows, row * W.row + BIAS_AT, there)[None, :]
+            if OTHER_FUNCTION != UNGATED:
+                z += load_float(rows, row * W.row + BIAS_AT, there)[None, :]
         v = applied(v, FUNCTION)
-        both = applied(z, OTHER_FUNCTION) * v
+        both = v
+        if OTHER_FUNCTION != UNGATED:
+            both *= applied(z, OTHER_FUNCTION)
         real = live[:, None] & there[None, :]
         limit = tl.load(limits + place, mask=live, other=0.0)[:, None]
         active = real & ((tl.abs(v) < limit) == 0)  # what is not a number reaches it

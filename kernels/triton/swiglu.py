@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .codes import (
+    UNGATED,
     applied,
     dot_rows,
     field,
@@ -84,10 +85,12 @@ def product_kernel(
         else:
             row += tl.load(experts + call) * neurons.to(tl.int64)
             value = tl.load(values + there)
-        z = dot_rows(data, data, data, row, x, token, V, BLOCK)
-        if BIAS:
-            z += load_float(data, row * V.row + BIAS, live)
-        product = applied(z, FUNCTION) * value.to(tl.float32)
+        product = value.to(tl.float32)
+        if FUNCTION != UNGATED:
+            z = dot_rows(data, data, data, row, x, token, V, BLOCK)
+            if BIAS:
+                z += load_float(data, row * V.row + BIAS, live)
+            product *= applied(z, FUNCTION)
         kept = live
         if LIMIT:
             kept = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)

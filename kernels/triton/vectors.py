@@ -140,11 +140,13 @@ def linear_vector(weights: LinearWeights) -> Vector:
 def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
     vectors: list[Vector] = []
     for part, start in ((layout.other, 0), (layout.down, layout.down_at)):
+        if not part.bits:
+            continue
         scales, zeros, codes = start, start + part.scale_bytes * part.groups, start + part.head
         vectors.append(_describe(part, layout.float16, fast, layout.nbytes, codes, layout.nbytes, scales, zeros))
-    return vectors[0], vectors[1]
+    return vectors[0], vectors[-1]
 
 
 def record_vectors(layout: RowLayout, data: Tensor) -> tuple[Vector, Vector]:
-    """The other projection's row and the down column of a neuron's record."""
+    """The other projection's row and the down column of a neuron's record; the latter twice where that is all."""
     return _in_record(layout, _aligned(data))

@@ -57,6 +57,7 @@ FORMS = [
     Form("gate", "clamped", biased=True),
     Form("up", "gelu", short=True),
     Form("up", "limited"),
+    Form("up", "relu2", short=True),
 ]
 if not INTERPRETED:
     FORMS.extend([Form("up", "clamped", biased=True, short=True), Form("gate", "gelu")])
@@ -166,6 +167,8 @@ class Layer:
             return z.clamp(max=7) * (1 / (1 + torch.exp(-1.702 * z.clamp(max=7)))) if gate else z.clamp(-7, 7) + 1
         if self.form.activation == "limited":
             return silu(z.clamp(max=10)) if gate else z.clamp(-10, 10)
+        if self.form.activation == "relu2":
+            return torch.ones_like(z) if gate else z.clamp(min=0) ** 2
         if self.form.activation == "gelu":
             return z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2 if gate else z
         return silu(z) if gate else z
@@ -182,14 +185,17 @@ def make_layer(
     """Random codes, scales and zeros (or 16-bit values) of one layer."""
     experts, neurons, hidden, group = size
     generator = torch.Generator().manual_seed(seed)
-    layouts = [VectorLayout(hidden, bits, group, form.short) for bits in widths]
+    signal, other, down = widths
+    if form.activation == "relu2":
+        other = 0
+    layouts = [VectorLayout(hidden, bits, group, form.short) for bits in (signal, other, down)]
     parts = [_random(experts * neurons, layout, generator) for layout in layouts]
     signal_layout = SignalLayout(layouts[0], torch.bfloat16, form.signal, form.activation)
     row_layout = RowLayout(layouts[1], layouts[2], torch.bfloat16, form.signal, form.activation, form.biased)
     codes, scale, zero = parts[0].stored
     q = codes.view(torch.uint8) if layouts[0].bits == 16 else pack_codes(codes, layouts[0].bits)
     vectors = [
-        part.stored[0].view(torch.uint8) if layout.bits == 16 else layout.join(*part.stored)
+        part.stored[0].view(torch.uint8) if layout.bits in (0, 16) else layout.join(*part.stored)
         for layout, part in zip(layouts[1:], parts[1:], strict=True)
     ]
     shape = (experts, neurons, -1)
@@ -217,6 +223,9 @@ class _Part:
 
 
 def _random(count: int, layout: VectorLayout, generator: torch.Generator) -> _Part:
+    if not layout.bits:
+        nothing = torch.empty(count, 0, dtype=torch.uint8)
+        return _Part((nothing, nothing, nothing), torch.zeros(count, layout.n, dtype=torch.float64))
     if layout.bits == 16:
         values = torch.randn(count, layout.n, generator=generator).bfloat16()
         empty = torch.empty(count, 0, dtype=torch.float16)

@@ -20,7 +20,7 @@ from floe_chat.kernels.codes import (
     widened,
     zero_in_steps,
 )
-from floe_chat.kernels.layouts import RowLayout, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from floe_chat.models.pack.packed_model import PackedLayer
 from floe_chat.models.transformers_import import import_hqq
 
@@ -193,6 +193,20 @@ def test_parts_of_a_layer_keep_their_biases(form: Form) -> None:
         assert torch.equal(one.bias[0], stored.bias[2]) and torch.equal(halves.bias[3], stored.bias[1, 4:])
         plain = make_layer((3, 8, 40, 20), (4, 4, 4), Form(short=form.short)).stored
         assert stored.nbytes == plain.nbytes + stored.bias.nbytes
+
+
+def test_without_a_gate_a_record_is_its_down_column() -> None:
+    nothing, down = VectorLayout(2688, 0, 64), VectorLayout(2688, 4, 64)
+    layout = RowLayout(down, down, torch.bfloat16, "up", "relu2")
+    assert layout == RowLayout(nothing, down, torch.bfloat16, "up", "relu2")
+    assert layout.down_at == 0
+    assert layout.nbytes == align(down.nbytes)
+    with pytest.raises(ValueError, match="no gate in a silu"):
+        RowLayout(nothing, down, torch.bfloat16)
+    with pytest.raises(ValueError, match="a down column of 0 bits"):
+        RowLayout(down, nothing, torch.bfloat16, "up", "relu2")
+    with pytest.raises(ValueError, match="has no gate"):
+        SignalLayout(down, torch.bfloat16, "gate", "relu2")
 
 
 def test_a_record_holds_its_bias() -> None:

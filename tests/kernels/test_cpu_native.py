@@ -99,7 +99,11 @@ def test_only_functions_of_one_activation_go_together() -> None:
         object.__setattr__(signal, "function", one)
         object.__setattr__(rows, "function", other)
         given = replace(layer.stored, layout=signal), replace(layer.rows, layout=rows)
-        with nullcontext() if {one, other} in wholes else pytest.raises(ValueError, match="fit each other"):
+        with (
+            nullcontext()
+            if one != "one" and {one, other} in wholes
+            else pytest.raises(ValueError, match="fit each other")
+        ):
             native.moe_step(x, *given, make_calls([0], [0]), torch.zeros(1))
 
 

@@ -290,8 +290,8 @@ def test_functions_are_the_formulas_on_both_sides_of_their_limits(on_backend: Su
     matrices[:2, :, 0], matrices[2] = torch.cartesian_prod(ends, ends).T, torch.eye(count)
     truth = layer.of_signal(0, matrices[0, :, 0].double()) * layer.of_other(0, matrices[1, :, 0].double())
     signal, other, down = matrices.bfloat16().view(torch.uint8)
-    stored = replace(layer.stored, q=signal[None])
-    rows = replace(layer.rows, data=layer.rows.layout.join(other, down)[None])
+    stored, layout = replace(layer.stored, q=signal[None]), layer.rows.layout
+    rows = replace(layer.rows, data=layout.join(other[:, : layout.other.nbytes], down)[None])
     calls = Calls(torch.tensor([0]), torch.tensor([0]), torch.ones(1))
     step, _ = on_backend("moe_step", x, stored, rows, calls, torch.zeros(1))
     whole, *_ = on_backend("expert_swiglu", x, stored, rows, 0, torch.zeros(1))
@@ -311,6 +311,8 @@ def test_the_formula_is_the_models_own(form: Form) -> None:
     elif form.activation == "limited":
         assert min(gate.max(), up.max(), -up.min()) > 10
         whole = F.silu(gate.clamp(max=10)) * up.clamp(-10, 10) @ layer.down[1]
+    elif form.activation == "relu2":
+        whole = F.relu(up).square() @ layer.down[1]
     else:
         act = F.silu(gate) if form.activation == "silu" else F.gelu(gate, approximate="tanh")
         whole = (act * up) @ layer.down[1]

@@ -57,7 +57,7 @@ inline float gelu(float z) {
     return z / (1.0f + std::exp(-steepness * (z + cubic * z * z * z)));
 }
 
-inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_LIMITED_UP; }
+inline bool is_function(int32_t function) { return function >= FLOE_PLAIN && function <= FLOE_RELU2; }
 
 inline float at_most(float z, float limit) { return z > limit ? limit : z; } // NaN stays NaN, hence no std::min
 
@@ -73,6 +73,8 @@ inline float applied(int32_t function, float z) {
     case FLOE_GELU: return gelu(z);
     case FLOE_LIMITED_GATE: return silu(at_most(z, limit));
     case FLOE_LIMITED_UP: return within(z, limit);
+    case FLOE_ONE: return 1.0f;
+    case FLOE_RELU2: return z < 0 ? 0.0f : z * z;
     default: return z;
     }
 }
@@ -82,15 +84,23 @@ inline bool complete(const floe_signal &signal, const floe_rows &rows) {
     const int32_t low = signal.function < rows.function ? signal.function : rows.function;
     const int32_t high = signal.function < rows.function ? rows.function : signal.function;
     if (low == FLOE_PLAIN) return high == FLOE_SILU || high == FLOE_GELU;
-    return (low == FLOE_CLAMPED_GATE || low == FLOE_LIMITED_GATE) && high == low + 1;
+    if (high != low + 1) return false;
+    return low == FLOE_CLAMPED_GATE || low == FLOE_LIMITED_GATE || (low == FLOE_ONE && rows.function == FLOE_ONE);
+}
+
+inline bool gated(const floe_rows &rows) { return rows.function != FLOE_ONE; }
+
+// Of the other projection in a row, negative for a layout that does not exist.
+inline int64_t other_bytes(const floe_rows &rows) {
+    if (!gated(rows)) return rows.other.n < 1 ? (int64_t)FLOE_BAD_SHAPE : 0;
+    const int64_t codes = code_bytes(rows.other);
+    return codes < 0 ? codes : head_bytes(rows.other) + codes;
 }
 
 // Parts of a row: the other projection's values, a bias at a whole word, and the down column (layouts.RowLayout).
-inline int64_t bias_at(const floe_rows &rows) { return (head_bytes(rows.other) + code_bytes(rows.other) + 3) / 4 * 4; }
+inline int64_t bias_at(const floe_rows &rows) { return (other_bytes(rows) + 3) / 4 * 4; }
 
-inline int64_t down_at(const floe_rows &rows) {
-    return rows.biased ? bias_at(rows) + 16 : head_bytes(rows.other) + code_bytes(rows.other);
-}
+inline int64_t down_at(const floe_rows &rows) { return rows.biased ? bias_at(rows) + 16 : other_bytes(rows); }
 
 inline float bias_of(const floe_rows &rows, int64_t at, const uint8_t *row) {
     float bias = 0;

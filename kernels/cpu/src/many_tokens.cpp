@@ -96,7 +96,7 @@ struct Part {
 struct Experts {
     const floe_signal &signal;
     const floe_rows &rows;
-    int64_t other_bytes, shares, stride;
+    int64_t down_at, shares, stride;
     int64_t packs_signal, packs_other;                                     // from so many calls on
     const Token *const *for_signal = nullptr, *const *for_other = nullptr; // of each call
     const float *thresholds = nullptr, *down_thresholds = nullptr, *weights = nullptr;
@@ -209,28 +209,36 @@ void compute_hidden(const Experts &e, const Part &p, int64_t start, int64_t end,
             reached += here, kept += nothing;
         });
     const bool few = 3 * reached < (end - start) * p.count; // else it is faster to compute all
-    each_product(
-        r.other, e.for_other + p.first, p.count, p.count >= e.packs_other, start, end, few ? h : nullptr, desk,
-        [&](int64_t n, int rows, Stored *w, Ahead *ahead) {
-            for (int i = 0; i < rows; i++) {
-                const uint8_t *const at = records + (n + i) * r.row_bytes;
-                w[i] = stored(r.other, at);
-                ahead[i] = {at + kBatch * r.row_bytes, (e.other_bytes + 63) / 64};
+    const auto multiply = [&](int64_t n, int rows, int64_t t, const float *products) {
+        const float threshold = e.down_threshold(p.first + t);
+        float *const to = h + t * kTile + n - start;
+        int here = 0;
+        for (int i = 0; i < rows; i++) {
+            if (to[i] == 0) continue;
+            const float bias = bias_of(r, biases, records + (n + i) * r.row_bytes);
+            const float value = to[i] * applied(r.function, products[i] + bias);
+            const bool is = !(std::fabs(value) < threshold); // NaN goes on to the result
+            to[i] = is ? value : 0, here += is;
+        }
+        counts[2 * e.shares * t + 1] += here, kept += here;
+    };
+    if (gated(r))
+        each_product(
+            r.other, e.for_other + p.first, p.count, p.count >= e.packs_other, start, end, few ? h : nullptr, desk,
+            [&](int64_t n, int rows, Stored *w, Ahead *ahead) {
+                for (int i = 0; i < rows; i++) {
+                    const uint8_t *const at = records + (n + i) * r.row_bytes;
+                    w[i] = stored(r.other, at);
+                    ahead[i] = {at + kBatch * r.row_bytes, (e.down_at + 63) / 64};
+                }
+            },
+            multiply);
+    else
+        for (int64_t t = 0; t < p.count; t++)
+            for (int64_t n = start; n < end; n += kSide) {
+                const float nothing[kSide] = {};
+                multiply(n, (int)(end - n < kSide ? end - n : kSide), t, nothing);
             }
-        },
-        [&](int64_t n, int rows, int64_t t, const float *products) {
-            const float threshold = e.down_threshold(p.first + t);
-            float *const to = h + t * kTile + n - start;
-            int here = 0;
-            for (int i = 0; i < rows; i++) {
-                if (to[i] == 0) continue;
-                const float bias = bias_of(r, biases, records + (n + i) * r.row_bytes);
-                const float value = to[i] * applied(r.function, products[i] + bias);
-                const bool is = !(std::fabs(value) < threshold); // NaN goes on to the result
-                to[i] = is ? value : 0, here += is;
-            }
-            counts[2 * e.shares * t + 1] += here, kept += here;
-        });
     // In dense tiles each weight is loaded once for six tokens; that is worth more until a third of them are left out.
     *sparse = 3 * kept < 2 * (end - start) * p.count;
     uint8_t *const used = desk.used + tile * kTile;
@@ -258,9 +266,9 @@ void prefetch(const uint8_t *from, int64_t bytes) {
 void add_down(const Experts &e, const Part &p, int64_t start, int64_t end, int64_t tile, int64_t from, int64_t to,
               int64_t share, const Desk &desk) {
     const floe_vector &v = e.rows.down;
-    const uint8_t *const records = e.rows.data + (p.expert * e.rows.neurons + start) * e.rows.row_bytes + e.other_bytes;
+    const uint8_t *const records = e.rows.data + (p.expert * e.rows.neurons + start) * e.rows.row_bytes + e.down_at;
     const uint8_t *const used = desk.used + tile * kTile;
-    const int64_t bytes = e.rows.row_bytes - e.other_bytes;
+    const int64_t bytes = e.rows.row_bytes - e.down_at;
     for (int64_t n = 0; n < end - start; n++) {
         if (from == 0 && n + kNeuronsAhead < end - start && used[n + kNeuronsAhead])
             prefetch(records + (n + kNeuronsAhead) * e.rows.row_bytes, bytes); // of all columns, which come next
@@ -349,28 +357,29 @@ int floe_experts_swiglu(const float *x, int64_t tokens, const floe_signal *of_si
     const floe_calls &calls = *of_calls;
     const floe_vector &other = rows.other, &down = rows.down;
     const int64_t neurons = rows.neurons, experts = rows.experts, count = calls.count;
-    const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down);
-    if (code_bytes(signal.row) < 0 || other_codes < 0 || down_codes < 0 || signal.row.n != other.n ||
+    const int64_t down_codes = code_bytes(down);
+    if (code_bytes(signal.row) < 0 || other_bytes(rows) < 0 || down_codes < 0 || signal.row.n != other.n ||
         other.n != down.n || !complete(signal, rows) || tokens < 0 || neurons < 0 || experts < 0 || count < 0 ||
         signal.neurons != neurons || signal.experts != experts || digits < 1 || digits > 3 ||
         (count > 0 && calls.threshold == nullptr))
         return FLOE_BAD_SHAPE;
-    const int64_t other_bytes = down_at(rows), shares = (neurons + kShare - 1) / kShare + (neurons == 0);
-    if (rows.row_bytes < other_bytes + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
+    const int64_t column_at = down_at(rows), shares = (neurons + kShare - 1) / kShare + (neurons == 0);
+    if (rows.row_bytes < column_at + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(calls.token, count, tokens) || !in_range(calls.expert, count, experts)) return FLOE_BAD_INDEX;
     threads = clamped(threads);
     const int64_t packs_signal = row_ops().packs_from(signal.row, digits);
-    const int64_t packs_other = row_ops().packs_from(other, digits);
+    const int64_t packs_other = gated(rows) ? row_ops().packs_from(other, digits) : kNever;
     const int64_t scratch_bytes = Desk::bytes(signal, rows, packs_signal, packs_other);
     const int64_t places = experts > tokens ? experts : tokens;
     uint8_t *memory =
-        buffer.take(tokens_bytes(signal.row, tokens) + tokens_bytes(other, tokens) + 6 * aligned(8 * count) +
-                    3 * aligned(4 * count) + aligned(16 * count * shares) + aligned(sizeof(Part) * count) +
-                    2 * aligned(8 * (places + 1)) + threads * scratch_bytes);
+        buffer.take(tokens_bytes(signal.row, tokens) + (gated(rows) ? tokens_bytes(other, tokens) : 0) +
+                    6 * aligned(8 * count) + 3 * aligned(4 * count) + aligned(16 * count * shares) +
+                    aligned(sizeof(Part) * count) + 2 * aligned(8 * (places + 1)) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    Experts e = {signal, rows, other_bytes, shares, down.n + 16, packs_signal, packs_other};
+    Experts e = {signal, rows, column_at, shares, down.n + 16, packs_signal, packs_other};
     const Token *const signal_tokens = prepare_tokens(signal.row, x, tokens, digits, threads, memory);
-    const Token *const other_tokens = prepare_tokens(other, x, tokens, digits, threads, memory);
+    const Token *const other_tokens =
+        gated(rows) ? prepare_tokens(other, x, tokens, digits, threads, memory) : signal_tokens; // not read
     const auto numbers = [&](int64_t n) { return carve<int64_t>(memory, n); };
     int64_t *const order = numbers(count), *const by_token = numbers(count), *const begin = numbers(places + 1);
     int64_t *const of_token = numbers(places + 1);

@@ -65,8 +65,9 @@ void compute_block(void *opaque, int64_t item, int worker) {
     const int64_t expert = c.calls->expert[c.order[first]];
     const int64_t start = block * kBlockRows;
     const float *const bias = signal.bias == nullptr ? nullptr : signal.bias + expert * signal.neurons;
-    // What is below the threshold even before the function is applied; only one function can make a value larger.
-    const float *const thresholds = signal.function == FLOE_CLAMPED_UP ? nullptr : c.calls->threshold;
+    // What is below the threshold even before the function is applied; two functions can make a value larger.
+    const bool larger = signal.function == FLOE_CLAMPED_UP || signal.function == FLOE_RELU2;
+    const float *const thresholds = larger ? nullptr : c.calls->threshold;
     const int64_t end = start + kBlockRows < signal.neurons ? start + kBlockRows : signal.neurons;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;

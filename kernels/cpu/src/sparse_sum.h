@@ -28,7 +28,7 @@ class SparseSum {
     floe_rows rows{};
     floe_calls calls{};
     floe_active active{};
-    int64_t other_bytes = 0, scratch_bytes = 0, bias_stride = 0;
+    int64_t down_at = 0, scratch_bytes = 0, bias_stride = 0;
     const Token *prepared = nullptr;
     Slice *slices = nullptr;
     int digits = 0;

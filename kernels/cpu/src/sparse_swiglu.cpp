@@ -65,7 +65,7 @@ void SparseSum::compute(int64_t item, int worker) {
     const Slice &slice = c.slices[item];
     const floe_rows &stored_rows = c.rows;
     const floe_vector &down = stored_rows.down;
-    const Token *token = c.prepared + c.calls.token[slice.call];
+    const Token *token = gated(stored_rows) ? c.prepared + c.calls.token[slice.call] : nullptr;
     const int64_t first_row = c.calls.expert[slice.call] * stored_rows.neurons, row_bytes = stored_rows.row_bytes;
     const float weight = c.calls.weight[slice.call];
     const float threshold = c.calls.product == nullptr ? 0.0f : c.calls.product[slice.call];
@@ -75,7 +75,7 @@ void SparseSum::compute(int64_t item, int worker) {
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
     const int64_t biases = bias_at(stored_rows);
-    const int64_t other_lines = (c.other_bytes + 63) / 64, down_lines = (row_bytes - c.other_bytes + 63) / 64;
+    const int64_t other_lines = (c.down_at + 63) / 64, down_lines = (row_bytes - c.down_at + 63) / 64;
     const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active.neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
@@ -88,19 +88,19 @@ void SparseSum::compute(int64_t item, int worker) {
         const int rows = (int)(batch_end(start) - start);
         Stored other[kBatch];
         Ahead ahead[kBatch] = {};
-        float g[kBatch][kBatch];
-        for (int r = 0; r < rows; r++) {
+        float g[kBatch][kBatch] = {};
+        for (int r = 0; r < rows && gated(stored_rows); r++) {
             other[r] = stored(stored_rows.other, row(start + r));
             if (start + kBatch + r < slice.end) ahead[r] = {row(start + kBatch + r), other_lines};
         }
-        ops.dot(stored_rows.other, other, rows, &token, 1, nullptr, g, scratch, ahead);
+        if (gated(stored_rows)) ops.dot(stored_rows.other, other, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
             const float product =
                 applied(stored_rows.function, g[r][0] + bias_of(stored_rows, biases, row(start + r))) *
                 c.active.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
-            kept.push(stored(down, row(start + r) + c.other_bytes), weight * product);
             kept_count++;
+            if (product != 0) kept.push(stored(down, row(start + r) + c.down_at), weight * product);
         }
         while (kept.count >= 2 * kBatch || (kept.count > 0 && start + kBatch >= slice.end)) {
             Ahead next[kBatch] = {};
@@ -156,12 +156,12 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
                        const floe_active &of_active, int with_digits, int threads) {
     const floe_vector &other = of_rows.other, &down = of_rows.down;
     const int64_t *const offsets = of_active.offsets, count = of_calls.count, neurons = of_rows.neurons;
-    const int64_t other_codes = code_bytes(other), down_codes = code_bytes(down);
-    if (other_codes < 0 || down_codes < 0 || other.n != down.n || !is_function(of_rows.function) || tokens < 0 ||
-        of_rows.experts < 0 || neurons < 0 || count < 0 || with_digits < 1 || with_digits > 3)
+    const int64_t down_codes = code_bytes(down);
+    if (other_bytes(of_rows) < 0 || down_codes < 0 || other.n != down.n || !is_function(of_rows.function) ||
+        tokens < 0 || of_rows.experts < 0 || neurons < 0 || count < 0 || with_digits < 1 || with_digits > 3)
         return FLOE_BAD_SHAPE;
-    other_bytes = down_at(of_rows);
-    if (of_rows.row_bytes < other_bytes + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
+    down_at = floe::down_at(of_rows);
+    if (of_rows.row_bytes < down_at + head_bytes(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(of_calls.token, count, tokens) || !in_range(of_calls.expert, count, of_rows.experts))
         return FLOE_BAD_INDEX;
     if (const int error = check_active(count, offsets, of_active.neurons, neurons, buffer_)) return error;
@@ -180,11 +180,11 @@ int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows,
     }
     bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
     scratch_bytes = aligned(width + kChunk);
-    uint8_t *memory = buffer_.take(tokens_bytes(other, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
-                                   aligned(4 * slice_count * width) + aligned(4 * slice_count * bias_stride) +
-                                   threads * scratch_bytes);
+    uint8_t *memory = buffer_.take((gated(of_rows) ? tokens_bytes(other, tokens) : 0) +
+                                   aligned((int64_t)sizeof(Slice) * slice_count) + aligned(4 * slice_count * width) +
+                                   aligned(4 * slice_count * bias_stride) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    prepared = prepare_tokens(other, x, tokens, with_digits, threads, memory);
+    prepared = gated(of_rows) ? prepare_tokens(other, x, tokens, with_digits, threads, memory) : nullptr;
     slices = carve<Slice>(memory, slice_count);
     int64_t filled = 0;
     for (int64_t p = 0; p < count; p++)

@@ -37,7 +37,7 @@ SAMPLE = {
     "moe_step_is_both": "4_8_2-torch.float32 or 8_3_16",
     "sparse_swiglu_is": "2_2_3-torch.float32_22_None or 4_8_2-torch.float16 or 8_3_16 or 16_16_8",
     "reaches_its_own_token": "gelu",
-    "both_sides_of_their_limits": "limited or clamped",
+    "both_sides_of_their_limits": "limited or clamped or relu2",
     "nothing_to_do": "3_7_40_20",
     "reads_and_writes_the_entries": "plain or all-of-odd or gated-window or sinks-window or olmoe or codes-gemma",
     "a_tile_may_be": "odd",
@@ -148,12 +148,14 @@ def test_a_prompts_experts_take_as_many_launches_and_no_wait(monkeypatch: pytest
         pytest.param("3/4/4-bfloat16-gate-clamped", "80", id="clamped, with biases", marks=pytest.mark.thorough),
         pytest.param("3/4/4-bfloat16-gate-gelu", "89", id="gelu", marks=pytest.mark.thorough),
         pytest.param("3/4/4-bfloat16-limited", "86", id="limited", marks=pytest.mark.thorough),
+        pytest.param("3/0/4-bfloat16-relu2", "80", id="without a gate", marks=pytest.mark.thorough),
         pytest.param("2/4/3-bfloat16-general", "86", id="general path", marks=pytest.mark.thorough),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths", marks=pytest.mark.thorough),
         pytest.param("3/4/4-bfloat16-many", "86", id="a prompt's experts"),
         pytest.param("3/4/4-bfloat16-alone-many", "80 86 89 90 120", id="one expert's", marks=pytest.mark.thorough),
         pytest.param("2/4/3-float16-many", "80 89 90 100 120", id="a prompt's, others", marks=pytest.mark.thorough),
         pytest.param("4/8/16-bfloat16-gate-clamped-wide-many", "86", id="their biases", marks=pytest.mark.thorough),
+        pytest.param("3/0/4-bfloat16-relu2-many", "86", id="a prompt's, without a gate", marks=pytest.mark.thorough),
         pytest.param("2/4/3-bfloat16-group16-many", "86", id="a prompt's, small groups", marks=pytest.mark.thorough),
         pytest.param("2/4/4-float32-plain-many", "86", id="a prompt's, float32", marks=pytest.mark.thorough),
         pytest.param("2/4/3-bfloat16-general-many", "86", id="a prompt's, odd", marks=pytest.mark.thorough),
@@ -256,7 +258,7 @@ def check_instructions(case: str, needs: Sequence[Need]) -> None:
     codes = launch.GEMV_ROWS * launch.CHUNKS * 64 // 128  # of a thread, in each turn of the loop
     for kind, kernel in places.items():
         bits = widths[kind]
-        found = next((need.executed[0] for need in needs if bits != 16 and need.kernel == kernel), None)
+        found = next((need.executed[0] for need in needs if bits not in (0, 16) and need.kernel == kernel), None)
         if found is None:
             continue
         assert len(found) / codes <= MOST_FOR_A_CODE["8" if "coarse" in case else "15"][bits], (kind, len(found))
