@@ -23,11 +23,9 @@ def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
     Args:
         model: transformers' causal language model, its experts replaced or not. run: repeats the call that failed.
     """
-    handles = [
-        model.model.embed_tokens.register_forward_hook(_check("the embedding")),
-        model.model.norm.register_forward_hook(_check("the last norm")),
-        model.lm_head.register_forward_hook(_check("the output head")),
-    ]
+    ends = {"the embedding": "model.embed_tokens", "the last norm": "model.norm", "the output head": "lm_head"}
+    named = dict(model.named_modules())  # the library calls some of them otherwise, and those are not looked at
+    handles = [named[name].register_forward_hook(_check(part)) for part, name in ends.items() if name in named]
     family = family_of(model.config.model_type)
     for index, block in zip(family.expert_layers(model.config), family.blocks(model), strict=False):
         handles.append(block.experts.register_forward_hook(_check_experts(index)))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ...models.checkpoint import Checkpoint, read_config
 from ...models.errors import CheckpointError, UsageError
+from ...models.families.derived import Derived
 from ...models.families.family import EMBEDDING
-from ...models.modules.library_model import rename, renew
+from ...models.modules import library_model
 from ...models.pack.packed_model import PackedModel
 from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
@@ -57,17 +58,21 @@ class SourceModel:
         self._checkpoint, self._report = checkpoint, report
         self._published = {checkpoint.family.module_name(name): name for name in checkpoint.dense_names()}
         config = checkpoint.config
-        with torch.device("meta"):
-            # "eager" is the loop over experts that defines the model; others stack all experts' weights.
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
-            )
+        family = checkpoint.family
+        derived = isinstance(family, Derived)
+        if derived:
+            model: Any = library_model.empty(config, torch.float32)
+        else:
+            with torch.device("meta"):
+                # "eager" is the loop over experts that defines the model; others stack all experts' weights.
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
+                )
+            library_model.rename(model.model, family)
         if getattr(config, "tie_word_embeddings", False):
             self._published.setdefault("lm_head.weight", self._published.get(EMBEDDING, ""))
-        family = checkpoint.family
-        rename(model.model, family)
         for index, block in enumerate(family.blocks(model)):
-            if experts is None and family.biased:
+            if experts is None and (family.biased or derived):
                 block.experts = _Loop(checkpoint, index)
             elif experts is None:
                 own = block.experts
@@ -78,10 +83,15 @@ class SourceModel:
                 block.experts = experts(index, family.router(block))
         for index, layer in enumerate(model.model.layers):
             self._stream(layer, f"model.layers.{index}", f"Source: layer {index + 1} of {config.num_hidden_layers}")
-        self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
-        self._stream(model.model.norm, "model.norm", "Source: last norm")
+        for name, own in list(model.model.named_parameters(recurse=False)):
+            _set(model.model, name, self._read(f"model.{name}", tuple(own.shape)))
+        for name, part in model.model.named_children():
+            if part is not model.model.layers:
+                self._stream(
+                    part, f"model.{name}", "Source: embedding" if name == "embed_tokens" else f"Source: {name}"
+                )
         self._stream(model.lm_head, "lm_head", "Source: output head")
-        renew(model, family, config, "cpu")
+        library_model.renew(model, family, config, "cpu")
         self._model, self._divided = model.eval(), family.factor(config, family.divided)
 
     def logits(self, ids: Tensor, keep: int) -> Tensor:
@@ -139,7 +149,7 @@ class SourceModel:
                 f"{published or name} is {have}; {shape} is needed.",
                 "Download config.json and the weights of the same model.",
             )
-        return tensor.float()
+        return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class _Loop(nn.Module):

@@ -26,10 +26,11 @@ STATIC_ROPE = (
 
 def knows(config: Any) -> bool:
     """Whether `tree` makes all of this model, and the engine's fused pass computes it without the library."""
-    rope: Any = config.rope_parameters
     family = FAMILIES.get(config.model_type)
-    plain = family is not None and family.plain and not family.dense_layers(config)
-    return plain and rope["rope_type"] in STATIC_ROPE and not rope.get("partial_rotary_factor")
+    if family is None or not family.plain or family.dense_layers(config):
+        return False
+    rope: Any = config.rope_parameters
+    return rope["rope_type"] in STATIC_ROPE and not rope.get("partial_rotary_factor")
 
 
 def tree(config: Any, dtype: torch.dtype) -> nn.Module:
