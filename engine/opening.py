@@ -72,7 +72,7 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
         ("number of layers with experts", len(family.expert_layers(config)), a.layers),
         ("number of experts", family.experts(config), a.experts),
         ("experts per token", family.top_k(config), a.top_k),
-        ("hidden size", config.hidden_size, a.hidden),
+        ("hidden size", family.expert_hidden(config), a.hidden),
         ("number of neurons per expert", family.neurons(config), a.intermediate),
     ):
         if configured != packed:

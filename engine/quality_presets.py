@@ -248,7 +248,7 @@ def get(name: str, manifest: Manifest) -> Preset:
     if preset is None:
         raise UsageError(
             f"This pack cannot run {known}",
-            f"It holds {manifest.widths.describe()}; {known} needs the source's own 16-bit weights.",
+            f"It holds {manifest.describe()}; {known} needs the source's own 16-bit weights.",
             f"Choose one of {', '.join(available(manifest))}, or pack with --up 16 --rows 16 --dense 16.",
         )
     return preset

@@ -139,6 +139,7 @@ class Sizes:
         gated_heads: whether the queries' projection also gives a gate of each output. wide: layers of other heads.
         windowed: how many of the other layers see only the last `sees` tokens.
         counted: instead of all that says something about what is not experts; None for the usual models.
+        gated: whether experts have a gate. latent_experts: how many numbers they see, if not `hidden`; else 0.
     """
 
     model_type: str
@@ -167,6 +168,8 @@ class Sizes:
     windowed: int = 0
     sees: int = 0
     counted: Counted | None = None
+    gated: bool = True
+    latent_experts: int = 0
 
     @property
     def decoder_layers(self) -> int:
@@ -258,14 +261,24 @@ class Sizes:
         return self.in_beside + self.in_experts + heads * self.embedding + self.small
 
     @property
+    def in_expert(self) -> int:
+        """Weights of an expert's matrices."""
+        return (3 if self.gated else 2) * self.expert_hidden * self.intermediate
+
+    @property
+    def expert_hidden(self) -> int:
+        """How many numbers of a token experts see."""
+        return self.latent_experts or self.hidden
+
+    @property
     def in_experts(self) -> int:
         """Weights of all experts' matrices."""
-        return 3 * self.hidden * self.intermediate * self.layers * self.experts
+        return self.in_expert * self.layers * self.experts
 
     @property
     def active(self) -> int:
         """Weights that a token reads: all but the embedding and the experts that it does not use."""
-        idle = 3 * self.hidden * self.intermediate * self.layers * (self.experts - self.top_k)
+        idle = self.in_expert * self.layers * (self.experts - self.top_k)
         return self.parameters - idle - (0 if self.tied else self.embedding)
 
 

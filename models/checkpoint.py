@@ -289,7 +289,7 @@ class Checkpoint:
         for name, (_, place) in self.places.items():
             if name.endswith(".weight") and place.dtype not in DTYPES:
                 raise self._unfit(name, place, place.shape)
-        all_needed = self.storage.needed(self.experts, self.neurons, self.config.hidden_size)
+        all_needed = self.storage.needed(self.experts, self.neurons, self.family.expert_hidden(self.config))
         for index, name in enumerate(self._every_expert_name()):
             if name not in self.places:
                 raise CheckpointError(

@@ -223,7 +223,7 @@ class ConvertedShelf(Around):
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
 
     def _oriented(self, group: _Group, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's tensors (1, ...) by the last part of their names, gate above up (2 F, H), and down (H, F)."""
+        """One expert's tensors (1, ...) by the last part of their names: gate above up (2 F, H) or up, down (H, F)."""
         module, _, _ = group.target.rpartition(".")
         owner = self._model.get_submodule(module)
         oriented: dict[str, Tensor] = {}

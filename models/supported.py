@@ -90,7 +90,7 @@ _FAMILIES = (
     ("jamba", "Jamba", r"jamba"),
 )
 # Of these, what is not run, as far as is known before a config.json is read; derived.py decides about the others.
-_NOT_YET = ("qwen3_omni_moe", "ernie4_5_vl_moe", "llama4", "kimi_k2", "nemotron_h", "bailing_moe", "dbrx", "grok")
+_NOT_YET = ("qwen3_omni_moe", "ernie4_5_vl_moe", "llama4", "kimi_k2", "bailing_moe", "dbrx", "grok")
 _DENSE = re.compile(
     r"(tiny-?)?llama-?[123]?(-|$)|mistral-(7b|nemo|small|large)|gemma(-?[1-3])?(-|$)|phi-?[1-4](-|$)"
     r"|qwen-?(1-5|2|2-5|3)-.*\d+b(-|$)|gpt-?2(-|$)|falcon|smollm|olmo-?[123]?(-|$)|vicuna|yi-\d+b|deepseek-.*distill"

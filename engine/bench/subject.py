@@ -81,7 +81,7 @@ class Subject:
 
     def describe(self) -> str:
         """In words: name, layers and widths."""
-        return f"{self.name}, {self.layers} layers, {self.manifest.widths.describe()}"
+        return f"{self.name}, {self.layers} layers, {self.manifest.describe()}"
 
     @contextmanager
     def first_layers(self, count: int) -> Generator[None]:

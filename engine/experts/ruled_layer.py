@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import operations as kernels
+from ...kernels.rule import LEAST, NEVER
 from ...kernels.step import ExpertLayer
 from ...kernels.types import Calls, Limits, Work
 from ...models.pack.packed_model import PackedLayer
@@ -69,6 +70,8 @@ class RuledLayer:
     def __init__(self, packed: PackedLayer, preset: Preset, index: int) -> None:
         rule = preset.rule.at(index)
         self.preset, self.rule = preset, rule.of_whole_neurons() if packed.whole else rule
+        if not packed.rows.layout.gated:
+            self.rule = self.rule.ungated()
         self.layer = packed.halved() if self.rule.parts == 2 else packed
         self.limits = Limits(
             self._signal_limit(self.rule.lateness if preset.without_weak else self.rule.sparsity),
@@ -82,6 +85,8 @@ class RuledLayer:
         """Each expert's at a share of its neurons, by tables of what it is compared with; or at the rule's theta."""
         layer, theta = self.layer, self.rule.theta
         found = threshold_at(layer.thresholds if layer.plain is None or self.rule.weighed else layer.plain, share)
+        if not layer.rows.layout.gated:
+            found = torch.where(found == NEVER, found, found.clamp(min=LEAST))
         if not theta or layer.signal.layout.projection != "gate":
             return found
         return found.clamp(min=theta) if share > self.rule.sparsity else torch.full_like(found, theta)

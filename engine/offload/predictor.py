@@ -131,8 +131,9 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     """
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
-    family = family_of(model.config.model_type)
-    routers = [family.scores_by(model.model.layers[index]) for index in family.expert_layers(model.config)]
+    family, hidden = family_of(model.config.model_type), packed.manifest.architecture.hidden
+    layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
+    routers, norms = zip(*(family.foresight(layer, hidden) for layer in layers), strict=True)
     if name == "partial" and ahead is not None:
         return PartialPredictor(routers, ahead, _learned(packed, routers, packed.lookahead_far()))
     if name == "partial":
@@ -143,8 +144,8 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
         )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
         useful = packed.lookahead_gains() if name == "auto" else [True] * (len(routers) - 1)
-        return LearnedPredictor(routers, carries(model), _learned(packed, routers, useful))
-    return GatePredictor(routers, carries(model))
+        return LearnedPredictor(routers, carries(norms), _learned(packed, routers, useful))
+    return GatePredictor(routers, carries(norms))
 
 
 def candidates(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None = None) -> list[Predictor]:
@@ -165,9 +166,9 @@ def _learned(packed: PackedModel, routers: Sequence[Tensor], useful: Sequence[bo
     return [layer.to(router.device, router.dtype) if used else None for layer, used, router in each]
 
 
-def carries(model: Any) -> list[Tensor]:
-    """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last."""
-    family = family_of(model.config.model_type)
-    layers = [model.model.layers[index] for index in family.expert_layers(model.config)]
-    norms = [family.norm_weight(layer) for layer in layers]
+def carries(norms: Sequence[Tensor]) -> list[Tensor]:
+    """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last.
+
+    norms: (H,) weights of the norm before each layer's experts.
+    """
     return [carry(norm, following.to(norm.device)) for norm, following in itertools.pairwise(norms)]

@@ -68,7 +68,7 @@ def wanted(packed: PackedModel, needs: Needs) -> DiskTier | str:
         return f"{lacking}, less than the {size(needs.least())} of what every token reads: the system reads the rest"
     takes = Footprint.of_pack(packed.manifest, read_config(packed.folder))
     preset = quality_presets.get(quality_presets.DEFAULT, packed.manifest)
-    work, beside = TokenWork.of(preset, packed.manifest), _beside(takes, needs)
+    work, beside = TokenWork.of(preset, packed.manifest, gated=takes.sizes.gated), _beside(takes, needs)
     in_ram, cached = ((nbytes - beside) / (takes.ups + takes.rows) for nbytes in (budget, pages))
     if not disk_reads(takes, work, in_ram, cached)[1]:
         return f"{lacking}: the system reads the rest as it is needed, which is less than rows that are asked for"

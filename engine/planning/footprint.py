@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.activation import UNGATED
 from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
@@ -42,11 +43,12 @@ class Footprint:
     @classmethod
     def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
         """At the widths of `spec`; of 16-bit layers too."""
+        hidden = sizes.expert_hidden
         gate, down, up = (
-            VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group), spec.short)
+            VectorLayout(hidden, bits, group_size(hidden, spec.group), spec.short)
             for bits in (spec.gate, spec.down, spec.up)
         )
-        biased = family_of(sizes.model_type).biased
+        biased, kind = family_of(sizes.model_type).biased, "silu" if sizes.gated else UNGATED
         beside = sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.beside())
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
@@ -56,7 +58,7 @@ class Footprint:
             head=0 if sizes.tied and spec.dense == 16 else head,
             kept=2 * (sizes.embedding + sizes.small),
             up=sizes.intermediate * (up.nbytes_apart + (4 if biased else 0)),
-            row=RowLayout(gate, down, torch.bfloat16, biased=biased).nbytes,
+            row=RowLayout(gate, down, torch.bfloat16, activation=kind, biased=biased).nbytes,
         )
 
     @classmethod
@@ -89,10 +91,10 @@ class Footprint:
     def disk(self) -> int:
         """The whole pack, to within its small files."""
         sizes = self.sizes
-        inputs = sizes.hidden + sizes.experts + 1
+        inputs = sizes.expert_hidden + sizes.experts + 1
         predictors = 0
         for layer in range(sizes.layers - 1):
-            width = learned_predictor.width(layer, sizes.layers, sizes.hidden, sizes.experts)
+            width = learned_predictor.width(layer, sizes.layers, sizes.expert_hidden, sizes.experts)
             predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
         return self.dense + self.ups + self.rows + predictors
 

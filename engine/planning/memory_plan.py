@@ -156,7 +156,7 @@ class Needs:
             experts=sizes.experts,
             neurons=sizes.intermediate,
             top_k=sizes.top_k,
-            hidden=sizes.hidden,
+            hidden=sizes.expert_hidden,
             context=context,
             kv_bits=kv_bits,
             captured=_captured(sizes, context),

@@ -123,7 +123,8 @@ class OpenedPack:
         self.needs, self.lacking = self.forms[0], ""
         self._wished = self.needs.context
         self.takes = Footprint.of_pack(manifest, config)
-        self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest), manifest)
+        preset = preset or quality_presets.get(quality_presets.DEFAULT, manifest)
+        self.work = TokenWork.of(preset, manifest, gated=self.takes.sizes.gated)
 
     def granted(self, budget: int) -> OpenedPack:
         """With as much context reserved as so many bytes have room for, where what was asked for does not fit."""

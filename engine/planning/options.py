@@ -342,4 +342,8 @@ def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str,
 
 def _work(entry: CatalogEntry) -> TokenWork:
     preset = next(preset for preset in quality_presets.PRESETS if preset.name == quality_presets.DEFAULT)
-    return TokenWork.of(preset, Manifest.read(entry.folder) if entry.packed and entry.folder else None)
+    return TokenWork.of(
+        preset,
+        Manifest.read(entry.folder) if entry.packed and entry.folder else None,
+        gated=entry.sizes.gated,
+    )

@@ -62,7 +62,7 @@ def prompt_layer(
     """One layer of a kind, whose lanes overlap; pool, cpu: see `Held`. rates: `speeds.rates`, where they are known."""
     sizes, calls = takes.sizes, tokens * takes.sizes.top_k * work.calls
     ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
-    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
+    flops = 2.0 * sizes.attention * tokens + 2.0 * sizes.in_expert * calls
     reading = (takes.attention + ups + rows) / speeds.gpu
     launches = DENSE_LAUNCHES + sizes.experts * expert_launches(grouped=speeds.grouped)
     if place == "gpu" and speeds.grouped:

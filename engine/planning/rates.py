@@ -373,6 +373,8 @@ def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
     data = random_weights.filled(experts, neurons, layout.nbytes)
     for start, vector in ((0, layout.other), (layout.down_at, layout.down)):
         part = data[:, :, start : start + vector.nbytes]
+        if not vector.bits:
+            continue
         if vector.bits == 16:
             part.view(layout.float16).copy_(torch.randn(vector.n).to(layout.float16))
         else:
@@ -389,7 +391,7 @@ def _pairs(nbytes: int) -> int:
 
 
 def _code_bits(layout: RowLayout) -> int:
-    return min(layout.other.bits, layout.down.bits)
+    return min(layout.other.bits or layout.down.bits, layout.down.bits)
 
 
 def _x_bits() -> int:

@@ -69,14 +69,17 @@ class TokenWork:
     layers: tuple[TokenWork, ...] = ()
 
     @classmethod
-    def of(cls, preset: Preset, manifest: Manifest | None = None) -> TokenWork:
-        """By a preset's rule. manifest: of a pack, some of whose layers may skip nothing."""
+    def of(cls, preset: Preset, manifest: Manifest | None = None, *, gated: bool = True) -> TokenWork:
+        """By a preset's rule. manifest: of a pack, some of whose layers may skip nothing. gated: whether experts have a
+        gate.
+        """
         rule, whole = preset.rule, () if manifest is None else manifest.whole
+        each = len(rule.layers) if manifest is None else manifest.architecture.layers
+        rules = [rule.at(layer) for layer in range(each)] if rule.layers or whole else [rule]
+        rules = [one.of_whole_neurons() if at in whole else one for at, one in enumerate(rules)]
+        layers = tuple(cls._of(one if gated else one.ungated()) for one in rules)
         if not rule.layers and not whole:
-            return cls._of(rule)
-        count = len(rule.layers) if manifest is None else manifest.architecture.layers
-        rules = [rule.at(layer) for layer in range(count)]
-        layers = tuple(cls._of(one.of_whole_neurons() if at in whole else one) for at, one in enumerate(rules))
+            return layers[0]
         return dataclasses.replace(_mean(layers), layers=layers)
 
     @classmethod
@@ -198,11 +201,11 @@ class Speeds:
 
     def up_s(self, takes: Footprint) -> float:
         """Seconds of the CPU for one call's up projection."""
-        return takes.up / self.of_cpu("up", takes.spec.up, takes.sizes.hidden)
+        return takes.up / self.of_cpu("up", takes.spec.up, takes.sizes.expert_hidden)
 
     def row_s(self, takes: Footprint) -> float:
         """Likewise for one of its rows, both halves."""
-        return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down), takes.sizes.hidden)
+        return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down), takes.sizes.expert_hidden)
 
     def rates(self, takes: Footprint, work: TokenWork) -> Rates:
         """The rates for the engine's placement, which counts whole rows."""

@@ -60,8 +60,8 @@ class _Lessons:
         packed, config = loaded.packed, loaded.model.config
         family, layers = family_of(config.model_type), loaded.model.model.layers
         places, count = family.expert_layers(config), packed.manifest.architecture.layers
-        self._routers = [family.scores_by(layers[place]).detach().cpu() for place in places]
-        self._norms = [family.norm_weight(layers[place]).detach().cpu() for place in places]
+        each = [family.foresight(layers[place], packed.manifest.architecture.hidden) for place in places]
+        self._routers, self._norms = ([part.detach().cpu() for part in parts] for parts in zip(*each, strict=True))
         self._old = _in_use(packed.lookahead(), packed.lookahead_gains()) if packed.has_lookahead() else []
         self._study, self._told, self._count = study, told, count
         self._before: tuple[Tensor, Tensor] | None = None

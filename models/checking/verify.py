@@ -115,8 +115,8 @@ def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], repo
         CheckpointError: the source cannot be read, or has other sizes.
     """
     a = packed.manifest.architecture
-    config = source.config
-    sizes = (len(source.layers), source.experts, config.hidden_size, source.neurons)
+    hidden = source.family.expert_hidden(source.config)
+    sizes = (len(source.layers), source.experts, hidden, source.neurons)
     if sizes != (a.layers, a.experts, a.hidden, a.intermediate):
         raise CheckpointError(
             f"{source.folder} is not the source of this pack",
@@ -256,7 +256,7 @@ def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert:
     ours = {here: signal.dense(expert, torch.float32), other: other_rows, "down": down_rows}
     order = _matched([ours[part] for part in theirs], [theirs[part] for part in theirs])
     widths = {other: rows.layout.other.bits, here: signal.layout.vector.bits, "down": rows.layout.down.bits}
-    for part, bits in widths.items():
+    for part, bits in ((part, bits) for part, bits in widths.items() if bits):
         name = f"layer {layer + 1}, expert {expert + 1}, {part}"
         yield Compared(name, bits, _relative(ours[part], theirs[part][order]), LIMITS[bits])
 

@@ -1,8 +1,9 @@
 """Families without a record of their own: what a record says is read from transformers' modules, and tried out.
 
 A model of such a family has in each layer with experts a block whose `experts` are called with (hidden, top_k_index,
-top_k_weights) and hold gate above up, and down, of all experts. Everything else in a layer, its router too, stays the
-library's own module. What experts compute between their matrices is found by calling them with random numbers.
+top_k_weights) and hold gate above up, or up alone, and down, of all experts. Everything else in a layer, its router
+too, stays the library's own module. What experts compute between their matrices is found by calling them with random
+numbers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # the command line reads families before it needs torch
 _MORE_LINEARS = (
     *(".qkv_proj", ".in_proj", ".out_proj", ".input_linear", ".output_linear", ".q_a_proj", ".kv_a_proj"),
     *(".q_lora_proj", ".dense", ".gate_up_proj", ".in_proj_qkv", ".in_proj_z", ".g_proj", ".fc1", ".fc2"),
+    *(".fc1_latent_proj", ".fc2_latent_proj"),
 )
 _NORMS = (  # what the norm before a layer's experts is called, the likeliest first
     *("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "pre_ff_layernorm", "ffn_norm"),
@@ -69,6 +71,10 @@ class Derived(Family):
     def neurons(self, config: Any) -> int:
         """See `Family`."""
         return _neurons(_experts(config))
+
+    def expert_hidden(self, config: Any) -> int:
+        """See `Family`."""
+        return _shapes(_experts(config))[1][1]
 
     def top_k(self, config: Any) -> int:
         """See `Family`."""
@@ -133,19 +139,24 @@ class Derived(Family):
             tied=bool(_stated(config, "tie_word_embeddings")),
             dense_layers=every - with_experts,
             counted=_counted(whole),
+            gated=experts.has_gate,
+            latent_experts=self.expert_hidden(config) if self.expert_hidden(config) != hidden else 0,
         )
 
 
 def derived(model_type: str, experts_by: Activation = "silu") -> Derived:
     """A family by its model_type. experts_by: what its experts compute, as `fit` finds it."""
+    gated = experts_by != "relu2"  # `activation.UNGATED`, before torch is needed
     return Derived(
         model_type=model_type,
         called=model_type,
-        stored=(Joined(),),
+        stored=(Joined(gated),),
         linears=(*LINEARS, *LATENT, *_MORE_LINEARS),
         precise=("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"),
         routing=Routing(kind="own"),
         experts_by=experts_by,
+        signals=("up", "gate") if gated else ("up",),
+        wide=not gated,  # what enters down is a square
     )
 
 
@@ -369,7 +380,7 @@ def _experts(config: Any) -> Any:
 
 
 def _shapes(experts: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(E, 2 F, H) and (E, H, F).
+    """(E, 2 F, H), or (E, F, H) without a gate, and (E, H, F).
 
     Raises:
         UnfitError: they are otherwise.
@@ -380,14 +391,20 @@ def _shapes(experts: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if unknown := [name for name, _ in experts.named_children() if name != "act_fn"]:
         raise UnfitError(f"its experts have a part {unknown[0]}")
     tensors = {name: tuple(tensor.shape) for name, tensor in experts.named_parameters(recurse=False)}
-    if tensors.keys() != {"gate_up_proj", "down_proj"}:
+    first, sides = _first(experts)
+    if tensors.keys() != {first, "down_proj"}:
         raise UnfitError(f"its experts consist of {', '.join(sorted(tensors)) or 'modules'}")
-    both, down = tensors["gate_up_proj"], tensors["down_proj"]
+    both, down = tensors[first], tensors["down_proj"]
     if getattr(experts, "is_transposed", False):
         both, down = (both[0], both[2], both[1]), (down[0], down[2], down[1])
-    if both != (down[0], 2 * down[2], down[1]):
+    if both != (down[0], sides * down[2], down[1]) or 0 in down:
         raise UnfitError(f"its experts are of {both} and {down}")
     return both, down
+
+
+def _first(experts: Any) -> tuple[str, int]:
+    """What its first tensor is called, and how many projections that holds."""
+    return ("gate_up_proj", 2) if getattr(experts, "has_gate", True) else ("up_proj", 1)
 
 
 def _neurons(experts: Any) -> int:
@@ -402,24 +419,27 @@ def activation_of(experts: Any) -> Activation:
     """
     import torch
 
-    from ...kernels.activation import Activation, applied, function_of
+    from ...kernels.activation import Activation, applied, function_of, gated
 
-    count, neurons, hidden = _TRIED
+    (count, neurons, hidden), (first, sides) = _TRIED, _first(experts)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    both, down, x = drawn(count, 2 * neurons, hidden) * _LARGE, drawn(count, hidden, neurons), drawn(64, hidden)
-    small = _small(experts, both, down)
+    both, down, x = drawn(count, sides * neurons, hidden) * _LARGE, drawn(count, hidden, neurons), drawn(64, hidden)
+    small = _small(experts, first, both, down)
     chosen = torch.tensor([[0], [1]] * 32)
     try:
         with torch.no_grad():
             found = small(x, chosen, torch.ones(len(x), 1, dtype=torch.float64))
     except Exception as error:
         raise UnfitError(f"its experts cannot be called alone: {type(error).__name__}") from error
-    gate, up = torch.einsum("bh,bnh->bn", x, both[chosen[:, 0]]).chunk(2, -1)
+    products = torch.einsum("bh,bnh->bn", x, both[chosen[:, 0]])
+    gate, up = products[:, :neurons], products[:, -neurons:]
     for activation in get_args(Activation):
+        if gated(activation) != (sides == 2):
+            continue
         h = applied(function_of("gate", activation), gate) * applied(function_of("up", activation), up)
         wanted = torch.einsum("bn,bhn->bh", h, down[chosen[:, 0]])
         if torch.allclose(found, wanted, rtol=1e-5, atol=1e-5):  # some compute it in float32
@@ -427,8 +447,8 @@ def activation_of(experts: Any) -> Activation:
     raise UnfitError(f"its experts ({type(experts).__name__}) compute something that floe-chat does not know yet")
 
 
-def _small(experts: nn.Module, both: Tensor, down: Tensor) -> Any:
-    """A copy of the module with these matrices, computed expert by expert."""
+def _small(experts: nn.Module, first: str, both: Tensor, down: Tensor) -> Any:
+    """A copy of the module with these matrices, the one above called `first`, computed expert by expert."""
     from torch import nn
 
     small: Any = copy.copy(experts)
@@ -438,7 +458,7 @@ def _small(experts: nn.Module, both: Tensor, down: Tensor) -> Any:
     if getattr(small, "is_transposed", False):
         both, down = both.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     small._parameters = {
-        "gate_up_proj": nn.Parameter(both, requires_grad=False),
+        first: nn.Parameter(both, requires_grad=False),
         "down_proj": nn.Parameter(down, requires_grad=False),
     }
     if hasattr(small, "config"):

@@ -222,6 +222,10 @@ class Family:
         """How many neurons an expert has."""
         return int(getattr(config, self.width))
 
+    def expert_hidden(self, config: Any) -> int:
+        """How many numbers of a token its experts see: the hidden size, unless they are in a latent space."""
+        return int(config.hidden_size)
+
     def top_k(self, config: Any) -> int:
         """How many experts a token uses."""
         return int(config.num_experts_per_tok)
@@ -247,6 +251,15 @@ class Family:
     def norm_weight(self, layer: Any) -> Tensor:
         """(H,) of the norm before a decoder layer's experts."""
         return getattr(layer, self.norm).weight
+
+    def foresight(self, layer: Any, hidden: int) -> tuple[Tensor, Tensor]:
+        """`scores_by` and `norm_weight` of a decoder layer whose experts see so many numbers; zeros and ones if its
+        router sees others, so that predictors begin with nothing.
+        """
+        scores_by, norm = self.scores_by(layer), self.norm_weight(layer)
+        if scores_by.shape[1] != hidden:
+            return scores_by.new_zeros(len(scores_by), hidden), norm.new_ones(hidden)
+        return scores_by, norm
 
     def router(self, block: Any) -> Any:
         """The router of a module with experts."""

@@ -27,7 +27,10 @@ class ExpertBiases(NamedTuple):
 
 
 class ExpertTensors(NamedTuple):
-    """One expert: gate and up (F, H), down (H, F), in the checkpoint's type or what its codes stand for."""
+    """One expert: gate and up (F, H), down (H, F), in the checkpoint's type or what its codes stand for.
+
+    A gate that it lacks is one zero, seen as (F, H), which nobody stores or multiplies.
+    """
 
     gate: Tensor
     up: Tensor
@@ -123,22 +126,28 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Gate above up in one tensor (2 F, H) for each expert, and down (H, F): what `converted.py` makes of others."""
+    """Gate above up in one tensor (2 F, H) for each expert, and down (H, F): what `converted.py` makes of others.
 
+    Attributes:
+        gated: whether there is a gate; else up (F, H) alone.
+    """
+
+    gated: bool = True
     together: bool = False
 
     def names(self, layer: int, expert: int) -> list[str]:
         """See `Storage`."""
-        return [f"model.layers.{layer}.experts.{expert}.{part}_proj" for part in ("gate_up", "down")]
+        first = "gate_up" if self.gated else "up"
+        return [f"model.layers.{layer}.experts.{expert}.{part}_proj" for part in (first, "down")]
 
     def needed(self, experts: int, neurons: int, hidden: int) -> list[Needed]:
         """See `Storage`."""
-        return [Needed((2 * neurons, hidden)), Needed((hidden, neurons))]
+        return [Needed(((2 if self.gated else 1) * neurons, hidden)), Needed((hidden, neurons))]
 
     def read(self, read: Read, layer: int, expert: int) -> ExpertTensors:
         """See `Storage`."""
         both, down = (read(name, None) for name in self.names(layer, expert))
-        gate, up = both.chunk(2)
+        gate, up = both.chunk(2) if self.gated else (both.new_zeros(()).expand(both.shape), both)
         return ExpertTensors(gate, up, down)
 
 

@@ -55,7 +55,7 @@ def _about(manifest: Manifest) -> list[str]:
         "| | |",
         "|---|---|",
         f"| size | {size(sum(entry.size for entry in files.values()))} in {len(files) + 1} files |",
-        f"| bits per weight | {manifest.widths.describe()} |",
+        f"| bits per weight | {manifest.describe()} |",
         f"| model | {manifest.family.called}: {a.layers} layers with {a.experts} experts, {a.top_k} for each token |",
         f"| calibration | {text} |",
         f"| format | version {manifest.version}; this card by floe-chat {version('floe-chat')} |",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ...kernels.activation import Activation, Projection
+from ...kernels.activation import Activation, Projection, gated
 from ...kernels.codes import WIDTHS
 from ...kernels.layouts import RowLayout, SignalLayout, VectorLayout
 from ...kernels.rule import Rule
@@ -202,7 +202,7 @@ class Manifest:
 
     def describe(self) -> str:
         """Its widths in words, and what is not skipped."""
-        return "; ".join(filter(None, (self.widths.describe(), self.unskipped)))
+        return "; ".join(filter(None, (self.widths.describe(gated=gated(self.family.experts_by)), self.unskipped)))
 
     def signal_of(self, layer: int) -> Projection:
         """The projection that is a layer's signal."""

@@ -172,7 +172,7 @@ class Stored(NamedTuple):
 
     def vectors(self, layout: VectorLayout) -> Tensor:
         """As records hold them: (N, layout.nbytes) uint8."""
-        return self.packed if layout.bits == 16 else layout.join_packed(self.packed, self.scale, self.zero)
+        return self.packed if layout.bits in (0, 16) else layout.join_packed(self.packed, self.scale, self.zero)
 
     def ordered(self, order: Tensor) -> Stored:
         """The vectors in another order."""
@@ -187,6 +187,9 @@ def store(
     values: torch.dtype | None = None,
 ) -> Stored:
     """The stored form of a matrix (N, n). values: their type, if the quantizer gives some."""
+    if not layout.bits:
+        nothing = torch.empty(len(matrix), 0)
+        return Stored(nothing.byte(), nothing, nothing, nothing if values is None else nothing.to(values))
     if layout.bits == 16:
         finite(matrix)
         whole = matrix.to(float16).contiguous().cpu()

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import Activation, applied, function_of
+from ...kernels.activation import Activation, function_of, side
 from ...kernels.rule import MOST_EASE
 from ..errors import CheckpointError, PackError
 from ..families.storage import ExpertTensors
@@ -59,11 +58,12 @@ def passages(ids: list[int]) -> list[list[int]]:
 
 
 def both_sides(x: Tensor, expert: ExpertTensors, activation: Activation) -> tuple[Tensor, Tensor]:
-    """What the functions of an expert's gate and up give on tokens x (T, H): (T, F) each."""
-    biases = expert.biases
-    g = F.linear(x, expert.gate.to(x.dtype), None if biases is None else biases.gate.to(x.dtype))
-    u = F.linear(x, expert.up.to(x.dtype), None if biases is None else biases.up.to(x.dtype))
-    return applied(function_of("gate", activation), g), applied(function_of("up", activation), u)
+    """What the functions of an expert's gate and up give on tokens x (T, H): (T, F) each; 1 without a gate."""
+    gate, up = (None, None) if expert.biases is None else expert.biases[:2]
+    return (
+        side(function_of("gate", activation), x, expert.gate, gate),
+        side(function_of("up", activation), x, expert.up, up),
+    )
 
 
 def importance(h: Tensor, down: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...kernels.activation import gated
 from ...kernels.codes import WIDTHS, group_size
 from ..catalog_entry import GROUP
 from ..checkpoint import Checkpoint
@@ -173,10 +174,12 @@ def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:
 
 def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Manifest:
     config: Any = source.config
-    group = group_size(config.hidden_size, spec.group)
+    hidden = source.family.expert_hidden(config)
+    group = group_size(hidden, spec.group)
     # Where nothing is rounded, it is not by HQQ.
     rounding = CALIBRATED if spec.up == spec.gate == spec.down == spec.dense == 16 else spec.rounding
     float16 = str(source.float16).removeprefix("torch.")
+    gate = spec.gate if gated(source.family.experts_by) else spec.down
     return Manifest(
         name=name,
         source=PackSource(source.shelf.name, source.shelf.commit, source.exact, source.shelf.rounding),
@@ -185,12 +188,12 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             layers=len(source.layers),
             experts=source.experts,
             top_k=source.top_k,
-            hidden=config.hidden_size,
+            hidden=hidden,
             intermediate=source.neurons,
             experts_by=source.family.experts_by if isinstance(source.family, Derived) else "silu",
         ),
         widths=Widths(
-            *(spec.up, spec.gate, spec.down, spec.dense, float16, group),
+            *(spec.up, gate, spec.down, spec.dense, float16, group),
             short=spec.short and rounding == CALIBRATED,
             rounding=rounding,
         ),

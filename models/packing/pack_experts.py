@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.activation import Projection, applied
+from ...kernels.activation import Projection, side
 from ...kernels.operations import fast_type
 from ...kernels.rule import NEVER
 from ...kernels.weights import SignalWeights
@@ -217,8 +216,5 @@ class PackingExperts(nn.Module):
     def _through(self, x: Tensor, sides: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, Tensor]:
         """The signal and what enters down (T, F), by the signal's projection and the other one (F, H)."""
         functions = self._signals.function, self._rows.function
-        v, besides = (
-            applied(function, F.linear(x, side, None if bias is None else bias.to(x.dtype)))
-            for function, side, bias in zip(functions, sides, biases, strict=True)
-        )
+        v, besides = (side(*each) for each in zip(functions, (x, x), sides, biases, strict=True))
         return v, besides * v

@@ -218,7 +218,7 @@ class Packing:
         )
         family, decoder = self._source.family, self._source.layers[layer]
         module = passing.layer(decoder, self._dense, file, experts)
-        scores_by, norm = family.scores_by(module), family.norm_weight(module)
+        scores_by, norm = family.foresight(module, self._manifest.architecture.hidden)
         return module
 
     def _restore(self) -> tuple[int, Tensor | None]:

@@ -21,22 +21,30 @@ from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import KVCache, LibraryStore
 from floe_chat.engine.decoder.kv_stores import GrowingStore
+from floe_chat.engine.experts.ruled_layer import RuledLayer
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.planning.footprint import kv_bytes, kv_element, state_bytes
+from floe_chat.engine.planning.footprint import Footprint, kv_bytes, kv_element, state_bytes
+from floe_chat.engine.planning.speed_estimate import TokenWork
+from floe_chat.engine.quality.source_model import SourceModel
+from floe_chat.kernels.activation import UNGATED
+from floe_chat.kernels.reference import moe_step
+from floe_chat.kernels.rule import NEVER
 from floe_chat.models import supported
 from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError, FloeError
 from floe_chat.models.families import FAMILIES, Family, family_of
+from floe_chat.models.families.derived import derived
 from floe_chat.models.families.family import GroupedQuery
 from floe_chat.models.families.recognized import recognized
 from floe_chat.models.families.sizes import sizes_of
-from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.packed_model import PackedLayer, PackedModel
 from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor
 
 from ..helpers import calibration_tokens, relative_rms, write_tokenizer
-from .driver import open_model
+from ..kernels.oracle import Form, make_layer, make_x
+from .driver import a_preset, open_model
 from .offloading import EVERYTHING, offloaded
 
 # Small sizes by whatever a configuration calls them.
@@ -92,6 +100,17 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+        "num_hidden_layers": None,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "nemotron_h, latent": {"moe_latent_size": 48},
     "zaya": {"num_experts_per_tok": 1},
     "qwen4_exp_text": {
         "hc_lowrank": 16,
@@ -163,7 +182,7 @@ RUNS = (
     *("dots1", "dots3_note_text", "exaone_moe", "flex_olmo", "flint", "glm_moe_dsa", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jamba"),
     *("kimi_linear", "kolibri1", "laguna", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
-    *("minimax_m3_vl_text", "mistral4", "qwen4_exp_text", "solar_open", "zaya"),
+    *("minimax_m3_vl_text", "mistral4", "nemotron_h", "nemotron_h, latent", "qwen4_exp_text", "solar_open", "zaya"),
     # Models that also see.
     *("aria", "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "inkling_mm_model", "llama4"),
     *("minimax_m3_vl", "mistral3", "mistral_large4", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "qwen4_exp", "step3p7"),
@@ -181,7 +200,6 @@ REFUSED = {  # -> what is said
     "jetmoe": "called with layer_input",
     "longcat_flash": "identity_expert",
     "muse_spark": "post_expert_norm",
-    "nemotron_h": "consist of down_proj, up_proj",
     "unlimited_ocr": "no model of this type that writes",  # it reads pages, and forgets what it wrote but not the page
 }
 COMPRESSING = ("deepseek_v4",)  # keeps an entry of many tokens, of which plans have an upper limit
@@ -216,7 +234,8 @@ def config_of(kind: str) -> Any:
     """A small configuration."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kinds: Any = CONFIG_MAPPING[kind]
+    own, _, variant = kind.partition(", ")
+    kinds: Any = CONFIG_MAPPING[own]
     parts: dict[str, Any] = getattr(kinds, "sub_configs", {})
     if "text_config" in parts:
         usual = kinds()
@@ -234,7 +253,7 @@ def config_of(kind: str) -> Any:
     if "kv_lora_rank" in fields:
         given.pop("head_dim", None)
         given["num_key_value_heads"] = 4
-    given |= OTHERWISE.get(kind, {})
+    given |= OTHERWISE.get(own, {}) | (OTHERWISE[kind] if variant else {})
     return kinds(**{name: value for name, value in given.items() if value is not None or name == "sliding_window"})
 
 
@@ -336,11 +355,15 @@ def test_a_pack_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) ->
     pack(Checkpoint(tmp_path / "source"), tmp_path / "low", PackSpec(), calibration_tokens(), "tiny")
     assert all(bool(logits.isfinite().all()) for logits in pieces_of(open_model(tmp_path / "low", "Balanced"), ids))
     packed = PackedModel.open(tmp_path / "low")
+    takes = Footprint.of_pack(packed.manifest, loaded.model.config)
+    layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
+    assert takes.ups == sum(layer.signal.nbytes for layer in layers)
+    assert takes.rows == sum(layer.rows.data.nbytes for layer in layers)
     assert any(name.endswith("_proj.q") for name in packed.dense()), "linear layers are codes"
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("kind", ["exaone_moe", "qwen4_exp", "zaya"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "qwen4_exp", "zaya", "nemotron_h, latent"])
 def test_where_rows_are_changes_no_answer(kind: str, tmp_path: Path) -> None:
     published(kind, tmp_path / "source")
     pack(Checkpoint(tmp_path / "source"), tmp_path / "exact", EXACT, calibration_tokens(), "tiny")
@@ -349,6 +372,15 @@ def test_where_rows_are_changes_no_answer(kind: str, tmp_path: Path) -> None:
     for share in (0.05, 1.0):
         with offloaded(loaded, EVERYTHING, share):
             assert all(map(agree, pieces_of(loaded, ids), wanted))
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kind", ["nemotron_h", "minimax_m2", "zaya"])
+def test_a_source_answers_as_the_librarys_model_does(kind: str, tmp_path: Path) -> None:
+    model, ids = published(kind, tmp_path / "source"), torch.arange(5, 45)[None]
+    with torch.inference_mode():
+        wanted = model(input_ids=ids, use_cache=False).logits[0, -1]
+    assert agree(SourceModel(Checkpoint(tmp_path / "source"), lambda _step: None).logits(ids, 1)[0, -1], wanted)
 
 
 def wrongly(record: Family, part: str) -> Family:
@@ -377,6 +409,29 @@ def test_a_record_that_is_not_the_models_is_not_used(part: str, monkeypatch: pyt
     assert isinstance(declined, LibraryDecoder)
     assert "computes otherwise" in declined.reason
     assert config.sliding_window == SMALL["sliding_window"]
+
+
+def test_without_a_gate_nothing_is_done_for_what_is_zero_and_both_shares_are_one() -> None:
+    made, tables = make_layer((3, 96, 64, 64), (4, 4, 4), Form("up", "relu2")), torch.linspace(0, 2, 101).repeat(3, 1)
+    tables[:, :50], tables[2] = 0, NEVER
+    layer, x = PackedLayer(made.stored, made.rows, tables, tables), make_x(5, 64, torch.float32)
+    index, weights = torch.randint(3, (5, 2), generator=torch.Generator().manual_seed(1)), torch.rand(5, 2)
+    v = torch.relu(torch.einsum("bh,bkfh->bkf", x.double(), made.signal[index])).square()
+
+    everything = RuledLayer(layer, EVERYTHING, 0).work(index, weights)
+    y, counts = moe_step(x, made.stored, made.rows, everything.calls, everything.thresholds)
+    assert relative_rms(y, torch.einsum("bk,bkf,bkfh->bh", weights.double(), v, made.down[index])) <= 1e-5
+    expected = torch.where(index == 2, 96, (v > 0).sum(-1))
+    assert counts[:, 0].tolist() == expected.flatten().tolist()
+
+    assert derived("nemotron_h", UNGATED).signals == ("up",)
+    for sparsity, product in ((0.6, 0.8), (0.8, 0.6)):
+        preset = a_preset("Both", sparsity, product)
+        found = RuledLayer(layer, preset, 0).limits
+        assert found.product is None
+        assert found.signal.tolist() == pytest.approx([1.6, 1.6, NEVER])
+        work = TokenWork.of(preset, gated=False)
+        assert (work.active, work.reached) == (pytest.approx(0.2), 1)
 
 
 @pytest.mark.some(2)

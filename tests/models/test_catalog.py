@@ -459,7 +459,7 @@ class TestReasons:
         ("text", "reason"),
         [
             ("Llama-4-Scout", "Llama 4 is not supported yet"),
-            ("nvidia/Nemotron-3-Nano-30B-A3B", "Nemotron MoE is not supported yet"),
+            ("inclusionAI/Ling-mini-2.0", "Ling is not supported yet"),
             ("google/gemma-4-31B-it", "is not a Mixture-of-Experts model"),
             ("model.gguf", "There is no GGUF file 'model.gguf'"),
             ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "There is no GGUF file"),
