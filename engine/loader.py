@@ -38,6 +38,7 @@ from .machine import hardware
 from .offload import predictor
 from .offload.offload import Offload, Parts
 from .offload.pools import Pools
+from .offload.table_rows import lookups
 from .opening import Opened, opened
 from .parallel.led import Led
 from .parallel.messages import Open, Ready
@@ -204,6 +205,7 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
         report("Starting transformers", 0.5)
         import_model_code()
         config = read_config(pack.packed.folder)
+    dtype = computed_type(pack.placement.places, manifest)
     model: Any = library_model.build(
         config,
         family_of(manifest.architecture.model_type),
@@ -211,7 +213,7 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
         manifest.widths.dense,
         experts,
         linears[place],
-        computed_type(pack.placement.places, manifest),
+        dtype,
         place,
         None if library else light_modules.tree,
         {
@@ -220,6 +222,7 @@ def _build(pack: Opened, linears: Mapping[str, _Linear], experts: _Experts, repo
             for layer in part.decoder
             if part.choice.place != place
         },
+        lookups(library_model.tables_in(config, manifest), pack.packed.folder, dtype),
     )
     _need_numbers(pack.packed.folder, model)
     return model

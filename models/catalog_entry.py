@@ -111,7 +111,8 @@ class Counted:
         linears: the linear layers that a pack may store at low width, of all layers, without the head. small: numbers
             that every pack stores as they are, without the embedding. cached: numbers that all layers cache of every
             token. state: numbers that they keep of a text whatever its length. windowed: numbers that they cache of a
-            token besides, of the last `sees` tokens alone. library: why transformers' modules compute it; "" where the
+            token besides, of the last `sees` tokens alone. tables: rows and columns of each
+            embedding besides the vocabulary's, and how many rows a token looks up. library: why transformers' modules compute it; "" where the
             engine's own pass does.
     """
 
@@ -121,6 +122,7 @@ class Counted:
     state: int
     windowed: int = 0
     sees: int = 0
+    tables: tuple[tuple[int, int, int], ...] = ()
     library: str = ""
 
 
@@ -255,10 +257,20 @@ class Sizes:
         return self.layers * router + norms + self.biases + state
 
     @property
+    def tables(self) -> tuple[tuple[int, int, int], ...]:
+        """See `Counted`."""
+        return () if self.counted is None else self.counted.tables
+
+    @property
+    def in_tables(self) -> int:
+        """Weights of these."""
+        return sum(rows * columns for rows, columns, _ in self.tables)
+
+    @property
     def parameters(self) -> int:
         """All weights; a tied head counts once."""
         heads = 1 if self.tied else 2
-        return self.in_beside + self.in_experts + heads * self.embedding + self.small
+        return self.in_beside + self.in_experts + heads * self.embedding + self.small + self.in_tables
 
     @property
     def in_expert(self) -> int:
@@ -277,9 +289,9 @@ class Sizes:
 
     @property
     def active(self) -> int:
-        """Weights that a token reads: all but the embedding and the experts that it does not use."""
+        """Weights that a token reads: all but the embedding, tables, and the experts that it does not use."""
         idle = self.in_expert * self.layers * (self.experts - self.top_k)
-        return self.parameters - idle - (0 if self.tied else self.embedding)
+        return self.parameters - idle - self.in_tables - (0 if self.tied else self.embedding)
 
 
 GROUP = 64  # weights of an expert that share a scale in a pack, unless asked otherwise

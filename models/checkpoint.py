@@ -146,7 +146,8 @@ class Checkpoint:
         exact: False when they were rounded before. wide: whether experts' weights are wider than 16 bits, which may
             still be 16-bit numbers (`loses`).
         folder: with its small files. places: published tensor name -> (shard, place), shards in order, without tensors
-            that the language model does not use. unused: these.
+            that the language model does not use. unused: these. tables: names of the parts of embeddings that are
+            tables (pack/table.py), by their modules'.
 
     Raises:
         CheckpointError: there is no such model, or its files contradict each other; says which and how.
@@ -171,9 +172,10 @@ class Checkpoint:
             every = self.shelf.places
         self.places = {name: place for name, place in every.items() if not name.startswith(unused)}
         self.unused = {name: place for name, place in every.items() if name.startswith(unused)}
+        self.tables: Mapping[str, list[str]] = {}
         if isinstance(self.family, Derived):
             self.shelf = ConvertedShelf(self.shelf, every, self.family, self.config, fields)
-            self.places, self.unused = self.shelf.places, self.shelf.unused
+            self.places, self.unused, self.tables = self.shelf.places, self.shelf.unused, self.shelf.tables
         self.storage = self._stored()
         self._check()
         dtypes = {self.places[name][1].dtype for name in self._every_expert_name()} - {CODES} or {"BF16"}
@@ -225,9 +227,9 @@ class Checkpoint:
         return self.storage.names(decoder, expert)
 
     def dense_names(self) -> list[str]:
-        """Published names of everything that is not an expert."""
-        experts = set(self._every_expert_name())
-        return [name for name in self.places if name not in experts]
+        """Published names of everything that is not an expert, nor of a table."""
+        others = {*self._every_expert_name(), *(part for parts in self.tables.values() for part in parts)}
+        return [name for name in self.places if name not in others]
 
     def tensor(self, name: str, index: int | None = None) -> Tensor:
         """One tensor by its published name, or number `index` of those that it consists of, in its own memory.
@@ -242,6 +244,29 @@ class Checkpoint:
         raw = torch.empty(nbytes, dtype=torch.uint8)
         self.shelf.read(name, file, place, index, memoryview(raw.numpy()))  # pyright: ignore[reportArgumentType]
         return raw.view(_dtype(name, place)).view(shape)
+
+    def rows(self, table: str, wanted: Tensor) -> Tensor:
+        """Rows (N, columns) of a table by their numbers (N,), rising, each read by itself.
+
+        Raises:
+            CheckpointError: as `tensor`. FloeError: they cannot be had.
+        """
+        found, start = list[Tensor](), 0
+        for name in self.tables[table]:
+            file, place = self.places[name]
+            some = wanted[(wanted >= start) & (wanted < start + place.shape[0])] - start
+            start += place.shape[0]
+            if len(some) and len(self.shelf.files(name, file)) > 1:  # made of codes and scales, as a whole
+                found.append(self.tensor(name)[some])
+                continue
+            width = (place.end - place.start) // max(1, place.shape[0])
+            raw = torch.empty(len(some), width, dtype=torch.uint8)
+            for row, number in zip(raw.numpy(), some.tolist(), strict=True):
+                at = place.start + number * width
+                one = TensorPlace(place.dtype, (1, place.shape[1]), at, at + width)
+                self.shelf.read(name, file, one, None, memoryview(row))  # pyright: ignore[reportArgumentType]
+            found.append(raw.view(_dtype(name, place)))
+        return torch.cat(found)
 
     def codes(self, name: str) -> Kept | None:
         """The codes that a matrix was published in, where they may be kept."""

@@ -45,6 +45,9 @@ SIZES: dict[str, tuple[int, int]] = {
     "global_head_dim": (2, 1 << 10),  # 512
     "num_global_key_value_heads": (1, 1 << 10),  # 2
     "sliding_window": (1, 1 << 30),  # anything; beyond the window it changes nothing
+    "ngram_vocab_size_base": (1, 1 << 26),  # 20,000,000
+    "ngram_size": (2, 1 << 3),  # 3
+    "heads_per_ngram": (1, 1 << 6),  # 8
 }
 FIGURES: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (0.0, 1.0),

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from .checkpoint_files import Around, Shelf, TensorPlace
 from .errors import CheckpointError
-from .families.derived import Derived, UnfitError, outer
+from .families.derived import Derived, UnfitError, outer, tables
 
 Places = Mapping[str, tuple[str, TensorPlace]]
 """Published tensor name -> shard and place."""
 
+_PIECE = 64 << 20  # bytes of a table that are read at once
 _TORCH = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -75,7 +76,7 @@ class ConvertedShelf(Around):
 
     Attributes:
         places: by modules' names; of experts by those of `families.storage.Joined`. unused: published tensors that the
-            library's model does not have.
+            library's model does not have. tables: module -> names of the parts that its embedding is read in, in order.
 
     Raises:
         CheckpointError: tensors that the library's conversion cannot make the model's of.
@@ -90,9 +91,11 @@ class ConvertedShelf(Around):
             raise self._unfit(str(error)) from error
         self._head = next(f"{n}." for n, m in self._model.named_modules() if m is self._model.get_output_embeddings())
         self._dense, self._experts = dict[str, _Group](), dict[str, _Expert]()
+        self.tables, self._parts = dict[str, list[str]](), dict[str, str]()
         self.places: dict[str, tuple[str, TensorPlace]] = {}
         self._own = {name: tuple(part.shape) for name, part in self._model.state_dict(keep_vars=True).items()}
         groups, self.unused = self._grouped()
+        rows = {f"{name}.weight": shape for name, shape in tables(self._model).items()}
         layers = {f"{self._reads or 'model.'}layers.{layer}.": layer for layer in family.expert_layers(config)}
         for group in groups:
             if self._reads and not group.target.startswith((self._reads, self._head)):
@@ -101,6 +104,8 @@ class ConvertedShelf(Around):
             layer = next((number for prefix, number in layers.items() if group.target.startswith(prefix)), None)
             if layer is not None and ".experts." in group.target:
                 self._add_experts(group, layer, family.experts(config))
+            elif group.target in rows:
+                self._add_table(group, rows[group.target])
             else:
                 self._add_dense(group)
 
@@ -158,6 +163,33 @@ class ConvertedShelf(Around):
                 name = f"model.layers.{layer}.experts.{expert}.{part}"
                 self._place(name, tensor, group, group.names(expert))
                 self._experts[name] = _Expert(group, expert, part)
+
+    def _add_table(self, group: _Group, shape: tuple[int, int]) -> None:
+        """An embedding in parts that memory has room for: its published tensors, of which the library makes it by
+        concatenation, and these cut where they are stored as they are.
+        """
+        owner, parts, rows = self._named(group.target).removesuffix(".weight"), list[str](), 0
+        steps = [] if group.converter is None else group.converter.operations
+        if any(type(step).__name__ != "Concatenate" or step.dim != 0 for step in steps):
+            raise self._unfit(f"{group.target} is not stored row by row")
+        kinds = {self._raw[source][1].dtype for source in group.names()}
+        for source in group.names():
+            file, at = self._raw[source]
+            if len(kinds) > 1 or len(at.shape) != 2 or at.shape[1] != shape[1]:
+                raise self._unfit(f"{source} is {at.dtype} of {at.shape}, no part of a table of {shape}")
+            width = (at.end - at.start) // max(1, at.shape[0])
+            cut = len(self._shelf.files(source, file)) == 1  # else it has scales: it is made as a whole
+            step = max(1, _PIECE // max(1, width) if cut else at.shape[0])
+            for first in range(0, at.shape[0], step):
+                some, start = min(step, at.shape[0] - first), at.start + first * width
+                name = f"{owner}.{len(parts):05}.weight"
+                parts.append(name)
+                self._parts[name] = source
+                self.places[name] = file, TensorPlace(at.dtype, (some, shape[1]), start, start + some * width)
+            rows += at.shape[0]
+        if rows != shape[0]:
+            raise self._unfit(f"{group.target} has {rows:,} rows; {shape[0]:,} are needed")
+        self.tables[owner] = parts
 
     def _named(self, target: str) -> str:
         """A tensor's name in the model that reads, by that in the whole."""
@@ -248,6 +280,8 @@ class ConvertedShelf(Around):
         """Published names of what a tensor is made of."""
         if (found := self._experts.get(name)) is not None:
             return found.group.names(found.expert)
+        if (part := self._parts.get(name)) is not None:
+            return [part]
         return self._dense[name].names()
 
     def files(self, name: str, file: str) -> list[str]:
@@ -256,6 +290,9 @@ class ConvertedShelf(Around):
 
     def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
         """See `Shelf.read`."""
+        if (part := self._parts.get(name)) is not None:
+            self._shelf.read(part, file, place, None, into)
+            return
         if (found := self._experts.get(name)) is not None:
             every = self._oriented(found.group, self._converted(found.group, self._read(found.group, found.expert)))
             tensor = every[found.part]
@@ -267,4 +304,6 @@ class ConvertedShelf(Around):
 
     def sample(self, name: str, file: str, place: TensorPlace) -> bytes:
         """See `Shelf.sample`."""
+        if (part := self._parts.get(name)) is not None:
+            return self._shelf.sample(part, file, place)
         return b"".join(self._shelf.sample(each, *self._raw[each]) for each in self._sources(name))

@@ -26,6 +26,7 @@ from ..offload.links.link import Link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind
 from ..offload.links.tuned_link import LinkEnds
+from ..offload.table_rows import cached as table_cache
 from .footprint import Footprint
 from .memory_plan import PROGRAM, RAM_LEAST, RAM_SHARE, Needs
 from .speed_estimate import TokenWork, disk_reads
@@ -51,7 +52,7 @@ def wanted(packed: PackedModel, needs: Needs) -> DiskTier | str:
         needs: the pack's on a GPU, where keys and values have 16 bits; the CPU's have 32.
     """
     needs = dataclasses.replace(needs, dense=dense_bytes(packed), kv=needs.kv.times(2))
-    budget = room()
+    budget = room() - table_cache(sum(packed.manifest.files[name].size for name in packed.manifest.tables))
     if budget >= needs.whole():
         return ""
     lacking = f"RAM has {size(budget)} for a pack of {size(needs.whole())}"

@@ -15,7 +15,7 @@ from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Counted, Recurrent, Sizes
 from ...models.families import family_of
 from ...models.families.sizes import sizes_of as family_sizes
-from ...models.pack import learned_predictor
+from ...models.pack import learned_predictor, table
 from ...models.pack.manifest import Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
 from ...models.packing.pack import PackSpec
@@ -29,7 +29,8 @@ class Footprint:
     Attributes:
         attention: the linear layers beside the experts, for each layer with experts: projections, shared experts, and a
             share of the layers without experts. head: of the whole model. kept: embedding, routers and norms of the
-            whole model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
+            whole model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record. tables: of the
+            whole model (`models/pack/table.py`).
     """
 
     sizes: Sizes
@@ -39,6 +40,7 @@ class Footprint:
     kept: int
     up: int
     row: int
+    tables: int = 0
 
     @classmethod
     def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
@@ -59,6 +61,7 @@ class Footprint:
             kept=2 * (sizes.embedding + sizes.small),
             up=sizes.intermediate * (up.nbytes_apart + (4 if biased else 0)),
             row=RowLayout(gate, down, torch.bfloat16, activation=kind, biased=biased).nbytes,
+            tables=sum(rows * table.vector(columns, spec.dense).nbytes for rows, columns, _ in sizes.tables),
         )
 
     @classmethod
@@ -69,7 +72,7 @@ class Footprint:
 
     @property
     def dense(self) -> int:
-        """Everything but experts, as stored on the disk."""
+        """Everything but experts and tables, as stored on the disk."""
         return self.sizes.layers * self.attention + self.head + self.kept
 
     @property
@@ -96,7 +99,7 @@ class Footprint:
         for layer in range(sizes.layers - 1):
             width = learned_predictor.width(layer, sizes.layers, sizes.expert_hidden, sizes.experts)
             predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
-        return self.dense + self.ups + self.rows + predictors
+        return self.dense + self.tables + self.ups + self.rows + predictors
 
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:

@@ -25,6 +25,7 @@ from ..experts.moe_layer import STREAMED_CHUNK, chunk_for
 from ..offload.cards import DENSE_LAUNCHES, FIND_LAUNCHES, SUM_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
+from ..offload.table_rows import cached
 from .footprint import Footprint, KvBytes, kv_bytes, kv_element, prompt_bytes, sizes_of, state_bytes
 
 # Of a card's memory, for a step's own tensors, modules that CUDA loads at their first use (0.15 to 0.3 GB), workspaces
@@ -314,6 +315,8 @@ def _captured(sizes: Sizes, context: int) -> int:
 
 def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
     uses, states = {"program": PROGRAM}, state_bytes(takes.sizes)
+    if takes.tables:
+        uses["table rows"] = cached(takes.tables)
     if states:
         # The library's cache takes no copies.
         counted = takes.sizes.counted

@@ -10,11 +10,13 @@ from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from ..machine import hardware
 from ..offload.mix import Mix
+from ..offload.table_rows import cached
 from .footprint import Footprint, divisible
 from .machine import Machine
 from .measured_figures import figures
 from .memory_plan import Needs, budget
 from .options import DEFAULT, Option, option
+from .speed_estimate import table_reads
 from .worth import ENOUGH, NEWER, READING, WORTH, shorter_pays
 
 # The meanings of bits and KL, in the words that every page uses.
@@ -37,7 +39,8 @@ RANKING = (
 MEMORY = (
     "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "
     "down weights, and pool the rows that the GPU holds of layers that are not all there; context is the chat's keys "
-    "and values; pages is the part of the pack that is cached in RAM, and lacking the part that is read from the disk."
+    "and values; table rows are those used last of tables on the disk; pages is the part of the pack that is cached in "
+    "RAM, and lacking the part that is read from the disk."
 )
 _PARTS = {
     "dense": "attention and the output layer",
@@ -140,6 +143,7 @@ def why(
             _why_cards(machine, entry, chosen, context),
             _why_compiled(chosen),
             _why_slow(entry),
+            _why_tables(machine, entry, chosen),
             _why_ram(machine, chosen),
             _why_speed(chosen),
         )
@@ -258,6 +262,18 @@ def _why_slow(entry: CatalogEntry) -> str:
         f"Its experts run in floe-chat's own code, and all else in transformers' modules, because "
         f"{entry.sizes.counted.library}: that takes about {1e3 * figures().host_library_s:.1f} ms more for each layer "
         "and token."
+    )
+
+
+def _why_tables(machine: Machine, entry: CatalogEntry, chosen: Option) -> str:
+    """What embeddings on the disk take and cost."""
+    takes = Footprint.of(entry.sizes, chosen.spec)
+    if not takes.tables:
+        return ""
+    rows, ms = sum(count for *_, count in entry.sizes.tables), 1e3 * table_reads(takes, machine.speeds)
+    return (
+        f"Its tables of n-grams stay on the disk, {size(takes.tables)} of the pack: a token reads {rows} rows of them, "
+        f"in about {trimmed(ms, 2)} ms, and {memory(cached(takes.tables))} of RAM keep those used last."
     )
 
 

@@ -31,6 +31,7 @@ from ..offload.cards import (
     SUM_LAUNCHES,
 )
 from ..offload.lane_rates import Rates
+from ..offload.links.disk_files import READ_THROUGH
 from ..offload.mix import ExpertsPlace, Mix
 from ..offload.virtual.virtual_device import HostTimes
 from ..quality_presets import Preset
@@ -41,6 +42,7 @@ from .measured_figures import Curve, figures
 # the next one if that is little: on a virtual disk of 0.85 GB/s (tests/bench/LOG.md).
 SCATTERED = 0.6
 ISSUED = 0.8  # share of the clocks in which a multiprocessor issues what it could: an estimate
+LEAST_READ = 2e-4  # seconds of a disk's answer, to one request or to dozens: an estimate, of an SSD
 COPIED = 4e9  # bytes a second from a device to memory that is not pinned: an estimate
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 ANSWER = 256  # tokens answered for each such prompt: the work by which placements are compared
@@ -288,11 +290,21 @@ def decode(
         # A state is read and written, and now and then copied to RAM, for which the device waits.
         attending += held.part * state_bytes(takes.sizes) * (2 / speeds.gpu + 1 / EVERY / COPIED)
         token = _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
-        return dataclasses.replace(token, host=token.host + held.part * _library(takes.sizes))
+        more = held.part * _library(takes.sizes)
+        return dataclasses.replace(token, host=token.host + more, disk=token.disk + table_reads(takes, speeds))
     seen = kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense, takes.sizes)).seen(context)
     token = _on_cpu(takes, work, speeds, held, seen)
     more = state_bytes(takes.sizes) / speeds.states + _library(takes.sizes)
-    return dataclasses.replace(token, host=token.host + held.part * more)
+    more *= held.part
+    return dataclasses.replace(token, host=token.host + more, disk=token.disk + table_reads(takes, speeds))
+
+
+def table_reads(takes: Footprint, speeds: Speeds) -> float:
+    """Seconds in which a token's rows of tables are read, as if none was in RAM. A row that the disk looks for takes
+    about as long as `READ_THROUGH` bytes of a large read.
+    """
+    looked = sum(count for *_, count in takes.sizes.tables)
+    return len(takes.sizes.tables) * LEAST_READ + looked * READ_THROUGH / speeds.disk
 
 
 def _library(sizes: Sizes) -> float:

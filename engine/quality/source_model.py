@@ -22,6 +22,7 @@ from ...models.families.derived import Derived
 from ...models.families.family import EMBEDDING
 from ...models.modules import library_model
 from ...models.pack.packed_model import PackedModel
+from ...models.pack.table import put
 from ...models.packing.calibration import both_sides
 from ..decoder.finite_check import first_nonfinite
 
@@ -71,6 +72,7 @@ class SourceModel:
             library_model.rename(model.model, family)
         if getattr(config, "tie_word_embeddings", False):
             self._published.setdefault("lm_head.weight", self._published.get(EMBEDDING, ""))
+        put(model, {name: _Rows(checkpoint, name) for name in checkpoint.tables})
         for index, block in enumerate(family.blocks(model)):
             if experts is None and (family.biased or derived):
                 block.experts = _Loop(checkpoint, index)
@@ -85,11 +87,10 @@ class SourceModel:
             self._stream(layer, f"model.layers.{index}", f"Source: layer {index + 1} of {config.num_hidden_layers}")
         for name, own in list(model.model.named_parameters(recurse=False)):
             _set(model.model, name, self._read(f"model.{name}", tuple(own.shape)))
-        for name, part in model.model.named_children():
-            if part is not model.model.layers:
-                self._stream(
-                    part, f"model.{name}", "Source: embedding" if name == "embed_tokens" else f"Source: {name}"
-                )
+        for name, part in model.model.named_children():  # of some families more than embedding and norm
+            if name != "layers":
+                said = {"embed_tokens": "embedding", "norm": "last norm"}.get(name, name.replace("_", " "))
+                self._stream(part, f"model.{name}", f"Source: {said}")
         self._stream(model.lm_head, "lm_head", "Source: output head")
         library_model.renew(model, family, config, "cpu")
         self._model, self._divided = model.eval(), family.factor(config, family.divided)
@@ -170,6 +171,19 @@ class _Loop(nn.Module):
             y = F.linear(gate * up, expert.down.to(hidden.dtype), bias)
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
         return out
+
+
+class _Rows(nn.Module):
+    """A table, of which each row is read when it is looked up."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        super().__init__()
+        self._checkpoint, self._name, self.weight = checkpoint, name, torch.empty(0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (...) -> (..., n) float32."""
+        wanted, place = ids.flatten().unique(return_inverse=True)
+        return self._checkpoint.rows(self._name, wanted).float()[place].view(*ids.shape, -1)
 
 
 class _Shelf:

@@ -57,7 +57,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
         try:
             journal = Journal.open(folder, settings_of(source, spec, tokens))
             dense = DensePart(source, w.dense)
-            until = _declare(journal, folder, before, dense, files)
+            until = _declare(journal, folder, before, source, dense, files)
             small = [path for file in COPIED if file in files and (path := source.shelf.small(file)) is not None]
             packing = Packing(source, before, folder, journal, dense, spec.device, progress, until)
             packing.run(tokens, small)
@@ -67,7 +67,9 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
     return [name for name in files if before.files[name].sha256 != old[name].sha256]
 
 
-def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePart, files: list[str]) -> int | None:
+def _declare(
+    journal: Journal, folder: Path, manifest: Manifest, source: Checkpoint, dense: DensePart, files: list[str]
+) -> int | None:
     """Record in the journal what is finished; returns how many layers the text has to pass through, None for all."""
     a = manifest.architecture
     sound = PROFILE not in files
@@ -77,6 +79,9 @@ def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePar
         journal.note_whole(layer, layer in manifest.whole)
     if DENSE_FILE not in files:
         journal.note_dense(name for stage in dense.stages for name in stage)
+    for table in dense.tables:
+        if table.file not in files:
+            journal.note_dense(source.tables[table.name])
     if sound:
         packed = PackedModel(folder, manifest)
         _keep_measures(journal, packed)

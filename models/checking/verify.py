@@ -22,12 +22,14 @@ from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from ..pack.packed_model import PackedLayer, PackedModel
+from ..pack.table import put
 from ..tokenizer.chat_process import ChatProcess, largest_token
 
 # Relative RMS error that quantization to a width may have: 1.5 to 3 times that of uniformly or normally distributed
 # weights in groups of 64; another model's weights differ by 1.4.
 LIMITS = {16: 0.005, 8: 0.02, 4: 0.2, 3: 0.35, 2: 0.7}
 _COLUMNS = 64  # of gate, up and down each, by which a neuron is matched
+_TABLE_ROWS = 1 << 16  # of a table, looked through at a time
 _ROWS = 1024  # neurons matched at a time: E x F distances would take 800 MB
 # Files read together with a file, which can be checked only if these are intact.
 _READ_WITH = {
@@ -157,6 +159,8 @@ def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
                 read_config(folder)
             case "tokenizer.json":
                 return _bad_chat(folder)
+            case _ if name in manifest.tables:
+                return _bad_table(folder, manifest, name)
             case _ if name.startswith("layer_"):
                 layers = {layer_file(layer): layer for layer in range(manifest.architecture.layers)}
                 return _bad_layer(packed.layer(layers[name]))
@@ -222,6 +226,7 @@ def _bad_dense(packed: PackedModel) -> str | None:
     family = family_of(manifest.architecture.model_type)
     for block in family.blocks(model):
         block.experts = nn.Identity()
+    put(model, {table.name: nn.Identity() for table in library_model.tables_in(config, manifest)})
     weights = library_model.with_head(config, family, dense)
     bits = manifest.widths.dense
     library_model.furnish(
@@ -230,6 +235,15 @@ def _bad_dense(packed: PackedModel) -> str | None:
     for name, tensor in dense.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return f"{name} has infinite or NaN values."
+    return None
+
+
+def _bad_table(folder: Path, manifest: Manifest, name: str) -> str | None:
+    table = next(one for one in library_model.tables_in(read_config(folder), manifest) if one.file == name)
+    rows, _ = table.opened(folder)
+    for start in range(0, table.rows, _TABLE_ROWS):
+        if not bool(table.read(rows[start : start + _TABLE_ROWS], torch.float32).isfinite().all()):
+            return f"Its rows from {start:,} on have infinite or NaN values."
     return None
 
 
@@ -289,6 +303,16 @@ def _compare_dense(packed: PackedModel, source: Checkpoint, layers: Sequence[int
             width, matrix = quantized_linears.width_of(layer, bits), source.tensor(name)
             stored = quantized_linears.load(dense, layer, matrix.shape[0], matrix.shape[1], width)
             yield Compared(layer, width, _relative(stored.dense(torch.float32), matrix), LIMITS[width])
+    for table in library_model.tables_in(source.config, manifest):
+        rows, _ = table.opened(packed.folder)
+        parts = source.tables.get(table.name, [])
+        end = table.rows
+        for part in (*parts[-1:], *parts[:-1][:1]):  # the last one and the first
+            theirs = source.tensor(part)
+            end = end if part == parts[-1] else len(theirs)
+            ours = table.read(rows[end - len(theirs) : end], torch.float32)
+            bits = table.vector.bits
+            yield Compared(part.removesuffix(".weight"), bits, _relative(ours, theirs), LIMITS[bits])
     for name in source.dense_names():
         if name in dense and family.module_name(name).startswith(mine):
             yield Compared(name, 16, _relative(dense[name], source.tensor(name)), LIMITS[16])

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, get_args
@@ -335,6 +336,15 @@ def top_k(config: Any) -> int:
     return found[0]
 
 
+def tables(whole: Any) -> dict[str, tuple[int, int]]:
+    """Rows and columns of a model's embeddings besides the vocabulary's, by their modules' names (pack/table.py)."""
+    from torch import nn
+
+    found = {name: module.weight for name, module in whole.named_modules() if type(module) is nn.Embedding}
+    vocabulary = whole.get_input_embeddings().weight
+    return {name: (len(each), each.shape[1]) for name, each in found.items() if each is not vocabulary}
+
+
 def _stated(config: Any, name: str) -> int | None:
     """A field of a configuration; None if it has none, or one for each kind of layers."""
     try:
@@ -482,13 +492,33 @@ def _counted(whole: Any) -> Counted:
     family = derived(whole.config.model_type)
     names = {name for name, module in whole.named_modules() if type(module) is nn.Linear and family.is_linear(name)}
     linears = [whole.get_submodule(name).weight for name in sorted(names - {"lm_head"})]
+    apart = tables(whole)
     known = {id(weight) for weight in (*linears, whole.lm_head.weight, whole.get_input_embeddings().weight)}
+    known |= {id(whole.get_submodule(name).weight) for name in apart}
     small = sum(
         tensor.numel()
         for name, tensor in whole.state_dict(keep_vars=True).items()
         if id(tensor) not in known and ".experts." not in name
     )
-    return Counted(tuple(sorted((weight.shape[0], weight.shape[1]) for weight in linears)), small, *_kept(whole))
+    rows = tuple((*shape, _looked_up(whole, name)) for name, shape in apart.items())
+    weights = tuple(sorted((weight.shape[0], weight.shape[1]) for weight in linears))
+    return Counted(weights, small, *_kept(whole), tables=rows)
+
+
+def _looked_up(whole: Any, table: str) -> int:
+    """How many rows of a table a token looks up, by calling the module around it with one; 1 where that fails."""
+    import torch
+
+    owner, _, name = table.rpartition(".")
+    module, found = copy.deepcopy(whole.get_submodule(owner)), [1]
+
+    def note(_table: object, given: tuple[Tensor], _rows: object) -> None:
+        found.append(given[0].numel())
+
+    getattr(module, name).register_forward_hook(note)
+    with suppress(Exception), torch.no_grad():
+        module(torch.zeros(1, 1, dtype=torch.long, device="meta"), None)
+    return found[-1]
 
 
 def _kept(whole: Any) -> tuple[int, int, int, int]:

@@ -18,6 +18,7 @@ from .. import catalog, private_file
 from ..catalog_entry import CatalogEntry, ReadyPack, Sizes
 from ..errors import FloeError, HubError, PackError
 from ..pack import manifest as manifests
+from ..pack import table
 from ..pack.manifest import AHEAD, COPIED, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
 from ..visible import as_name
 from .repository import Repo
@@ -153,7 +154,7 @@ def parsed(place: str, content: bytes) -> Offer:
         raise PackError(error.title, error.cause, f"Update floe-chat. {_HINT}" if newer else _HINT) from error
     offer = Offer(manifest, content)
     for name, entry in offer.files.items():
-        if name not in _OURS and not re.fullmatch(r"layer_[0-9]{2,4}\.safetensors", name):
+        if name not in _OURS and not re.fullmatch(r"(layer|table)_[0-9]{2,4}\.safetensors", name):
             raise _refused(place, f"{as_name(name)!r} is not a file of a pack.")
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256):
             raise _refused(place, f"The sha256 of {name} is not one.")
@@ -186,6 +187,12 @@ def check_config(place: str, offer: Offer, content: bytes) -> CatalogEntry:
         raise _refused(place, "Its manifest and its config.json describe models of different sizes.")
     if offer.manifest.files["dense.safetensors"].size > _most_dense(sizes):
         raise _refused(place, "dense.safetensors is larger than all that the model has besides its experts.")
+    vectors = [(rows, table.vector(columns, offer.manifest.widths.dense)) for rows, columns, _ in sizes.tables]
+    for name, (rows, vector) in zip(sorted(offer.manifest.tables), vectors, strict=False):
+        if not 0 <= offer.manifest.files[name].size - rows * vector.nbytes <= _HEADER:
+            raise _refused(place, f"{name} is of another size than the model's table of {rows:,} rows.")
+    if len(offer.manifest.tables) > len(vectors):
+        raise _refused(place, f"It has {len(offer.manifest.tables)} files of tables; the model has {len(vectors)}.")
     return entry
 
 
@@ -201,14 +208,14 @@ def _most(manifest: Manifest, name: str) -> int:
         return whole + _HEADER
     if name in ("profile.safetensors", AHEAD):
         return _SPARE + 8 * a.layers * a.experts * (a.hidden + manifest.calibration.quantiles)
-    if name == "dense.safetensors":
+    if name == "dense.safetensors" or name in manifest.tables:
         return 1 << 40  # `check_config` knows better
     return 2 * _SPARE
 
 
 def _most_dense(sizes: Sizes) -> int:
     """Bytes of everything besides experts at 16 bits; a tied head is stored once more."""
-    return 2 * (sizes.parameters - sizes.in_experts + sizes.embedding) + _SPARE
+    return 2 * (sizes.parameters - sizes.in_experts - sizes.in_tables + sizes.embedding) + _SPARE
 
 
 def _refused(place: str, cause: str) -> FloeError:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from ...kernels.weights import LinearWeights
 from ..errors import PackError
 from ..families import Family, family_of
-from ..families.derived import Derived, writing
+from ..families.derived import Derived, UnfitError, tables, tree, writing
 from ..pack import quantized_linears
+from ..pack.manifest import Manifest
+from ..pack.table import Table, put, tables_of
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
@@ -36,6 +38,7 @@ def build(
     device: str,
     make: Make | None = None,
     elsewhere: Mapping[int, tuple[Linear, str]] | None = None,
+    lookups: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
     """The causal language model, ready to call.
 
@@ -48,6 +51,7 @@ def build(
         dtype: of the dense part and of all activations.
         make: the modules to fill, from configuration and dtype; None for the library's own (else `bare.tree`).
         elsewhere: of the decoder's layers that are on other devices, `linear` and `device`.
+        lookups: what takes the place of tables, by their modules' names.
 
     Raises:
         PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
@@ -55,6 +59,7 @@ def build(
     model = empty(config, dtype, make)
     for index, block in enumerate(family.blocks(model)):
         block.experts = experts(index)
+    put(model, lookups or {})
     renew(model, family, config, device)
     weights = with_head(config, family, dense)
     for index, (own, place) in (elsewhere or {}).items():
@@ -74,6 +79,24 @@ def with_head(config: Any, family: Family, dense: Mapping[str, Tensor]) -> dict[
         embedding = next((tensor for name, tensor in dense.items() if family.is_embedding(name)), torch.empty(0))
         weights.setdefault("lm_head.weight", embedding)
     return weights
+
+
+def tables_in(config: Any, manifest: Manifest) -> list[Table]:
+    """The tables of a pack whose tensors are in files of their own; of packs of before, none.
+
+    Raises:
+        PackError: the manifest has other files.
+    """
+    if not manifest.tables:
+        return []
+    try:
+        found = tables_of(tables(tree(config)), manifest.widths.dense, manifest.float16)
+    except UnfitError as error:
+        raise PackError("The model's configuration cannot be built", f"{error}.", "Restore config.json.") from error
+    if len(found) != len(manifest.tables):
+        cause = f"It has {len(manifest.tables)} files of tables; its config.json asks for {len(found)}."
+        raise PackError("The pack does not fit its configuration", cause, "Pack the source checkpoint again.")
+    return found
 
 
 def rename(decoder: Any, family: Family) -> None:

@@ -41,6 +41,7 @@ _SIGNALS_VERSION = 5  # of packs in some of whose layers the gate is the signal
 _WEIGHED_VERSION = 6  # of packs with tables of weighed values
 _SHORT_VERSION = 7  # of packs whose experts' scales are bytes
 _WHOLE_VERSION = 8  # of packs in some of whose layers no neuron may be skipped
+_TABLES_VERSION = 9  # of packs with tables in files of their own
 _MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
@@ -239,6 +240,11 @@ class Manifest:
         }
 
     @property
+    def tables(self) -> list[str]:
+        """Files of tables (table.py)."""
+        return [name for name in self.files if name.startswith("table_")]
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's experts, without its tables."""
         a, signal = self.architecture, self.signal_layout()
@@ -272,6 +278,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """The first one that can read this."""
+        if self.tables:
+            return _TABLES_VERSION
         if self.whole:
             return _WHOLE_VERSION
         if self.widths.short:
@@ -321,10 +329,11 @@ class Manifest:
                 "Some of its experts have fewer bits than the others, which this version no longer supports.",
                 "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
-        if version not in (VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION, _SHORT_VERSION, _WHOLE_VERSION):
+        known = VERSION, _SIGNALS_VERSION, _WEIGHED_VERSION, _SHORT_VERSION, _WHOLE_VERSION, _TABLES_VERSION
+        if version not in known:
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {as_name(repr(version))}; this program reads version {_WHOLE_VERSION}.",
+                f"It is version {as_name(repr(version))}; this program reads version {_TABLES_VERSION}.",
                 "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
@@ -396,6 +405,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     if layers != a.layers:  # compared before names are generated: the number may be absurd
         raise ValueError(f"the entries of {a.layers} layers")
     needed = {"dense.safetensors", "profile.safetensors", "config.json", *map(layer_file, range(a.layers))}
+    needed |= {table_file(index) for index in range(len(manifest.tables))}
     if missing := sorted(needed - manifest.files.keys()):
         raise ValueError(f"the entry of {missing[0]}")
     return manifest
@@ -430,3 +440,8 @@ def signal_names(signal: Projection) -> tuple[str, str, str]:
 def layer_file(layer: int) -> str:
     """The file name of one layer's experts."""
     return f"layer_{layer:02d}.safetensors"
+
+
+def table_file(index: int) -> str:
+    """The file name of one table."""
+    return f"table_{index:02d}.safetensors"

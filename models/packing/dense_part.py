@@ -1,4 +1,6 @@
-"""dense.safetensors, written stage by stage as the forward pass comes by: the embedding, each layer, the rest."""
+"""dense.safetensors, written stage by stage as the forward pass comes by: the embedding, each layer, the rest; and the
+files of tables, part by part before all that.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from torch import Tensor
 from ...kernels.operations import fast_type
 from ..checkpoint import DTYPES, WHOLE, Checkpoint
 from ..errors import CheckpointError, PackError
-from ..families.derived import Derived
+from ..families.derived import Derived, tables
 from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.quantize import MOST_BITS, Quantizer, finite, keeping, quantize
+from ..pack.table import ROWS, Table, tables_of
 from ..pack.tensor_file import TensorFile, Tensors, TensorShapes
 
 FILE = "dense.safetensors"
@@ -29,6 +32,7 @@ class DensePart:
 
     Attributes:
         stages: published names of each. plan: tensors of the file; what stays at 16 bit first, then the codes.
+        tables: see pack/table.py; `Checkpoint.tables` has the parts of each.
 
     Raises:
         CheckpointError: tensors that are missing, or are not what the configuration asks for.
@@ -55,16 +59,36 @@ class DensePart:
             self.plan |= quantized_linears.plan(layer, rows, columns, quantized_linears.width_of(layer, bits))
             self._codes.setdefault(name, []).append(layer)
         self.stages = self._staged(source.config.num_hidden_layers + 1)
-        self._check()
+        whole = library_model.empty(source.config, torch.float32)
+        known = tables(whole) if source.tables else {}
+        self.tables = tables_of({name: known[name] for name in known if name in source.tables}, bits, source.float16)
+        self._check(whole)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.plan.values())
+        """Bytes of weights, those of tables too."""
+        own = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.plan.values())
+        return own + sum(table.nbytes for table in self.tables)
 
     def open(self, folder: Path, *, resume: bool) -> TensorFile:
         """The file to write into."""
         return TensorFile(folder / FILE, self.plan, resume=resume)
+
+    def open_table(self, folder: Path, table: Table, *, resume: bool) -> TensorFile:
+        """The file of a table, likewise."""
+        return TensorFile(folder / table.file, table.plan, resume=resume)
+
+    def store_part(self, file: TensorFile, table: Table, tensor: Tensor, start: int) -> None:
+        """Write a part of a table that begins with row `start`.
+
+        Raises:
+            CheckpointError: its values cannot be quantized.
+        """
+        try:
+            file[ROWS][start : start + len(tensor)].copy_(table.stored(tensor))
+        except ValueError as error:
+            cause = f"{str(error)[:1].upper()}{str(error)[1:]}."
+            raise CheckpointError(f"{table.name} cannot be packed", cause, "Download the checkpoint again.") from error
 
     def read(self, name: str) -> Tensor:
         """A published tensor of the source.
@@ -143,7 +167,7 @@ class DensePart:
             case _:
                 return last
 
-    def _check(self) -> None:
+    def _check(self, whole: Any) -> None:
         """Every weight of transformers' model is there, of the right shape."""
         config: Any = self._source.config
         shapes = {
@@ -151,8 +175,9 @@ class DensePart:
         }
         if getattr(config, "tie_word_embeddings", False):
             shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
+        shapes |= {f"{table.name}.weight": (table.rows, table.vector.n) for table in self.tables}
         try:
-            for name, own in library_model.empty(config, torch.float32).state_dict(keep_vars=True).items():
+            for name, own in whole.state_dict(keep_vars=True).items():
                 if ".experts." not in name and shapes.get(name) != tuple(own.shape):
                     raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
         except PackError as error:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels.operations import fast_type
 from ...kernels.weights import LinearWeights
 from ..modules import library_model
+from ..pack.table import put
 from ..pack.tensor_file import Tensors
 from .dense_part import DensePart
 
@@ -102,11 +103,20 @@ class WholePass:
     Args:
         reached: called before each layer with its number and what it is called with, and behind the last one with
             None; says whether to go on.
+        lookups: what takes the place of tables, by their modules' names.
     """
 
-    def __init__(self, config: Any, family: Any, bits: int, reached: Callable[[int, Called | None], bool]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        family: Any,
+        bits: int,
+        reached: Callable[[int, Called | None], bool],
+        lookups: Mapping[str, nn.Module],
+    ) -> None:
         self._family, self._bits, self._reached = family, bits, reached
         whole = library_model.empty(config, torch.float32)
+        put(whole, lookups)
         library_model.renew(whole, family, config, "cpu")
         self._model = whole.model.eval()
         for index, layer in enumerate(self._model.layers):

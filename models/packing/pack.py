@@ -43,7 +43,7 @@ from .journal import Settings, text_digest
 from .pack_run import Packing, PackReport
 from .workplace import claimed
 
-_JOURNAL_VERSION = 9
+_JOURNAL_VERSION = 10
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 

@@ -20,6 +20,7 @@ from ..families.derived import Derived
 from ..pack import learned_predictor
 from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
 from ..pack.quantize import by_hqq, quantize
+from ..pack.table import Table, mapped
 from ..pack.tensor_file import TensorFile, write_tensors
 from ..pack.widths import CALIBRATED
 from .dense_part import FILE as DENSE_FILE
@@ -70,9 +71,12 @@ class Packing:
         if self._journal.resumed:
             self._clock.say(CONTINUES)
         with self._dense_file() as file, ThreadPoolExecutor(1, "hash") as hashing:
+            for number, table in enumerate(self._dense.tables, 1):
+                self._store_table(table, f"Storing table {number} of {len(self._dense.tables)}")
             self._store_dense(file, 0)
             first, hidden = self._restore()
-            hashes = [self._hash(hashing, layer_file(layer)) for layer in range(self._packed(first))]
+            hashes = [self._hash(hashing, table.file) for table in self._dense.tables]
+            hashes += [self._hash(hashing, layer_file(layer)) for layer in range(self._packed(first))]
 
             def packed(layer: int) -> None:
                 hashes.append(self._hash(hashing, layer_file(layer)))
@@ -130,7 +134,8 @@ class Packing:
                 passing.layer(decoder, self._dense, file, None)
             return True
 
-        passing = WholePass(self._source.config, self._source.family, self._manifest.widths.dense, reached)
+        lookups = {table.name: mapped(table, self._folder) for table in self._dense.tables}
+        passing = WholePass(self._source.config, self._source.family, self._manifest.widths.dense, reached, lookups)
         passing.run(self._dense, file, tokens)
 
     def _finish(self) -> None:
@@ -140,7 +145,8 @@ class Packing:
         source = replace(source, exact=source.exact and not lost, loses=source.loses or lost)
         signals = () if set(signals) == {"up"} else tuple(signals)
         self._manifest = replace(self._manifest, source=source, signals=signals, whole=whole)
-        files = (DENSE_FILE, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
+        tables = (table.file for table in self._dense.tables)
+        files = (DENSE_FILE, *tables, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
         for file in files:
             if (self._folder / file).is_file():
                 self._manifest.files[file] = self._journal.files.get(file) or file_entry(self._folder / file)
@@ -149,7 +155,8 @@ class Packing:
 
     def _steps(self) -> dict[Hashable, list[str]]:
         """What is left to read of the source, in order."""
-        steps: dict[Hashable, list[str]] = {}
+        parts = (part for parts in self._source.tables.values() for part in parts if part not in self._journal.dense)
+        steps: dict[Hashable, list[str]] = {("table", part): [part] for part in parts}
         for stage, names in enumerate(self._dense.stages):
             steps["dense", stage] = [name for name in names if name not in self._journal.dense]
             if stage - 1 in self._source.layers:
@@ -164,12 +171,33 @@ class Packing:
 
     @contextmanager
     def _dense_file(self) -> Generator[TensorFile]:
+        begun = not self._journal.dense.isdisjoint(self._source.dense_names())
+        with self._begun(lambda: self._dense.open(self._folder, resume=begun)) as file:
+            yield file
+
+    def _begun(self, opened: Callable[[], TensorFile]) -> TensorFile:
         try:
-            opened = self._dense.open(self._folder, resume=bool(self._journal.dense))
+            return opened()
         except ValueError as error:
             raise lost(self._folder, f"{error}.") from error
-        with opened as file:
-            yield file
+
+    def _store_table(self, table: Table, step: str) -> None:
+        """Part by part, so that memory need not hold it; then it is looked up in as it is stored."""
+        start, parts = 0, self._source.tables[table.name]
+        begun = not self._journal.dense.isdisjoint(parts)
+        with self._begun(lambda: self._dense.open_table(self._folder, table, resume=begun)) as file:
+            for part in parts:
+                rows = self._source.places[part][1].shape[0]
+                if part not in self._journal.dense:
+                    self._clock.say(f"{step}, {start / table.rows:.0%}")
+                    tensor = self._dense.read(part)
+                    if loses(tensor, table.float16):
+                        self._journal.note_loses(f"{table.name}.weight")
+                    self._dense.store_part(file, table, tensor, start)
+                    file.flush()
+                    self._journal.note_dense([part])
+                self._order.finished(("table", part))
+                start += rows
 
     def _store_dense(self, file: TensorFile, stage: int, feel: Callable[..., None] | None = None) -> None:
         """Linear layers are rounded for what they are given where the layer is run as published, by `feel`."""

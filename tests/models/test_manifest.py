@@ -205,7 +205,7 @@ def test_a_pack_whose_experts_have_different_widths_is_refused_with_the_way_out(
     assert "fewer bits" in caught.value.cause and "floe-chat pack SOURCE" in caught.value.hint
 
 
-@pytest.mark.parametrize("version", [0, 2, 9, "3", None, 2.5, [3]], ids=repr)
+@pytest.mark.parametrize("version", [0, 2, 10, "3", None, 2.5, [3]], ids=repr)
 def test_other_versions_are_named(pack: Path, version: Any) -> None:
     (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))
     with pytest.raises(PackError, match="version") as caught:
