@@ -111,9 +111,9 @@ class Counted:
         linears: the linear layers that a pack may store at low width, of all layers, without the head. small: numbers
             that every pack stores as they are, without the embedding. cached: numbers that all layers cache of every
             token. state: numbers that they keep of a text whatever its length. windowed: numbers that they cache of a
-            token besides, of the last `sees` tokens alone. tables: rows and columns of each
-            embedding besides the vocabulary's, and how many rows a token looks up. library: why transformers' modules compute it; "" where the
-            engine's own pass does.
+            token besides, of the last `sees` tokens alone. tables: rows and columns of each embedding besides the
+            vocabulary's, and how many rows a token looks up. library: why transformers' modules compute it; "" where
+            the engine's own pass does.
     """
 
     linears: tuple[Matrix, ...]
