@@ -39,6 +39,10 @@ _SIM_ADVANCED = Advanced(predictor="learned", placement="pool")
 _MODELS = Path(tempfile.gettempdir()) / "models"  # is shown, and not made
 _QUESTIONS = ("What is an expert?", "And a neuron?")
 _REMOTE_FONT = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
+_NEIGHBOURS = re.compile(
+    r'<rect fill="([^"]*)" x="([^"]*)" y="([^"]*)" width="([^"]*)" [^>]*>\s*'
+    r'<rect fill="\1" x="([^"]*)" y="\3" width="([^"]*)" '
+)
 _SECONDS = 120
 _LARGEST = 150_000  # bytes of a picture
 
@@ -90,11 +94,22 @@ async def _until(pilot: Pilot[int], condition: Callable[[], bool]) -> None:
         await pilot.pause(0.05)
 
 
+def _joined(pair: re.Match[str]) -> str:
+    """Two rectangles of one colour as one, where the second is right of the first."""
+    fill, x, y, wide, next_x, next_wide = pair.groups()
+    if abs(float(x) + float(wide) - float(next_x)) > 0.05:
+        return pair[0]
+    return f'<rect fill="{fill}" x="{x}" y="{y}" width="{float(wide) + float(next_wide):g}" '
+
+
 def _save(pilot: Pilot[int], file: Path) -> None:
     """Write what the screen shows, without the font that a browser would fetch from elsewhere."""
     drawn = _REMOTE_FONT.sub("", pilot.app.export_screenshot(title="floe-chat"))
     drawn = drawn.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
     drawn = re.sub(r"terminal-\d+-", "t-", drawn)  # in each piece of text
+    drawn = re.sub(r"<text[^>]*>\n</text>", "", drawn)  # line breaks, drawn by nobody
+    while (joined := _NEIGHBOURS.sub(_joined, drawn)) != drawn:
+        drawn = joined
     drawn = "\n".join(line.strip() for line in drawn.splitlines() if line.strip()) + "\n"
     file.write_text(drawn, encoding="utf-8")
     size = file.stat().st_size
