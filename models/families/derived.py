@@ -140,7 +140,7 @@ class Derived(Family):
             tied=bool(_stated(config, "tie_word_embeddings")),
             dense_layers=every - with_experts,
             counted=_counted(whole),
-            gated=experts.has_gate,
+            gated=getattr(experts, "has_gate", True),
             latent_experts=self.expert_hidden(config) if self.expert_hidden(config) != hidden else 0,
         )
 

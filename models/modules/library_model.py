@@ -21,6 +21,7 @@ from ..families.derived import Derived, UnfitError, tables, tree, writing
 from ..pack import quantized_linears
 from ..pack.manifest import Manifest
 from ..pack.table import Table, put, tables_of
+from ..transformers_import import import_model_code
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
@@ -198,6 +199,11 @@ def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> 
 
 
 def _library(config: Any, dtype: torch.dtype) -> nn.Module:
-    model = writing(config, dtype)
-    rename(model.model, family_of(config.model_type))
+    if isinstance(family := family_of(config.model_type), Derived):
+        return writing(config, dtype)
+    import_model_code()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    rename(model.model, family)
     return model

@@ -59,10 +59,14 @@ class DensePart:
             self.plan |= quantized_linears.plan(layer, rows, columns, quantized_linears.width_of(layer, bits))
             self._codes.setdefault(name, []).append(layer)
         self.stages = self._staged(source.config.num_hidden_layers + 1)
-        whole = library_model.empty(source.config, torch.float32)
-        known = tables(whole) if source.tables else {}
-        self.tables = tables_of({name: known[name] for name in known if name in source.tables}, bits, source.float16)
-        self._check(whole)
+        try:
+            whole = library_model.empty(source.config, torch.float32)
+            known = tables(whole) if source.tables else {}
+            own = {name: known[name] for name in known if name in source.tables}
+            self.tables = tables_of(own, bits, source.float16)
+            self._check(whole)
+        except PackError as error:
+            raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +172,11 @@ class DensePart:
                 return last
 
     def _check(self, whole: Any) -> None:
-        """Every weight of transformers' model is there, of the right shape."""
+        """Every weight of transformers' model is there, of the right shape.
+
+        Raises:
+            PackError: one is not.
+        """
         config: Any = self._source.config
         shapes = {
             self._source.family.module_name(name): place.shape for name, (_, place) in self._source.places.items()
@@ -176,12 +184,9 @@ class DensePart:
         if getattr(config, "tie_word_embeddings", False):
             shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
         shapes |= {f"{table.name}.weight": (table.rows, table.vector.n) for table in self.tables}
-        try:
-            for name, own in whole.state_dict(keep_vars=True).items():
-                if ".experts." not in name and shapes.get(name) != tuple(own.shape):
-                    raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
-        except PackError as error:
-            raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
+        for name, own in whole.state_dict(keep_vars=True).items():
+            if ".experts." not in name and shapes.get(name) != tuple(own.shape):
+                raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
 
 
 def _codes_of(file: Tensors, layer: str) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def noted(fields: dict[str, Any]) -> None:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
-    "newer": (lambda fields: fields.update(version=9), "version 9; this program reads"),
+    "newer": (lambda fields: fields.update(version=10), "version 10; this program reads"),
     "mixed": (lambda fields: fields.update(version=4), "no longer supports"),
     "folder": (renamed("a/b.json"), "file name"),
     "above": (renamed("../b.json"), "file name"),
