@@ -318,6 +318,10 @@ def _routing(block: Any, config: Any) -> Routing:
         for name, part in block._modules.items()
     }
     small._parameters, small._buffers = copy.deepcopy(block._parameters), copy.deepcopy(block._buffers)
+    named = (*small.named_parameters(), *small.named_buffers())
+    matrices = [name for name, tensor in named if tensor.dim() == 2 and len(tensor) > 1]
+    if len(matrices) != 1 or not matrices[0].endswith(".weight"):  # before it takes memory
+        raise UnfitError("its router is more than a matrix")
     _random(small)
     x = torch.randn(_TRIED, config.hidden_size)
     try:
@@ -328,9 +332,6 @@ def _routing(block: Any, config: Any) -> Routing:
     if not torch.equal(hidden.reshape(x.shape), x):
         raise UnfitError("its experts are given something other than its router")
     tensors = dict((*small.named_parameters(), *small.named_buffers()))
-    matrices = [name for name, tensor in tensors.items() if tensor.dim() == 2 and len(tensor) > 1]
-    if len(matrices) != 1 or not matrices[0].endswith(".weight"):
-        raise UnfitError("its router is more than a matrix")
     module = matrices[0].removesuffix(".weight")
     rest = [name for name in tensors if name not in (matrices[0], f"{module}.bias") and tensors[name].numel() > 1]
     if len(rest) > 1:
