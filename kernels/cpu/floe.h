@@ -232,9 +232,9 @@ typedef struct {
     FLOE_OPTIONAL const float *bias;
 } floe_convolution;
 
-// Norms behind a layer's parts, too; `beside`, if anything, then joins the experts, and not the stream. (H) each: mixed:
-// of what the mixer adds, before: of what is given to `beside`, NULL where that is what experts are given. beside,
-// experts: of what these give, NULL for none. both: of their sum. scale: of the stream behind the layer.
+// Norms behind a layer's parts, too; `beside`, if anything, then joins the experts, and not the stream. (H) each:
+// mixed: of what the mixer adds, before: of what is given to `beside`, NULL where that is what experts are given.
+// beside, experts: of what these give, NULL for none. both: of their sum. scale: of the stream behind the layer.
 typedef struct {
     const float *mixed, *both;
     FLOE_OPTIONAL const float *before, *beside, *experts;
