@@ -34,7 +34,7 @@ RANKING = (
     "much where the disk is read meanwhile. How well models answer is not measured here. They are ordered by a rule of "
     "thumb: the geometric mean of all parameters and of those that a token uses, which counts twice for every "
     f"{12 * NEWER:.0f} months that a model is newer, and half for every {WORTH} nats of quality loss. "
-    "Those that run in part in transformers' modules come after the others."
+    "Models that run in part in transformers' modules come after the others."
 )
 MEMORY = (
     "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "

@@ -280,7 +280,7 @@ def _is_swiglu(module: Any) -> None:
 
 
 def _random(module: Any) -> Any:
-    """A module with random numbers in place of those that it has, on the CPU."""
+    """A module filled with random numbers, on the CPU."""
     import torch
 
     module.to_empty(device="cpu").requires_grad_(False)
@@ -342,7 +342,7 @@ def _routing(block: Any, config: Any) -> Routing:
         scale = _scale(_as_matrix(*found, logits), wanted, config)
         if scale is not None:
             return replace(routing, scale=scale)
-    raise UnfitError("its router chooses otherwise than those that floe-chat knows")
+    raise UnfitError("its router chooses in a way that floe-chat does not know")
 
 
 def _routers(

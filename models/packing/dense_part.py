@@ -79,7 +79,7 @@ class DensePart:
         return TensorFile(folder / FILE, self.plan, resume=resume)
 
     def open_table(self, folder: Path, table: Table, *, resume: bool) -> TensorFile:
-        """The file of a table, likewise."""
+        """The file of a table to write into."""
         return TensorFile(folder / table.file, table.plan, resume=resume)
 
     def store_part(self, file: TensorFile, table: Table, tensor: Tensor, start: int) -> None:

@@ -99,7 +99,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
 )
 COUNTED = {name for name, fields in CONFIGS.items() if language_fields(fields)["model_type"] not in FAMILIES}
-TOTALS = {  # as their makers state them, in billions: parameters, and those that a token uses
+TOTALS = {  # as their makers state them, in billions: parameters, and how many of them a token uses
     "granite-4.0-h-tiny": ("7", "1"),
     "granite-4.0-h-small": ("32", "9"),
     "trinity-nano-preview": ("6.120", "1"),
