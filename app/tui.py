@@ -20,14 +20,13 @@ from textual.filter import LineFilter, Monochrome, NoColor
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.theme import Theme
-from textual.timer import Timer
 from textual.widgets import Input, TextArea
 
 from ..engine.events import Failed, Loaded, Notice, Sampling
 from ..models.catalog import find
 from ..models.errors import FloeError
 from .actions import COMMANDS, OWN, Place
-from .background import in_background
+from .background import in_background, later
 from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
 from .client.bridge import Heard
@@ -106,7 +105,7 @@ class FloeChatApp(App[int]):
         self._exit_code = 0
         self._events: asyncio.AbstractEventLoop | None = None  # that of the screen, once it runs
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
-        self._next_look: Timer | None = None
+        self._next_look: asyncio.TimerHandle | None = None
         self._interrupted = -_TWICE_SECONDS  # when Ctrl+C was pressed last
         self._untried: tuple[Path, str] | None = None  # the pack chosen last, and the model the settings named before
         self.setups = Setups()
@@ -304,12 +303,12 @@ class FloeChatApp(App[int]):
     def _watch_setup(self) -> None:
         """Show the setup's progress in the chat while it runs; only pages above the chat start and stop it."""
         if self._next_look is not None:
-            self._next_look.stop()
+            self._next_look.cancel()
         said, setup = self.setups.words(), self.setups.setup
         if setup is not None and setup.progress().state == "done":
             said += f": {key_of(self._chat, 'models')} chats with it"
         self._chat.dashboard.say_beside(said)
-        self._next_look = self.set_timer(_SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
+        self._next_look = later(self, _SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
 
     async def _switch(self, chosen: str | SavedServer | None) -> None:
         """Switch to the model or server that the user chose, to a model also for the next start."""

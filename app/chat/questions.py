@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
 from collections import deque
 from dataclasses import dataclass
 
-from textual.timer import Timer
-
 from ...models.errors import FloeError
+from ..background import later
 from ..history import Attachment, History, Message, Unsent
 from ..text.plain_text import printable
 from .answering import Answering
@@ -46,7 +46,7 @@ class Questions:
         self._editing: Message | None = None
         self._aside = Unsent("")  # what was in the field before that message
         self._unsent: tuple[Unsent, ...] | None = None  # as saved in the history; None before that is open
-        self._next_save: Timer | None = None
+        self._next_save: TimerHandle | None = None
 
     @property
     def busy(self) -> str:
@@ -165,7 +165,7 @@ class Questions:
     def save_soon(self) -> None:
         """Drafts changed, or the queue."""
         if self._next_save is None:
-            self._next_save = self._view.pump.set_timer(_SAVE_SECONDS, self.save)
+            self._next_save = later(self._view.pump, _SAVE_SECONDS, self.save)
 
     def save(self) -> None:
         """Save drafts and queued questions for the next start."""

@@ -16,6 +16,7 @@ from textual.message import Message
 from textual.message_pump import MessagePump
 
 from ...engine.events import Failed, Finished, Loaded, NewTokens, Stats, Unloaded
+from ..background import later
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
 from .interface import Client, Refused, TextDelta, ThoughtDelta, Update
@@ -86,7 +87,7 @@ class EngineBridge:
         # One look at a time: they cannot pile up behind a slow paint.
         wait = self._looked + _PERIOD - time.monotonic()
         if wait > 0 and self._target is not None:
-            self._target.set_timer(wait, self._look)
+            later(self._target, wait, self._look)
         else:
             self._look()
 

@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 
 from ...models.catalog import short_name
 from ...models.errors import FloeError
-from ..background import in_background
+from ..background import in_background, later
 from ..history import History, Hit, Summary
 from ..history.records import LATEST
 from ..text.plain_text import printable
@@ -129,7 +129,7 @@ class HistoryScreen(ModalScreen[PickedChat]):
     def _search(self) -> None:
         self._list.highlighted, self._entered = None, False
         asked = self._asked
-        self.set_timer(_PAUSE, lambda: self.refresh_list() if self._asked == asked else None)
+        later(self, _PAUSE, lambda: self.refresh_list() if self._asked == asked else None)
 
     @on(OptionList.OptionHighlighted)
     def _read_on(self, event: OptionList.OptionHighlighted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,11 @@ from .wizardry import lines
 
 
 def timers(pilot: Pilot[int]) -> list[str]:
-    """The timers that will fire, of the program, its screens and all that is on them."""
-    return [repr(timer) for timer in _timers(pilot) if timer._active.is_set()]  # pyright: ignore[reportPrivateUsage]
+    """The timers that will fire, of the program, its screens and all that is on them; and what is done `later`."""
+    due = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    calls = [each for each in due if not each.cancelled() and getattr(each._callback, "__name__", "") == "call_next"]
+    ticking = [each for each in _timers(pilot) if each._active.is_set()]  # pyright: ignore[reportPrivateUsage]
+    return [repr(each) for each in (*ticking, *calls)]
 
 
 def _timers(pilot: Pilot[int]) -> Iterator[Timer]:

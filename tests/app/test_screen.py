@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from floe_chat.app.background import later
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn, Question, TextDelta, ThoughtDelta
 from floe_chat.app.history import History
@@ -665,3 +667,12 @@ async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> No
         await see(pilot, "Models folder")
         await click_on(pilot, "Ctrl+D demo model")
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+
+
+async def test_what_is_due_at_once_is_done_too() -> None:
+    """Textual's timers of so short a time never fire: one of them kept the screen from hearing of anything more."""
+    async with ready(ScriptedClient(), (80, 24)) as pilot:
+        done: list[int] = []
+        for number in range(20):
+            later(pilot.app.screen, (number + 1) * 1e-8, partial(done.append, number))
+        await until(pilot, lambda: len(done) == 20)

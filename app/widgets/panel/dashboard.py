@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
 from collections.abc import Mapping
 from typing import Any
 
 from textual.screen import Screen
-from textual.timer import Timer
 
 from ....engine.events import Loaded, Stats
+from ...background import later
 from ...text.plain_text import printable
 from ..common.keys import key_of
 from .figures import PanelFigures
@@ -32,7 +33,7 @@ class Dashboard:
     def __init__(self, screen: Screen[Any]) -> None:
         self._screen = screen
         self._unpainted = False
-        self._next_paint: Timer | None = None
+        self._next_paint: TimerHandle | None = None
         self._layout = _LAYOUTS[0]
         self.figures = PanelFigures()
         self.context_used: int | None = None
@@ -121,7 +122,7 @@ class Dashboard:
         if not running or self.figures.running != before:
             self._paint()
         elif self._next_paint is None:
-            self._next_paint = self._screen.set_timer(_PANEL_PERIOD, self._paint)
+            self._next_paint = later(self._screen, _PANEL_PERIOD, self._paint)
 
     def show_context(self, used: int | None) -> None:
         """Show at once how many tokens of the window are used; other figures come with `show_stats`."""
@@ -134,7 +135,7 @@ class Dashboard:
 
     def _paint(self) -> None:
         if self._next_paint is not None:
-            self._next_paint.stop()
+            self._next_paint.cancel()
             self._next_paint = None
         if self._unpainted:
             self._unpainted = False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from asyncio import TimerHandle
 from collections.abc import Mapping
 
 from textual.content import Content
 from textual.reactive import reactive
-from textual.timer import Timer
 from textual.widget import Widget
 
 from ...actions import NAMED
+from ...background import later
 from ...text.units import share
 from ..common.hints import link
 from ..common.keys import called, key_name
@@ -47,7 +48,7 @@ class StatusLine(Widget):
     _remark: reactive[str] = reactive("")
 
     _said = 0.0
-    _end: Timer | None = None
+    _end: TimerHandle | None = None
 
     def remark(self, text: str) -> None:
         """Say something to the person for a few seconds."""
@@ -56,8 +57,8 @@ class StatusLine(Widget):
             return
         self._remark, self._said = text, time.monotonic()
         if self._end is not None:
-            self._end.stop()
-        self._end = self.set_timer(_REMARK_SECONDS, self._end_remark)
+            self._end.cancel()
+        self._end = later(self, _REMARK_SECONDS, self._end_remark)
 
     def render(self) -> Content:
         width = self.size.width

@@ -16,7 +16,7 @@ from textual.widgets import Input, Static
 from ....models.errors import FloeError
 from ....models.paths import expanded
 from ....models.quantities import size
-from ...background import in_background
+from ...background import in_background, later
 from ...text.plain_text import printable
 from .step import Trouble, WizardStep
 
@@ -114,7 +114,7 @@ class FolderStep(WizardStep):
         self.tell(None)
         self._asked += 1
         asked = self._asked
-        self.set_timer(_PAUSE, lambda: self._look() if asked == self._asked else None)
+        later(self, _PAUSE, lambda: self._look() if asked == self._asked else None)
 
     def _look(self) -> None:
         folder = self._folder()

@@ -12,7 +12,7 @@ from textual.widgets import Static
 from ....models.errors import AccessError, FloeError
 from ....models.hub.fetch_progress import DownloadProgress
 from ....models.quantities import size
-from ...background import in_background
+from ...background import in_background, later
 from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
 from ...text.plain_text import printable
@@ -156,7 +156,7 @@ class ProgressStep(WizardStep):
 
         def show(found: tuple[int, int]) -> None:
             self._taken = found if any(found) else self._taken
-            self.set_timer(_DISK_PERIOD, self._measure_disk)
+            later(self, _DISK_PERIOD, self._measure_disk)
 
         in_background(self, work, show)
 
