@@ -9,7 +9,7 @@ import re
 import shutil
 import string
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from floe_chat.app.setup.wish import wish
 from floe_chat.models import config_limits, quantities, supported, typed_names
 from floe_chat.models.catalog import asset, described, find, installed, listed, models_folder, published, source
-from floe_chat.models.catalog_entry import Sizes
+from floe_chat.models.catalog_entry import Counted, Sizes
 from floe_chat.models.checking.verify import damages, unrecorded
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
@@ -114,6 +114,11 @@ RENEW = "FLOE_RENEW"
 UNLISTED = {"qwen3-next-80b-a3b"}  # how long its layers take in transformers' modules has not been measured
 
 
+def _stated(part: Sizes | Counted) -> dict[str, Any]:
+    """Its fields, but those that have their default."""
+    return {one.name: value for one in fields(part) if (value := getattr(part, one.name)) != one.default}
+
+
 def _predicting(sizes: Sizes, fields: dict[str, Any]) -> int:
     """Weights of the layers that predict several tokens: attention and experts each, and what joins their inputs."""
     hidden = sizes.hidden
@@ -184,10 +189,10 @@ class TestDescribed:
         if os.environ.get(RENEW):
             path = asset(LISTED)
             stored = json.loads(path.read_text(encoding="utf-8"))
-            fields: dict[str, Any] = {field: value for field, value in asdict(sizes).items() if value}
             assert sizes.counted is not None
-            fields["counted"]["linears"] = [[*shape, len([*same])] for shape, same in groupby(sizes.counted.linears)]
-            stored[name]["sizes"] = fields
+            linears = [[*shape, len([*same])] for shape, same in groupby(sizes.counted.linears)]
+            counted = _stated(sizes.counted) | {"linears": linears}
+            stored[name]["sizes"] = _stated(sizes) | {"counted": counted}
             lines = ",\n".join(f"  {json.dumps(each)}: {json.dumps(entry)}" for each, entry in stored.items())
             path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         else:
