@@ -46,6 +46,7 @@ def _without_record() -> Iterator[CatalogEntry]:
         counted: dict[str, Any] = fields["sizes"]["counted"]
         linears = (shape for rows, columns, times in counted["linears"] for shape in times * ((rows, columns),))
         counted["linears"] = tuple(linears)
+        counted["tables"] = tuple(tuple(table) for table in counted.get("tables", ()))
         fields["sizes"]["counted"] = Counted(**counted)
         fields["sizes"] = Sizes(**fields["sizes"])
         yield CatalogEntry(name, **fields)
