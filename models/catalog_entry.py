@@ -338,10 +338,11 @@ class CatalogEntry:
         thinks: whether it writes its thoughts before each answer. made_for: such as "code"; "" for everything.
         expert_bits, dense_bits: of a published weight of its experts, and of attention and other matrices. unused:
             published weights that no pack has: of what a model sees with, and of layers that predict several tokens;
-            kept: how many of these have 16 bits where experts have fewer, here or in the copy `fp8`. rounding: what its
-            weights were rounded to by those who converted them, such as "Q4_K_M"; "" where they are as published.
-            code_bits: of its codes, where packs of as many keep them, else 0. coarse: whether that took so much that
-            another file should be used. fp8: the repository of its maker's copy in FP8, "" where none is known.
+            kept: how many of these, and in the copy `fp8` of other weights that are not experts, have 16 bits where
+            experts have fewer. rounding: what its weights were rounded to by those who converted them, such as
+            "Q4_K_M"; "" where they are as published. code_bits: of its codes, where packs of as many keep them, else 0.
+            coarse: whether that took so much that another file should be used. fp8: the repository of its maker's copy
+            in FP8, "" where none is known.
         gguf: a repository with its GGUF files, "" where none is known. file_bytes: of a GGUF file that is downloaded
             instead of the published weights; 0: these are. others: what other GGUF files are there, and their bytes.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
@@ -427,9 +428,11 @@ class CatalogEntry:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of the published weights, computed from the architecture; embedding and head have 16 bits each."""
+        """The size of the published weights, computed from the architecture; embedding and head have 16 bits each, and
+        tables at least 8.
+        """
         if self.file_bytes:
             return self.file_bytes
         whole, rounded = 2 * (self.sizes.parameters + self.unused), self.sizes.in_experts + self.unused - self.kept
-        less = (2 - self.expert_bits / 8) * rounded
+        less = (2 - self.expert_bits / 8) * rounded + (2 - max(8, self.expert_bits) / 8) * self.sizes.in_tables
         return whole - round(less + (2 - self.dense_bits / 8) * self.sizes.in_beside)

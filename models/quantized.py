@@ -207,7 +207,7 @@ class _Finding:
 
     def _scaled(self, name: str, place: TensorPlace) -> Made:
         """Numbers of eight bits, each with the scale of its tensor, row or block."""
-        scale = self._first(name, "_scale_inv", "_scale")
+        scale = self._scale(name)
         shape, kind = place.shape, self._kind(scale)
         zero = self._checked(f"{name}_zero_point", self._shape(scale), ("I8", "U8", *_FP8, *_WIDE))
         block = self._block(name, shape, scale)
@@ -384,9 +384,11 @@ class _Finding:
             )
         return name
 
-    def _first(self, name: str, *endings: str) -> str:
-        found = (name + ending for ending in endings if name + ending in self._places)
-        return next(found, None) or self._needed(name + endings[0])
+    def _scale(self, name: str) -> str:
+        """Of a tensor in codes: its own, or the number that all parts of one embedding share."""
+        own = (name + ending for ending in ("_scale_inv", "_scale") if name + ending in self._places)
+        shared = f"{name.removesuffix('.weight').rpartition('.')[0]}.weight_scale"
+        return next(own, None) or self._checked(shared, None, _WIDE) or self._needed(f"{name}_scale_inv")
 
 
 def _scales(given: Tensor) -> Tensor:

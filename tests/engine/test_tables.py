@@ -31,7 +31,8 @@ from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor
 
-from ..helpers import calibration_tokens, write_tokenizer
+from ..helpers import calibration_tokens, edit_json, write_tokenizer
+from ..models.test_quantized import broken
 from .driver import open_model
 from .test_derived import PIECES, agree, config_of, model_of, pieces_of, theirs
 
@@ -114,6 +115,28 @@ def test_logits_are_the_librarys_with_a_cache_that_has_no_room(
     checkpoint = Checkpoint(source)
     identify(checkpoint, PackedModel.open(packed))
     assert agree(SourceModel(checkpoint, lambda _step: None).logits(torch.tensor([ids]), 1)[0, 0], *pieces[-1])
+
+
+def test_parts_in_eight_bits_share_a_scale(source: Path, tmp_path: Path) -> None:
+    """As Qwen3.8-Flash-Next-FP8 publishes its table."""
+    copy, wanted = shutil.copytree(source, tmp_path / "copy"), dict[str, Tensor]()
+    owner, scale = "model.layers.1.ple.ple_embedding.ngram_embedding", torch.tensor([0.013]).bfloat16()
+
+    def round_off(tensors: dict[str, Tensor]) -> None:
+        parts = sorted(name for name in tensors if name.startswith(owner))
+        for index, name in enumerate(parts):
+            codes = (tensors[name].float() / scale.float()).to(torch.float8_e4m3fn)
+            tensors[name], wanted[f"{owner}.{index:05}.weight"] = codes, (codes.float() * scale.float()).bfloat16()
+        tensors[f"{owner}.weight_scale"] = scale
+
+    broken(copy, round_off)
+    edit_json(copy / "config.json", lambda fields: fields.update(quantization_config={"quant_method": "fp8"}))
+    checkpoint = Checkpoint(copy)
+    assert checkpoint.tables == {owner: [*wanted]} and len(wanted) == 5
+    assert all(torch.equal(checkpoint.tensor(name), values) for name, values in wanted.items())
+    broken(copy, lambda tensors: tensors.update({f"{owner}.weight_scale": scale[[0, 0]]}))
+    with pytest.raises(CheckpointError, match=r"cannot be packed"):
+        Checkpoint(copy)
 
 
 def test_a_table_is_stored_in_parts_and_repaired(

@@ -552,8 +552,10 @@ class TestReasons:
         """Attention is rounded too; embedding, head, routers and norms are not, nor what a model sees with."""
         entry = described("qwen3-30b-a3b")
         assert entry.smaller.endswith("Qwen/Qwen3-30B-A3B-FP8.")
-        for name, bytes_ in (("qwen3-30b-a3b", "31.2 GB"), ("qwen3.6-35b-a3b", "37.4 GB"), ("glm-4.5-air", "113 GB")):
-            assert f"is about {bytes_}" in described(name).smaller, described(name).smaller
+        shown = {"qwen3-30b-a3b": "31.2", "qwen3.6-35b-a3b": "37.4", "glm-4.5-air": "113"}
+        shown |= {"nemotron-3-nano-30b-a3b": "32.7", "qwen3.8-flash-next": "185"}
+        for name, gigabytes in shown.items():
+            assert f"is about {gigabytes} GB" in described(name).smaller, described(name).smaller
         left_out = ["lm_head", "model.layers.0.mlp.gate"]
         stated = {"quant_method": "fp8", "modules_to_not_convert": left_out}
         fields = CONFIGS["qwen3-30b-a3b"] | {"quantization_config": stated}
