@@ -15,6 +15,7 @@ from .decoder.kv_cache import KVCache, Parked
 from .decoder.kv_shelf import KVShelf
 from .decoder.kv_stores import GrowingStore
 from .decoder.state_files import StateFiles
+from .drafts import Depth
 from .events import MOST_TOGETHER as MOST
 from .events import Generate
 from .experts.moe_layer import Cancelled
@@ -61,8 +62,11 @@ class Answers:
         files: for states of saved chats; None: none are kept.
     """
 
-    def __init__(self, loaded: LoadedModel, shelf: KVShelf, files: StateFiles | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, shelf: KVShelf, files: StateFiles | None = None, *, draft: bool = True
+    ) -> None:
         self._loaded, self._shelf, self.files, self._pace = loaded, shelf, files, Pace()
+        self._depth = Depth() if draft else None
         self._chat, self._begun, self.unkept = 0, 0.0, False  # of what `kv` holds
         self.running: list[Running] = []
         self.together = 1
@@ -109,6 +113,7 @@ class Answers:
                 extras=command.extras,
                 allowed=allowed,
                 alike=command.alike,
+                depth=self._depth,
             )
         except BaseException:
             self._leave(kv)

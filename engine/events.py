@@ -53,13 +53,14 @@ class Chance:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """How the engine works with memory; all but `kv_bits` matter only if a device's is short.
+    """How the engine works; all but `kv_bits` and `draft` matter only if a device's memory is short.
 
     Attributes:
         predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
             share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
         kv_bits: of stored keys and values, of `ranges.KV_BITS`. context: tokens whose keys and values have device
-            memory reserved. placement: where experts are, see `ranges.Wanted`.
+            memory reserved. placement: where experts are, see `ranges.Wanted`. draft: whether tokens are guessed, to be
+            computed together.
     """
 
     predictor: str = "auto"
@@ -68,6 +69,7 @@ class Advanced:
     kv_bits: str = "auto"
     context: int = CONTEXT
     placement: str = "auto"
+    draft: bool = True
 
     def changed(self, *, offloaded: bool = True, pooled: bool = True) -> tuple[str, ...]:
         """The values that differ from the default, in words, and which of them have no effect.
@@ -85,6 +87,7 @@ class Advanced:
             (moved[0], pooled),
             *((word, offloaded) for word in moved[1:]),
             ("" if self.kv_bits == "auto" else f"{self.kv_bits}-bit context", True),
+            ("" if self.draft else "no drafts", True),
             ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved", offloaded),
         )
         return tuple(f"{word}{'' if counts else ' (no effect here)'}" for word, counts in words if word)
@@ -371,6 +374,7 @@ class Stats:
         reused_tokens: of the prompt, those whose keys and values were kept.
         rows: None if all rows are in the memory of the device that computes them.
         together: how many answers were computed together with its last token, this one among them.
+        drafted, accepted: tokens that were guessed and computed, and how many of them were drawn.
     """
 
     request: int
@@ -393,6 +397,8 @@ class Stats:
     rows: Rows | None = None
     vram_budget: int | None = None
     together: int = 1
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
 from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
+from .decoder.ways import Drawn
+from .drafts import Depth, Repeats
 from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
 from .machine import gpus
@@ -50,7 +52,7 @@ class Answer:
 
     Args:
         model: what computes the next tokens; a transformers model is called as it is. alike: whether a seed makes the
-            answer one that can be repeated.
+            answer one that can be repeated. depth: how many tokens it pays to guess; None: none are guessed.
 
     Attributes:
         counts: what it counts by itself.
@@ -78,6 +80,7 @@ class Answer:
         extras: Extras | None = None,
         allowed: Allowed | None = None,
         alike: bool = True,
+        depth: Depth | None = None,
     ) -> None:
         if not 0 < len(prompt) < window:
             raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
@@ -93,6 +96,7 @@ class Answer:
         self.reached: Callable[[int], None] | None = None
         self._logits: Tensor | None = None  # of the prompt
         self._drawn: list[int] = []
+        self._depth, self._repeats = depth, None if depth is None else Repeats(prompt)
 
     @property
     def reading(self) -> bool:
@@ -171,18 +175,27 @@ class Answer:
         if self._logits is not None:
             logits, self._logits = self._logits, None
             return self._took([self._draw(logits)], [telemetry.clock()])
+        guess = None if self._repeats is None else self._repeats.guess()
         began, preset = telemetry.clock(), control.preset
+        guessed = self._depth.worth(guess, preset) if self._depth and guess else []
+        guessed = guessed[: self._most - 1]
         try:
-            several = self.decoder.several(self.token, self.kv, self._sampler, self._most, self._stop_ids)
+            several = self.decoder.several(self.token, self.kv, self._sampler, self._most, self._stop_ids, guessed)
         except NotNumbersError as error:
             raise self._not_finite() from error
         if several is None:
             token = self._draw(_forward(self.decoder, self.kv, [self.token], control))
-            several = [token], [telemetry.clock() - began]
+            several = Drawn([token], [telemetry.clock() - began])
         else:
-            self.kv.computed([self.token, *several[0][:-1]], preset)
-        telemetry.decoded(telemetry.clock() - began, len(several[0]))
-        return self._took(several[0], [began + after for after in several[1]])
+            self.kv.computed([self.token, *several.tokens[:-1]], preset)
+        tokens, took = several.tokens, telemetry.clock() - began
+        telemetry.decoded(took, len(tokens))
+        telemetry.drafted(several.guessed, len(tokens) - 1 if several.guessed else 0)
+        if self._depth is not None:
+            if guess is not None:
+                self._depth.compare(guess, tokens)
+            self._depth.took(preset, several.guessed, len(tokens), took)
+        return self._took(tokens, [began + after for after in several.at])
 
     def _draw(self, logits: Tensor) -> int:
         try:
@@ -199,8 +212,11 @@ class Answer:
                 break
             self._telemetry.token(when)
             self._drawn.append(token)
-            found.append(Progress(token, len(self._prompt), when, self._sampler.chance))
+            chances = self._sampler.chances
+            found.append(Progress(token, len(self._prompt), when, chances.pop(0) if chances else None))
         self._most -= len(tokens)
+        if self._repeats is not None:
+            self._repeats.add(tokens)
         if not self._most:
             self.end = self.end or self._ended
         return found

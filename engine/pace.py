@@ -1,4 +1,6 @@
-"""Whether a token of each of some answers together is faster than one answer's tokens, as measured while they come."""
+"""Whether several tokens together are faster than one after the other, as measured while they come: of as many answers,
+or of one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _STEP = 1 / 4  # weight of a new observation in the moving mean
 
 
 class Pace:
-    """Seconds per token, by the number of answers that were computed together, at one preset."""
+    """Seconds per token, by the number of tokens that were computed together, at one preset."""
 
     def __init__(self) -> None:
         self._preset: Preset | None = None
@@ -29,6 +31,10 @@ class Pace:
         self._tokens[together] = self._tokens.get(together, 0) + tokens
         if self._tokens[together] >= _AGAIN:
             self._tokens = {together: _TRY}
+
+    def seconds(self, preset: Preset, together: int) -> float | None:
+        """Of a token, where so many are computed together, if that is known."""
+        return self._seconds[together] if preset is self._preset and self.known(together) else None
 
     def refused(self, preset: Preset, together: int) -> None:
         """So many cannot be computed together now."""

@@ -25,7 +25,7 @@ class Sampler:
 
     Attributes:
         filters: how; the same for each token. alone: whether it must see each token's logits itself.
-        chance: of the token drawn last, if the extras ask for it.
+        chances: of the tokens drawn, in order, if the extras ask for them, until somebody takes them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Sampler:
         self._extras, self._allowed, self._last = extras or Extras(), allowed, None
         self.alone = allowed is not None or self._extras != Extras()
         self._counts = Counter[int]()
-        self.chance: Chance | None = None
+        self.chances: list[Chance] = []
         greedy = sampling.temperature < 1e-6  # below this the likeliest token has all of the probability anyway
         self.filters = Filters(
             0.0 if greedy else float(sampling.temperature),
@@ -92,7 +92,7 @@ class Sampler:
             chances = row.log_softmax(0)
             best = chances.topk(min(extras.likeliest, len(row)))
             likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            self.chance = Chance(float(chances[token]), tuple(likeliest))
+            self.chances.append(Chance(float(chances[token]), tuple(likeliest)))
         return token
 
     def uniforms(self, count: int) -> list[float]:

@@ -244,7 +244,8 @@ class Session:
             parked = 0  # other processes have keys and values too, and no copies
         self._loaded = loaded
         shelf = KVShelf(int(PARKED * ram()[1]) if parked is None else parked)
-        self._answers = Answers(loaded, shelf, None if spread is not None else self._files(command, loaded, event))
+        files = None if spread is not None else self._files(command, loaded, event)
+        self._answers = Answers(loaded, shelf, files, draft=command.advanced.draft)
         self._spilled.clear()
         self._say(event)
         # Memory is known before the first answer; what was not measured stays None.

@@ -121,7 +121,8 @@ class AnswerCounts:
 
     Attributes:
         asked_at, recent: by the telemetry's clock, when it was sent, and when its last tokens were drawn. prefill_s,
-            decode_s: seconds, with those in which others were computed. decoded: tokens of that.
+            decode_s: seconds, with those in which others were computed. decoded: tokens of that. drafted, accepted:
+            tokens that were computed before they were drawn, and how many of them were drawn.
     """
 
     request: int
@@ -133,6 +134,8 @@ class AnswerCounts:
     new_tokens: int = 0
     decoded: int = 0
     reused: int = 0
+    drafted: int = 0
+    accepted: int = 0
     recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=4096))
 
 
@@ -223,6 +226,11 @@ class Telemetry:
         self.answer.decoded += tokens
         self._decoded += tokens
 
+    def drafted(self, tokens: int, accepted: int) -> None:
+        """So many tokens were guessed and computed, of which the first ones were drawn."""
+        self.answer.drafted += tokens
+        self.answer.accepted += accepted
+
     def token(self, at: float) -> None:
         """A token of the answer was drawn at time `at`."""
         self.answer.new_tokens += 1
@@ -286,6 +294,8 @@ class Telemetry:
             reused_tokens=answer.reused,
             rows=None if self.memory is None else self._rows(self.memory, now),
             vram_budget=self.budget,
+            drafted=answer.drafted,
+            accepted=answer.accepted,
         )
 
     def _card(self, card: CardRows) -> CardRows:

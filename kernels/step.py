@@ -263,8 +263,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
         x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
         rope: (2, `mixer.turned`) cosines and sines of the position, the first half of the sines negated.
         kv: (C, *entry) keys, then values, of the tokens before; the token's own are written to its place. Of a layer
-            with a state, (2, numbers): the one before a token is at its position modulo 2, the one after it at the
-            other place.
+            with a state, (N, numbers): the one before a token is at its position modulo N, the one after it at the
+            next place.
         position: of the token.
     """
     stream = x if added is None else x + added
@@ -275,7 +275,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     elif isinstance(mixer, Latent):
         out = attend_latent(given, rope, kv, position, mixer)
     else:
-        before, after = kv[position % 2], kv[1 - position % 2]
+        before, after = kv[position % len(kv)], kv[(position + 1) % len(kv)]
         if isinstance(mixer, Delta):
             out = delta_rule(given, mixer.gates(hidden), before, mixer, after)
         else:

@@ -328,13 +328,20 @@ class Settings:
         "Tokens of a chat that GPU memory is reserved for. A longer chat takes memory from the weights, and then RAM.",
         RESERVED,
     )
+    draft: bool = _key(
+        "advanced.draft",
+        True,
+        "Guess further words where a text repeats itself, and compute them together where that is faster. Answers stay "
+        "the same.",
+    )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 
     @property
     def advanced(self) -> Advanced:
         """Those of the table [advanced], most of which matter for models larger than the GPU's memory."""
-        return Advanced(self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context, self.placement)
+        memory = self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context, self.placement
+        return Advanced(*memory, self.draft)
 
     def with_persona(self, name: str) -> Settings:
         """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.

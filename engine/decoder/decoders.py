@@ -21,6 +21,7 @@ from .fused_pass import FusedDecoder
 from .kv_cache import KVCache, KVStore, LibraryStore
 from .kv_stores import KvForm
 from .layers import Unsupported
+from .ways import Drawn
 
 _log = logging.getLogger("floe_chat.engine")
 
@@ -58,14 +59,18 @@ class Decoder(Protocol):
         ...
 
     def several(
-        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
-    ) -> tuple[list[int], list[float]] | None:
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int], guessed: Sequence[int] = ()
+    ) -> Drawn | None:
         """Compute `token`, draw the next token, and repeat with that: 1 to `most` tokens, or up to one of `last`.
+
+        Args:
+            guessed: tokens that are likely next. Those that fit are computed with `token` in one pass, where that can
+                be, up to the first that is not drawn: the same tokens are drawn as without.
 
         The caller calls `kv.computed` for `token` and for all drawn tokens but the last.
 
         Returns:
-            the tokens, and when each was drawn, in seconds since the call. None if only `forward` is available.
+            None if only `forward` is available.
 
         Raises:
             Cancelled: the answer was stopped before the first.
@@ -157,7 +162,9 @@ class LibraryDecoder:
         config = self.model.config if self._recurrent else None
         return LibraryStore(lambda: DynamicCache(config=config), stuck=self._recurrent)
 
-    def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int], guessed: Sequence[int] = ()
+    ) -> None:
         """See `Decoder`: the library does not draw."""
 
     def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> None:

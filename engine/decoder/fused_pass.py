@@ -6,7 +6,9 @@ Prompts use torch's operations; how single tokens are computed is chosen once (`
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,7 +47,7 @@ from .mixers.grouped import Part
 from .passes import TorchPass
 from .quantized_linear import in_planes
 from .state_store import StatefulStore
-from .ways import Compiled, DenseCall, Graphs, Text, Way
+from .ways import Compiled, DenseCall, Drawn, Graphs, Text, Way
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
@@ -129,7 +131,7 @@ class FusedDecoder:
         """bits: of keys and values."""
         form = self._forms[bits]
         entries = tuple(replace(heads, cache_dtype=form).entry for heads in self._heads)
-        layout = Layout(entries, self._window, form, self.device, self._kv.most)
+        layout = Layout(entries, self._window, form, self.device, self._kv.most, states=1 + self.way.most)
         windows = [heads.window or self._window for heads in self._heads]
         if self._stateful or min(windows) >= self._window:
             return layout
@@ -244,26 +246,47 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def several(
-        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
-    ) -> tuple[list[int], list[float]] | None:
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int], guessed: Sequence[int] = ()
+    ) -> Drawn | None:
         """See `Decoder`."""
-        start, most = kv.length, min(most, self.way.draws(sampler))
+        start, alone = kv.length, self.way.draws(sampler)
+        guessed = guessed[: min(most, self.way.most) - 1]
+        most = max(min(most, alone), 1 + len(guessed)) if alone or guessed else 0
         if not most:
             return None
         if start < self._rope.short:
             most = min(most, self._rope.short - start)
         try:
             store = self._room_for(most, kv)
-            drawn = self.way.drawn(token, self._text(store, store.unbroken(most), kv), sampler, last)
+            text = self._text(store, store.unbroken(most), kv)
+            if tokens := guessed[: len(text.rope) - 1]:
+                drawn = self._checked([token, *tokens], text, sampler, last)
+            else:
+                drawn = self.way.drawn(token, text, sampler, last) if alone else None
         except RuntimeError as error:
             if not ran_out(error):
                 raise
             return None  # `forward` meets it too, and the caller makes room
         finally:
             self._step = None
-        if drawn is not None:
-            store.length = start + len(drawn[0])
-        return drawn
+        if drawn is None:
+            return None
+        store.length = start + len(drawn[0])
+        return Drawn(*drawn, len(tokens))
+
+    def _checked(
+        self, tokens: Sequence[int], text: Text, sampler: Sampler, last: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The tokens drawn behind each of these, up to the first that is not the next one, or is one of `last`."""
+        began, (store, rope, start) = time.perf_counter(), text
+        places = [Text(store, rope[i : i + 1], start + i) for i in range(len(tokens))]
+        drawn, at = list[int](), list[float]()
+        for row, following in itertools.zip_longest(self.way.together(tokens, places).split(1), tokens[1:]):
+            drawn.append(sampler.draw(self.logits(row)))
+            at.append(time.perf_counter() - began)
+            if drawn[-1] != following or following in last:
+                break
+        return drawn, at
 
     @torch.inference_mode()
     def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> Tensor | None:

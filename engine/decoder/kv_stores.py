@@ -86,6 +86,7 @@ class Layout:
             bytes that entries may take on the device; None: all that they need.
         windowed: of each layer, whether its queries see only the last `sees` tokens; empty: none does so. slack: tokens
             that may be added at once to these. past: how many tokens before what they keep stay in RAM.
+        states: of each layer that keeps one, how many there are: behind as many of the last tokens.
     """
 
     entries: tuple[tuple[int, ...], ...]
@@ -97,6 +98,7 @@ class Layout:
     sees: int = 0
     slack: int = SLACK
     past: int = 0
+    states: int = 2
 
     @property
     def layers(self) -> int:

@@ -1,6 +1,7 @@
 """Keys and values of the layers that attend, and states of the layers that keep one instead, which cannot be cut.
 
-A state is there twice: the one before a token is at its position modulo 2, so a pass that breaks off has lost nothing.
+A state is there twice or more: the one before a token is at its position modulo that number, so a pass that breaks off
+has lost nothing, and of one of several tokens the first ones may be kept.
 To go back further there are copies: where turns begin and end, and every `EVERY` tokens, the fewer the longer ago.
 """
 
@@ -49,7 +50,9 @@ class StatefulStore(GrowingStore):
         self._length, self._reading, self._copies = 0, False, list[StateCopy]()
         self.turns: Sequence[int] = ()
         self._next, self._along = dict[int, Tensor](), list[StateCopy]()  # of the running pass
-        self._states = {layer: torch.zeros(2, size, device=layout.device) for layer, size in enumerate(sizes) if size}
+        self._states = {
+            layer: torch.zeros(layout.states, size, device=layout.device) for layer, size in enumerate(sizes) if size
+        }
         self._number = {layer: number for number, layer in enumerate(self._states)}
         super().__init__(layout)
         self._each = sum(state[0].nbytes for state in self._states.values())
@@ -63,7 +66,7 @@ class StatefulStore(GrowingStore):
     @length.setter
     def length(self, tokens: int) -> None:
         for layer, state in self._next.items():
-            self._states[layer][tokens % 2] = state
+            self._states[layer][tokens % len(self._states[layer])] = state
         read = bool(self._next) and tokens > self._length + 1  # a part of a prompt
         if self._reading and not read:  # from here answers are drawn again, or follow without thinking
             self._copies[-2:] = [replace(copy, turn=True) for copy in self._copies[-2:]]
@@ -75,7 +78,7 @@ class StatefulStore(GrowingStore):
 
     def state(self, layer: int) -> Tensor:
         """(numbers,) before the next token."""
-        return self._states[layer][self._length % 2]
+        return self._states[layer][self._length % len(self._states[layer])]
 
     def next_state(self, layer: int, state: Tensor) -> None:
         """What it is once `length` says that a pass has been through all layers."""
@@ -108,7 +111,7 @@ class StatefulStore(GrowingStore):
     def nbytes(self) -> int:
         """See `GrowingStore`; copies are in RAM, and count where that computes."""
         copies = len(self._copies) if self.layout.device.type == "cpu" else 0
-        return super().nbytes() + (2 + copies) * self._each
+        return super().nbytes() + (self.layout.states + copies) * self._each
 
     def keeps(self, length: int) -> int:
         """All that is asked for if it is all that is there; else what a copy is there of."""
@@ -150,7 +153,7 @@ class StatefulStore(GrowingStore):
         self._go_to(length)
 
     def layers(self) -> list[Tensor]:
-        """For each layer, what is set aside: (capacity, *entry), or both states (2, numbers)."""
+        """For each layer, what is set aside: (capacity, *entry), or states (N, numbers)."""
         attended = iter(super().layers())
         return [
             self._states[layer] if layer in self._states else next(attended)
@@ -169,13 +172,13 @@ class StatefulStore(GrowingStore):
         """To the beginning, or where a copy is."""
         self._copies = [copy for copy in self._copies if copy.length <= length]
         for number, own in enumerate(self._states.values()):
-            own[length % 2] = self._copies[-1].states[number] if length else 0
+            own[length % len(own)] = self._copies[-1].states[number] if length else 0
         self._length, self._reading = length, False
 
     def _copy(self, *, turn: bool = False) -> None:
         """Of what is there now, unless there is one. turn: see `StateCopy`."""
         if self._newest() < self._length:
-            states = [state[self._length % 2].to("cpu", copy=True) for state in self._states.values()]
+            states = [state[self._length % len(state)].to("cpu", copy=True) for state in self._states.values()]
             self._copies = thinned([*self._copies, StateCopy(self._length, states)], self._most)
         if turn:
             self._copies[-1] = replace(self._copies[-1], turn=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep, Place
 from ...kernels.step import Stepped
+from ..events import MOST_TOGETHER
 from ..experts.moe_layer import MoELayer
 from ..sampling import Sampler
 from .card.card_ends import Ends
@@ -37,6 +38,14 @@ class Text(NamedTuple):
     store: GrowingStore
     rope: Tensor
     start: int
+
+
+class Drawn(NamedTuple):
+    """Tokens, when each was drawn, in seconds since the call, and how many guesses were computed with the first one."""
+
+    tokens: list[int]
+    at: list[float]
+    guessed: int = 0
 
 
 class Walker(Protocol):
@@ -64,10 +73,11 @@ class Way:
     """By torch's operations.
 
     Attributes:
-        how: in words.
+        how: in words. most: tokens of one text, in order, that may be `together`.
     """
 
     how = "by torch's operations"
+    most = 1
 
     def __init__(self, model: Walker) -> None:
         self._model = model
@@ -92,7 +102,7 @@ class Way:
         return None if logits is None else ([sampler.draw(logits)], [time.perf_counter() - began])
 
     def together(self, tokens: Sequence[int], texts: Sequence[Text]) -> Tensor:
-        """The stream (N, H) behind a token of each of the texts."""
+        """The stream (N, H) behind a token of each of the texts, or of one text's next places."""
         return _sum(*self._model.walk(TorchPass(self._model.layers, *texts).step, self._model.embedded(tokens)))
 
     def logits(self, _last: Tensor) -> Tensor | None:
@@ -102,6 +112,8 @@ class Way:
 
 class Compiled(Way):
     """By a compiled call for each layer, or for all of them."""
+
+    most = MOST_TOGETHER
 
     def __init__(self, model: Walker, steps: Sequence[NativeStep], ends: NativeEnds, head: nn.Module) -> None:
         super().__init__(model)

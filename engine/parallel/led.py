@@ -53,7 +53,9 @@ class Led:
         self._told = preset
         return self._leading(message, lambda: self._inner.forward(ids, kv))
 
-    def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int], guessed: Sequence[int] = ()
+    ) -> None:
         """See `Decoder`: tokens are drawn one at a time."""
 
     def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> None:

@@ -273,13 +273,13 @@ typedef struct {
 
 // Where a token is. rope: cosines and sines (2, D) of its position, of what rope turns of a head if that is not all,
 // the first half of the sines negated; those of other layers behind them. kv: of each layer, (capacity) entries of its
-// text; its own is written. Of a layer with a state, two states (taps - 1 tokens before the convolution, then those of
-// heads, if any), float32: the one before a token is at its position modulo 2, and the other is written, so that a
-// token may be computed again.
+// text; its own is written. Of a layer with a state, `states` of them, two or more (taps - 1 tokens before the
+// convolution, then those of heads, if any), float32: the one before a token is at its position modulo `states`, and
+// the one after it is written to the next place, so that a token may be computed again, or some of them.
 typedef struct {
     const float *rope;
     void *const *kv;
-    int64_t capacity, position;
+    int64_t capacity, position, states;
 } floe_place;
 
 // What a layer's experts are given, for each token. stream (H): the residual after attention and what is beside the
@@ -303,7 +303,7 @@ FLOE_API int floe_delta_rule(const floe_delta *delta, int64_t heads, int64_t kv_
 // Whether the sizes of a layer fit each other.
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
 
-enum { FLOE_MOST_TOGETHER = 4 }; // tokens, each of another text
+enum { FLOE_MOST_TOGETHER = 4 }; // tokens, each of another text, or in order of one
 
 // So many tokens before a layer's experts; `number` is the layer's in their places. x (tokens, H) is the residual
 // stream, added (tokens, H) what the block before gave. Fills routed.

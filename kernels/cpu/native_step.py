@@ -34,7 +34,7 @@ _KINDS = {"softmax": codes.SOFTMAX, "sigmoid": codes.SIGMOID, "sparsemixer": cod
 class Place(NamedTuple):
     """Where a token is: rope (2, D) of its position, those of several D one behind the other, or (N, ...) from that on;
     and of its text, of each layer, kv (tokens, *entry), whose first entries are of tokens `firsts`, or of the text's
-    first one.
+    first one; or (states, numbers), as many of each layer that keeps a state.
     """
 
     rope: Tensor
@@ -77,7 +77,7 @@ class NativeStep:
         self._hidden, self._top_k = hidden, self.layer.router.top_k
         attending = mixer.attending
         self.rope = (0, 0) if attending is None else (attending.rope_at, 2 * mixer.turned)
-        self._state, self._window = (2, mixer.state), attending.window if attending else None
+        self._state, self._window = mixer.state, attending.window if attending else None
         self.stored = None if attending is None else (attending.entry, attending.cache_dtype)
         self.routes, self._joins = router is not None, layer.sandwich is not None
         self.scores = None if router is None else router.scores
@@ -95,7 +95,7 @@ class NativeStep:
         return self.together(0, x, added, placed([self], [Place(rope, [kv], position)]), x_bits)
 
     def together(self, number: int, x: Tensor, added: Tensor | None, where: Any, x_bits: int = 22) -> Stepped:
-        """T tokens, each of another text: x (T, H), and added; see `__call__`.
+        """T tokens, each of another text or in order of one: x (T, H), and added; see `__call__`.
 
         Args:
             where: their places, see `placed`. number: of this layer in their keys and values.
@@ -129,7 +129,7 @@ class NativeStep:
             ValueError: of another size or form, or without what the token at `position` sees.
         """
         if self.stored is None:
-            return required("states", part, self._state).data_ptr()
+            return required("states", part, (max(2, len(part)) if part.ndim else 0, self._state)).data_ptr()
         entry, kept = self.stored
         required("kv", part, (len(part) if part.ndim else 0, *entry), (kept,))
         if not 0 <= first <= max(0, position + 1 - self._window if self._window else 0):
@@ -161,7 +161,11 @@ def _place(steps: Sequence[NativeStep], place: Place, more: Shape) -> Any:
     # Definitions take one after the other of (2, D); several D lie one behind the other.
     wanted = (numbers,) if any(at for at, _ in ropes) else (2, numbers // 2)
     rope = place.rope if not ropes else required("rope", place.rope, (*more, *wanted))
-    return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position)
+    counts = {len(part) for step, part, _ in own if step.stored is None}
+    if len(counts) > 1:
+        raise ValueError(f"layers with {sorted(counts)} states of a text")
+    states = max(counts, default=0)
+    return records.place(rope=rope, kv=stores, capacity=capacity, position=place.position, states=states)
 
 
 def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class NativeToken:
         self._hidden = one.hidden
 
     def __call__(self, x: Tensor, places: Sequence[Place], bits: tuple[int, int], stop: Stop) -> Through | None:
-        """Run T tokens, each of another text; None if `stop`, checked in each layer, was set.
+        """Run T tokens, each of another text or in order of one; None if `stop`, checked in each layer, was set.
 
         Args:
             x: (T, H) float32 their embeddings. places: with the keys and values of each of the first L layers, which

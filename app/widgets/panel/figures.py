@@ -108,12 +108,14 @@ def speed_beside(figures: PanelFigures, width: int) -> Content:
 
 
 def speed_course(figures: PanelFigures, width: int) -> Content:
-    """The last minute's speeds, second by second, and how much of the prompt was in the KV cache already."""
+    """The last minute's speeds, second by second; how much of the prompt was in the KV cache; what became of drafts."""
     stats = figures.stats
     drawn = sparkline(figures, width, rows=1 if figures.dense else 2)
     lines = [Content.styled(line, "$primary") for line in drawn]
     if stats and stats.reused_tokens and not figures.dense:
         lines.append(row(figures, "prompt reused", f"{stats.reused_tokens} of {stats.prompt_tokens}", width))
+    if stats and stats.drafted and not figures.dense:
+        lines.append(row(figures, "drafts accepted", f"{stats.accepted} of {stats.drafted}", width))
     return Content("\n").join(lines)
 
 

@@ -40,7 +40,8 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     for (int64_t n = 0; n < d.most;) {
         if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
         for (int64_t i = 0; i < hidden; i++) x[i] = ends->scale * ends->embedding[token * hidden + i];
-        const floe_place here = {place->rope + n * layers->rope, place->kv, place->capacity, place->position + n};
+        const floe_place here = {place->rope + n * layers->rope, place->kv, place->capacity, place->position + n,
+                                 place->states};
         const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
                                    trace->counts + 4 * n * chosen};
         int code = floe_token_step(layers, 1, x, &here, pace, &filled);

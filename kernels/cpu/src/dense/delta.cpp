@@ -87,13 +87,13 @@ bool is_delta(const floe_dense_layer &l) {
 
 int64_t delta_bytes(const floe_dense_layer &l) { return aligned(4 * Sizes(l).channels) + aligned(4 * 2 * l.heads); }
 
-int step_delta(const floe_dense_layer &l, int64_t position, float *states, const float *x, int threads, uint8_t *memory,
-               float *qkv, float *out) {
+int step_delta(const floe_dense_layer &l, const floe_place &place, float *states, const float *x, int threads,
+               uint8_t *memory, float *qkv, float *out) {
     const floe_delta &d = *l.delta;
     const Sizes of(l);
     float *const mixed = carve<float>(memory, of.channels), *const gates = carve<float>(memory, 2 * l.heads);
-    const float *const before = states + (position & 1) * of.state;
-    float *const after = states + (~position & 1) * of.state;
+    const float *const before = states + place.position % place.states * of.state;
+    float *const after = states + (place.position + 1) % place.states * of.state;
     const int code = multiply(d.gates, x, 1, 0, threads, gates);
     if (code != FLOE_OK) return code;
     const int64_t kept = (d.taps - 1) * of.channels;

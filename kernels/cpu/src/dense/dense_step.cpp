@@ -1,4 +1,5 @@
-// What comes before a layer's experts, for a token of each of some texts, in float32: norm, mixer, norm, router.
+// What comes before a layer's experts, for a token of each of some texts, or some of one in order, in float32: norm,
+// mixer, norm, router.
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes.
 #include "mixers.h"
@@ -181,6 +182,7 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     int64_t most = 0;
     for (int64_t t = 0; t < tokens; t++) {
         if (places[t].position < 0 || places[t].position >= places[t].capacity) return FLOE_BAD_INDEX;
+        if ((l.delta != nullptr || l.convolution != nullptr) && places[t].states < 2) return FLOE_BAD_SHAPE;
         const int64_t bytes = mixer_bytes(l, places[t].position, threads);
         most = bytes > most ? bytes : most;
     }
@@ -204,8 +206,8 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
         float *const own = given + t * l.first.rows, *const out = attended + t * l.out.row.n;
         void *const kv = places[t].kv[number];
         if (l.delta != nullptr)
-            code = step_delta(l, places[t].position, (float *)kv, hidden + t * width, threads, memory, own, out);
-        else if (l.convolution != nullptr) step_convolution(l, places[t].position, (float *)kv, own, out);
+            code = step_delta(l, places[t], (float *)kv, hidden + t * width, threads, memory, own, out);
+        else if (l.convolution != nullptr) step_convolution(l, places[t], (float *)kv, own, out);
         else code = attend(l, places[t], (uint8_t *)kv, digits, threads, memory, own, out);
     }
     if (code == FLOE_OK) code = multiply(l.out, attended, tokens, digits, threads, hidden);

@@ -12,15 +12,15 @@ int64_t attention_bytes(const floe_dense_layer &layer, int64_t position, int thr
 int attend(const floe_dense_layer &layer, const floe_place &place, uint8_t *kv, int digits, int threads,
            uint8_t *memory, float *given, float *out);
 
-// A gated delta rule: given as projected from x (hidden), overwritten -> out (heads · D). states: two, see
-// `floe_place`.
+// A gated delta rule: given as projected from x (hidden), overwritten -> out (heads · D). states: see `floe_place`.
 bool is_delta(const floe_dense_layer &layer);
 int64_t delta_bytes(const floe_dense_layer &layer);
-int step_delta(const floe_dense_layer &layer, int64_t position, float *states, const float *x, int threads,
+int step_delta(const floe_dense_layer &layer, const floe_place &place, float *states, const float *x, int threads,
                uint8_t *memory, float *given, float *out);
 
-// A short convolution: given (3 H), as projected -> out (H). states: two.
+// A short convolution: given (3 H), as projected -> out (H). states: see `floe_place`.
 bool is_convolution(const floe_dense_layer &layer);
-void step_convolution(const floe_dense_layer &layer, int64_t position, float *states, const float *given, float *out);
+void step_convolution(const floe_dense_layer &layer, const floe_place &place, float *states, const float *given,
+                      float *out);
 
 } // namespace floe

@@ -1,0 +1,149 @@
+"""Guessed tokens: what comes again, how many it pays to compute, and that no answer is another one by them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import GrowingStore
+from floe_chat.engine.drafts import Depth, Guess, Repeats
+from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
+from floe_chat.engine.generate import Answer
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.models.packing.pack import PackSpec
+
+from .. import families
+from ..helpers import make_pack
+from .driver import GREEDY, a_preset, open_model
+
+PRESET = a_preset("", 0.3, 0.8, drop=0.3, major=0.3)
+WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=5)
+PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7]
+
+
+def longest(text: Sequence[int], places: int = 8) -> tuple[int, int] | None:
+    """How many of the last tokens came before, and where what followed is: by looking everywhere."""
+    found = [
+        (next((n for n in range(32) if n >= at or text[at - 1 - n] != text[-1 - n]), 32), at)
+        for at in range(1, len(text))
+    ]
+    return max([one for one in found if one[0] >= 3][-places:], default=None)
+
+
+def test_what_comes_again_is_what_came_before() -> None:
+    seen = 0
+    for seed in range(60):
+        drawn = random.Random(seed)
+        text, repeats = [drawn.randrange(2 + seed % 5) for _ in range(drawn.randrange(90))], Repeats([])
+        for at, token in enumerate(text):
+            repeats.add([token])
+            guess, best = repeats.guess(), longest(text[: at + 1])
+            assert (guess is None) == (best is None)
+            if guess is not None and best is not None:
+                follows = [*text[best[1] : at + 1]]
+                while len(follows) < MOST_TOGETHER - 1:  # where it repeats itself
+                    follows.append(follows[len(follows) - (at + 1 - best[1])])
+                assert guess == (follows[: MOST_TOGETHER - 1], best[0])
+                seen += 1
+    assert seen > 1000
+
+
+def test_as_many_as_pay() -> None:
+    depth, guess, other = Depth(), Guess([7, 8, 9], 32), Guess([7, 8, 9], 3)
+    assert not depth.worth(guess, PRESET)  # a token's time is not known
+    depth.took(PRESET, 0, 40, 40.0)
+    assert depth.worth(guess, PRESET) == [7, 8, 9] and not depth.worth(guess, a_preset("", 0.0))
+    for _ in range(4):
+        depth.took(PRESET, 3, 1, 3.9)  # four together are hardly faster
+    assert depth.worth(guess, PRESET) == [7, 8]  # three were not tried
+    for _ in range(6):
+        depth.took(PRESET, 2, 3, 3.3)
+        depth.took(PRESET, 1, 2, 1.4)
+    assert depth.worth(guess, PRESET) == [7]
+    for _ in range(20):
+        depth.compare(guess, [6])
+    assert not depth.worth(guess, PRESET)
+    for _ in range(20):
+        depth.compare(other, [7, 8, 9, 10])
+    assert depth.worth(other, PRESET) == [7] and not depth.worth(guess, PRESET)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_next", "lfm2_moe", "gpt_oss", "gemma4", "deepseek_v2"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Of each kind of mixer."""
+    folder = tmp_path_factory.mktemp("drafts")
+    families.make(request.param, folder / "source")
+    make_pack(folder / "source", folder / "pack", PackSpec(up=4))
+    return open_model(folder / "pack")
+
+
+class Told(Depth):
+    """Guesses are right up to a place each, whatever an answer has."""
+
+    def __init__(self, answer: Sequence[int], seed: int) -> None:
+        super().__init__()
+        self._answer, self._random, self.at = answer, random.Random(seed), 0
+
+    def worth(self, guess: Guess, preset: object) -> list[int]:
+        right = self._answer[self.at : self.at + self._random.randrange(MOST_TOGETHER)]
+        return [*right, *[1] * self._random.randrange(not right, 3)][: MOST_TOGETHER - 1]
+
+
+def answered(
+    loaded: LoadedModel, sampling: Sampling, told: Told | None, extras: Extras | None = None, stop: Sequence[int] = ()
+) -> tuple[list[int], list[object], KVCache, str]:
+    kv, tokens, chances = KVCache(), list[int](), list[object]()
+    loaded.telemetry.begin(1, len(PROMPT), 0.0)
+    answer = Answer(
+        *(loaded.decoder, kv, PROMPT, sampling),
+        max_new_tokens=90,
+        stop_ids=stop,
+        window=loaded.window,
+        control=loaded.control,
+        telemetry=loaded.telemetry,
+        extras=extras,
+        depth=told,
+    )
+    if told is not None:
+        repeats = answer._repeats  # pyright: ignore[reportPrivateUsage]
+        assert repeats is not None
+        repeats.guess = lambda: Guess([], 3)
+    while not answer.end:
+        for one in answer.step():
+            if one.token is not None:
+                tokens.append(one.token)
+                chances.append(one.chance)
+        if told is not None:
+            told.at = len(tokens)
+    return tokens, chances, kv, answer.end
+
+
+def test_tokens_are_the_same(loaded: LoadedModel) -> None:
+    loaded.control.preset = PRESET
+    for sampling, extras in ((GREEDY, None), (WARM, None), (WARM, Extras(presence_penalty=0.3, likeliest=2))):
+        wanted, chances, kept, _ = answered(loaded, sampling, None, extras)
+        stop = wanted[70]
+        for seed in range(2):
+            told = Told(wanted, seed)
+            found, others, kv, end = answered(loaded, sampling, told, extras)
+            assert found == wanted and others == chances and end == "length"
+            stats = loaded.telemetry.answer
+            assert stats.drafted > stats.accepted > 20
+            assert kv.tokens == kept.tokens
+            for ours, theirs in zip(stored(kv), stored(kept), strict=True):
+                assert torch.equal(ours, theirs)
+            found, _, _, end = answered(loaded, sampling, Told(wanted, seed), extras, [stop])
+            assert found == wanted[: wanted.index(stop)] and end == "stop"
+
+
+def stored(kv: KVCache) -> list[torch.Tensor]:
+    """Keys and values, and the states behind the text."""
+    store, length = kv.store, kv.length
+    assert isinstance(store, GrowingStore)
+    store.crop(length)
+    held = store.copied(1 << 40)
+    assert held is not None
+    return [*held.entries, *(held.copies[-1].states if held.copies else ())]
