@@ -204,6 +204,8 @@ class _Output:
             "decode_tokens_per_s": stats.decode_tps_mean,
             "active_neurons": stats.active_neurons,
             "bytes_per_token": stats.bytes_per_token,
+            "drafted_tokens": stats.drafted,
+            "accepted_tokens": stats.accepted,
             "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
         }
         sys.stdout.write(json_text(fields) + "\n")

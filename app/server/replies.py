@@ -193,11 +193,15 @@ def _spelled(token: Spelled) -> dict[str, Any]:
 def usage(ends: Sequence[End]) -> dict[str, Any]:
     """Tokens of a request: those of its prompt once, if all answers have the same."""
     prompt = (ends[0].stats.prompt_tokens if ends else None) or 0
-    new = sum(end.stats.new_tokens for end in ends)
+    new, accepted = sum(end.stats.new_tokens for end in ends), sum(end.stats.accepted for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": min((end.stats.reused_tokens for end in ends), default=0)},
-        "completion_tokens_details": {"reasoning_tokens": sum(end.thought for end in ends)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(end.thought for end in ends),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(end.stats.drafted for end in ends) - accepted,
+        },
     }

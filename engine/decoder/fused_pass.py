@@ -259,10 +259,13 @@ class FusedDecoder:
         try:
             store = self._room_for(most, kv)
             text = self._text(store, store.unbroken(most), kv)
-            if tokens := guessed[: len(text.rope) - 1]:
+            if (tokens := guessed[: len(text.rope) - 1]) and not alone:
                 drawn = self._checked([token, *tokens], text, sampler, last)
+            elif alone:
+                text = text._replace(rope=text.rope[: 1 + len(tokens)]) if tokens else text
+                drawn = self.way.drawn(token, text, sampler, last, tokens)
             else:
-                drawn = self.way.drawn(token, text, sampler, last) if alone else None
+                drawn = None
         except RuntimeError as error:
             if not ran_out(error):
                 raise

@@ -98,7 +98,9 @@ class TokenPass:
         self._count(through.chosen.transpose(0, 1), through.counts.transpose(0, 1))
         return through.stream
 
-    def decode(self, token: int, place: Place, sampler: Sampler, last: Sequence[int]) -> tuple[list[int], list[float]]:
+    def decode(
+        self, token: int, place: Place, sampler: Sampler, last: Sequence[int], guessed: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
         """The next tokens after `token` at `place`, and when each was drawn; see `Decoder.several`.
 
         Args:
@@ -108,7 +110,8 @@ class TokenPass:
             Cancelled: the answer was stopped before the first.
         """
         native, bits = self._in_force()
-        how = Draw(sampler.filters, sampler.uniforms(len(place.rope)), sampler.seen(self._ends.vocabulary), last)
+        uniforms, seen = sampler.uniforms(len(place.rope)), sampler.seen(self._ends.vocabulary)
+        how = Draw(sampler.filters, uniforms, seen, last, guessed)
         stop = self._control.cancelled.stop
         drawn = native.decode(self._ends, token, place, bits, stop, how, _SECONDS)
         if drawn is None:

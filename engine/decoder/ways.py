@@ -95,7 +95,7 @@ class Way:
         return 0
 
     def drawn(
-        self, token: int, text: Text, sampler: Sampler, _last: Sequence[int]
+        self, token: int, text: Text, sampler: Sampler, _last: Sequence[int], _guessed: Sequence[int] = ()
     ) -> tuple[list[int], list[float]] | None:
         """See `Decoder.several`, of as many tokens as the text has rope for."""
         began, logits = time.perf_counter(), self.token(token, text)
@@ -113,8 +113,6 @@ class Way:
 class Compiled(Way):
     """By a compiled call for each layer, or for all of them."""
 
-    most = MOST_TOGETHER
-
     def __init__(self, model: Walker, steps: Sequence[NativeStep], ends: NativeEnds, head: nn.Module) -> None:
         super().__init__(model)
         self._steps, self._ends, self._head = steps, ends, head
@@ -122,6 +120,7 @@ class Compiled(Way):
         self.how = "one compiled call per token"
         try:
             self._whole = TokenPass(steps, model.layers, ends)
+            self.most = MOST_TOGETHER  # elsewhere the last digits of several are not those of one
         except Unsupported as declined:
             _log.info("a call per layer: %s", declined)
             self.how = "one compiled call per layer and token"
@@ -135,11 +134,11 @@ class Compiled(Way):
         return 0 if self._all_at_once() is None or sampler.alone else MOST
 
     def drawn(
-        self, token: int, text: Text, sampler: Sampler, last: Sequence[int]
+        self, token: int, text: Text, sampler: Sampler, last: Sequence[int], guessed: Sequence[int] = ()
     ) -> tuple[list[int], list[float]] | None:
         """See `Way`."""
         whole = self._all_at_once()
-        return None if whole is None else whole.decode(token, self._place(text, text.rope), sampler, last)
+        return None if whole is None else whole.decode(token, self._place(text, text.rope), sampler, last, guessed)
 
     def together(self, tokens: Sequence[int], texts: Sequence[Text]) -> Tensor:
         """See `Way`."""

@@ -44,13 +44,15 @@ class Draw(NamedTuple):
 
     Attributes:
         uniforms: a number from [0, 1) for each token that may be drawn. seen: as `sampling.draw` takes it, kept up to
-            date. last: tokens that end it.
+            date. last: tokens that end it. guessed: what all tokens but the last one are likely to be, or nothing: then
+            they go through the layers together, and it ends with the first that is not drawn.
     """
 
     filters: Filters
     uniforms: Sequence[float]
     seen: Tensor | None
     last: Sequence[int]
+    guessed: Sequence[int] = ()
 
 
 class Drawn(NamedTuple):
@@ -58,7 +60,8 @@ class Drawn(NamedTuple):
 
     Attributes:
         at: when each was drawn, in seconds since the call. chosen: (N, L, K), counts: (N, L, K, 2, 2) as of one token
-            in `Through`, of the tokens before them, whose keys and values are there now.
+            in `Through`, of the tokens before them, whose keys and values are there now; and of guesses that were not
+            drawn.
     """
 
     tokens: list[int]
@@ -139,7 +142,10 @@ class NativeToken:
             raise ValueError("no number to draw a token by")
         if ends.hidden != self._hidden:
             raise ValueError(f"ends of {ends.hidden} values for layers of {self._hidden}")
-        index("token", token, ends.vocabulary)
+        for given in (token, *how.guessed):
+            index("token", given, ends.vocabulary)
+        if len(how.guessed) not in (0, most - 1):
+            raise ValueError(f"{len(how.guessed)} guesses for {most} tokens")
         if not all(0 <= uniform < 1 for uniform in how.uniforms):
             raise ValueError("tokens are drawn by numbers from 0 up to 1")
         first, where = self._where([place], most)
@@ -151,6 +157,7 @@ class NativeToken:
             last_count=len(how.last),
             seconds=seconds,
             last=(c_int64 * len(how.last))(*how.last),
+            guessed=(c_int64 * (most - 1))(*how.guessed) if how.guessed else None,
             seen=optional("seen", how.seen, (ends.vocabulary,), BYTES),
             uniforms=(c_double * most)(*how.uniforms),
             tokens=tokens,
@@ -162,6 +169,9 @@ class NativeToken:
         if found == codes.STOPPED:
             return None
         check(found)
+        if how.guessed:
+            each = [part.view(first.count, most, *part.shape[2:]).transpose(0, 1) for part in (chosen, counts)]
+            return Drawn(tokens[:found], at[:found], *each)
         return Drawn(tokens[:found], at[:found], chosen[:found], counts[:found])
 
     def _where(self, places: Sequence[Place], *more: int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ And tokens drawn in one call against one call after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -154,14 +155,20 @@ class Model:
     kv: list[Tensor]
 
     def several(
-        self, most: int, filters: Filters, seen: Tensor | None = None, last: tuple[int, ...] = (), **how: float
+        self,
+        most: int,
+        filters: Filters,
+        seen: Tensor | None = None,
+        last: Sequence[int] = (),
+        guessed: Sequence[int] = (),
+        **how: float,
     ):
         uniforms = torch.rand(most, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).tolist()
         stop = Stop()
         stop.set(bool(how.get("stop", 0)))
         return self.token.decode(
             *(self.ends, 7, Place(self.rope[:most], self.kv, POSITION), (22, 15), stop),
-            *(Draw(filters, uniforms, seen, last), how.get("seconds", 1e9)),
+            *(Draw(filters, uniforms, seen, last, guessed), how.get("seconds", 1e9)),
         )
 
 
@@ -235,6 +242,25 @@ def test_tokens_of_one_call_are_those_of_several(filters: Filters, bits: int) ->
         assert torch.equal(mine, theirs)
     assert there is None or torch.equal(there, seen)
     assert found.at[0] > 0 and found.at == sorted(found.at)
+
+
+@pytest.mark.parametrize("filters", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_guesses_change_nothing(filters: Filters) -> None:
+    seen = torch.zeros(VOCABULARY, dtype=torch.uint8)
+    alone = make_model().several(4, filters, seen.clone())
+    assert alone is not None
+    for right in range(4):
+        guessed = [*alone.tokens[:right], *(1 - token % 2 for token in alone.tokens[right:3])]
+        found = make_model().several(4, filters, there := seen.clone(), guessed=guessed)
+        assert found is not None and found.tokens == alone.tokens[: right + 1]
+        assert there.nonzero().flatten().tolist() == sorted(set(found.tokens))
+        assert torch.equal(found.chosen[: right + 1], alone.chosen[: right + 1]) and len(found.chosen) == 4
+        assert torch.equal(found.counts[: right + 1], alone.counts[: right + 1])
+    ends = make_model().several(4, filters, seen.clone(), alone.tokens[1:2], alone.tokens[:3])
+    assert tokens_of(ends) == alone.tokens[: alone.tokens.index(alone.tokens[1]) + 1]
+    for most, guessed, why in ((4, [1, 2], "2 guesses for 4 tokens"), (2, [VOCABULARY], "token"), (6, [1] * 5, "")):
+        with pytest.raises(ValueError, match=why):
+            make_model().several(most, filters, None, guessed=guessed)
 
 
 def tokens_of(drawn: Drawn | None) -> list[int]:

@@ -27,35 +27,45 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
                     const floe_place *place, const floe_pace *pace, const floe_draws *draws, const floe_trace *trace) {
     thread_local Buffer buffer;
     const floe_draws &d = *draws;
-    const int64_t hidden = ends->hidden, vocabulary = ends->vocabulary;
-    if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1 || layers->rope < 0)
+    const int64_t hidden = ends->hidden, vocabulary = ends->vocabulary, at_once = d.guessed == nullptr ? 1 : d.most;
+    if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1 || layers->rope < 0 ||
+        at_once > FLOE_MOST_TOGETHER)
         return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(aligned(4 * hidden) + aligned(4 * vocabulary));
+    uint8_t *memory = buffer.take(aligned(4 * at_once * hidden) + aligned(4 * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
+    float *x = carve<float>(memory, at_once * hidden), *logits = carve<float>(memory, vocabulary);
     const int64_t chosen = layers->count * layers->top_k;
     const auto began = std::chrono::steady_clock::now();
     const float reach = reach_of(*sampling, d.seen);
     int64_t token = d.token;
     for (int64_t n = 0; n < d.most;) {
-        if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
-        for (int64_t i = 0; i < hidden; i++) x[i] = ends->scale * ends->embedding[token * hidden + i];
-        const floe_place here = {place->rope + n * layers->rope, place->kv, place->capacity, place->position + n,
-                                 place->states};
+        floe_place here[FLOE_MOST_TOGETHER];
+        for (int64_t t = 0; t < at_once; t++) {
+            const int64_t given = t == 0 ? token : d.guessed[t - 1];
+            if (given < 0 || given >= vocabulary) return FLOE_BAD_INDEX;
+            for (int64_t i = 0; i < hidden; i++)
+                x[t * hidden + i] = ends->scale * ends->embedding[given * hidden + i];
+            here[t] = {place->rope + (n + t) * layers->rope, place->kv, place->capacity, place->position + n + t,
+                       place->states};
+        }
         const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
                                    trace->counts + 4 * n * chosen};
-        int code = floe_token_step(layers, 1, x, &here, pace, &filled);
+        int code = floe_token_step(layers, at_once, x, here, pace, &filled);
         if (code == FLOE_STOPPED && n > 0) return n;
-        if (code == FLOE_OK) code = floe_head(ends, x, reach, pace->expert_digits, pace->threads, logits);
-        if (code != FLOE_OK) return code;
-        token = floe_draw(sampling, logits, vocabulary, d.seen, d.uniforms[n]);
-        if (token < 0) return token;
-        const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
-        d.tokens[n] = token;
-        d.at[n++] = since.count();
-        if (d.seen != nullptr) d.seen[token] = 1;
-        const int64_t *const end = d.last + d.last_count;
-        if (since.count() >= d.seconds || std::find(d.last, end, token) != end) return n;
+        for (int64_t t = 0; t < at_once; t++) {
+            if (code == FLOE_OK)
+                code = floe_head(ends, x + t * hidden, reach, pace->expert_digits, pace->threads, logits);
+            if (code != FLOE_OK) return code;
+            token = floe_draw(sampling, logits, vocabulary, d.seen, d.uniforms[n]);
+            if (token < 0) return token;
+            const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
+            d.tokens[n] = token;
+            d.at[n++] = since.count();
+            if (d.seen != nullptr) d.seen[token] = 1;
+            const int64_t *const end = d.last + d.last_count;
+            if (std::find(d.last, end, token) != end) return n;
+            if (d.guessed != nullptr ? n == d.most || token != d.guessed[t] : since.count() >= d.seconds) return n;
+        }
     }
     return d.most;
 }
