@@ -227,7 +227,7 @@ class FusedDecoder:
     def logits(self, last: Tensor) -> Tensor:
         """(N, H) after the last layer -> (N, V)."""
         last = last.to(self.device)
-        found = self.way.logits(last) if len(last) == 1 else None
+        found = self.way.logits(last)
         return capped(self._head(self._norm(last, self._eps)), self._cap) if found is None else found
 
     def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
@@ -284,8 +284,9 @@ class FusedDecoder:
         began, (store, rope, start) = time.perf_counter(), text
         places = [Text(store, rope[i : i + 1], start + i) for i in range(len(tokens))]
         drawn, at = list[int](), list[float]()
-        for row, following in itertools.zip_longest(self.way.together(tokens, places).split(1), tokens[1:]):
-            drawn.append(sampler.draw(self.logits(row)))
+        rows = self._each(self.way.together(tokens, places)).split(1)
+        for row, following in itertools.zip_longest(rows, tokens[1:]):
+            drawn.append(sampler.draw(row))
             at.append(time.perf_counter() - began)
             if drawn[-1] != following or following in last:
                 break
@@ -303,8 +304,12 @@ class FusedDecoder:
             self._step = None
         for store, _, start in texts:
             store.length = start + 1
-        # Row by row: several at once have other noise than one, so an answer would have other tokens than alone.
-        return torch.cat([self.logits(row) for row in stream.split(1)])
+        return self._each(stream)
+
+    def _each(self, stream: Tensor) -> Tensor:
+        """Logits (N, V) behind N tokens (N, H), each as by itself: torch's operations on several have other noise."""
+        found = self.way.logits(stream)
+        return torch.cat([self.logits(row) for row in stream.split(1)]) if found is None else found
 
     def beside(self) -> KVCache | None:
         """See `Decoder`."""

@@ -106,7 +106,7 @@ class Way:
         return _sum(*self._model.walk(TorchPass(self._model.layers, *texts).step, self._model.embedded(tokens)))
 
     def logits(self, _last: Tensor) -> Tensor | None:
-        """(1, H) after the last layer -> (1, V), unless torch's operations compute them."""
+        """(N, H) after the last layer -> (N, V), each as by itself, of few; None: torch's operations compute them."""
         return None
 
 
@@ -149,9 +149,11 @@ class Compiled(Way):
 
     def logits(self, last: Tensor) -> Tensor | None:
         """See `Way`."""
+        if len(last) > MOST_TOGETHER:
+            return None
         head = self._head
         bits = head.control.preset.x_bits if isinstance(head, (PackedLinear, PlanedLinear)) else 22
-        return self._ends.logits(last, bits)
+        return self._ends.logits(last.contiguous(), bits)
 
     def _all_at_once(self) -> TokenPass | None:
         return None if self._whole is None or self._whole.watched else self._whole

@@ -368,9 +368,11 @@ typedef struct {
     FLOE_OPTIONAL const float *spread;
 } floe_ends;
 
-// logits (vocabulary) of x (H), the residual stream after the last layer. In two planes those are exact that are at
-// most `reach` below the largest, all with INFINITY; others are lower than that, and about right.
-FLOE_API int floe_head(const floe_ends *ends, const float *x, float reach, int digits, int threads, float *logits);
+// logits (tokens, vocabulary) of x (tokens, H), the residual stream after the last layer, of FLOE_MOST_TOGETHER tokens
+// at most. In two planes those are exact that are at most `reach` below the largest, all with INFINITY; others are
+// lower than that, and about right.
+FLOE_API int floe_head(const floe_ends *ends, int64_t tokens, const float *x, float reach, int digits, int threads,
+                       float *logits);
 
 // How a token is drawn (sampling.Filters); temperature 0 takes the likeliest.
 typedef struct {
@@ -383,9 +385,9 @@ FLOE_API int64_t floe_draw(const floe_sampling *sampling, const float *logits, i
                            FLOE_OPTIONAL const uint8_t *seen, double uniform);
 
 // Tokens to draw behind `token`: `most`, fewer after so many seconds, or with one of `last`. guessed: what the first
-// tokens are likely to be, most - 1 of them or none; they go through the layers with `token`, and it ends with the first
-// that is not drawn. uniforms: `most` numbers from [0, 1). seen: as in floe_draw, kept up to date. Filled: tokens, and
-// at, when each was there in seconds.
+// tokens are likely to be, most - 1 of them or none; they go through the layers with `token`, and it ends with the
+// first that is not drawn. uniforms: `most` numbers from [0, 1). seen: as in floe_draw, kept up to date. Filled:
+// tokens, and at, when each was there in seconds.
 typedef struct {
     int64_t token, most, last_count;
     double seconds;

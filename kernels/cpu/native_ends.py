@@ -65,7 +65,7 @@ class NativeEnds:
         )
 
     def logits(self, x: Tensor, x_bits: int = 22, reach: float = math.inf) -> Tensor:
-        """As `step.ModelEnds.logits`; x_bits as for the other operations.
+        """(T, V): as `step.ModelEnds.logits` of each of T tokens, x (T, H), 4 at most; x_bits as for other operations.
 
         Args:
             reach: with a head in two planes, those logits are exact that are no further below the largest; others may
@@ -74,9 +74,9 @@ class NativeEnds:
         Raises:
             ValueError: x of another shape, not float32, not contiguous or not on the CPU.
         """
-        out = torch.empty(1, self.vocabulary)
-        required("x", x, (1, self.hidden))
-        check(self._head(self.record, x, reach, digits(x_bits), torch.get_num_threads(), out))
+        out = torch.empty(len(x), self.vocabulary)
+        required("x", x, (len(x), self.hidden))
+        check(self._head(self.record, len(x), x, reach, digits(x_bits), torch.get_num_threads(), out))
         return out
 
 

@@ -31,9 +31,10 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
     if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1 || layers->rope < 0 ||
         at_once > FLOE_MOST_TOGETHER)
         return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(aligned(4 * at_once * hidden) + aligned(4 * vocabulary));
+    uint8_t *memory = buffer.take(aligned(4 * at_once * hidden) + aligned(4 * at_once * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *x = carve<float>(memory, at_once * hidden), *logits = carve<float>(memory, vocabulary);
+    float *x = carve<float>(memory, at_once * hidden);
+    float *logits = carve<float>(memory, at_once * vocabulary);
     const int64_t chosen = layers->count * layers->top_k;
     const auto began = std::chrono::steady_clock::now();
     const float reach = reach_of(*sampling, d.seen);
@@ -43,8 +44,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
         for (int64_t t = 0; t < at_once; t++) {
             const int64_t given = t == 0 ? token : d.guessed[t - 1];
             if (given < 0 || given >= vocabulary) return FLOE_BAD_INDEX;
-            for (int64_t i = 0; i < hidden; i++)
-                x[t * hidden + i] = ends->scale * ends->embedding[given * hidden + i];
+            for (int64_t i = 0; i < hidden; i++) x[t * hidden + i] = ends->scale * ends->embedding[given * hidden + i];
             here[t] = {place->rope + (n + t) * layers->rope, place->kv, place->capacity, place->position + n + t,
                        place->states};
         }
@@ -52,11 +52,10 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
                                    trace->counts + 4 * n * chosen};
         int code = floe_token_step(layers, at_once, x, here, pace, &filled);
         if (code == FLOE_STOPPED && n > 0) return n;
+        if (code == FLOE_OK) code = floe_head(ends, at_once, x, reach, pace->expert_digits, pace->threads, logits);
+        if (code != FLOE_OK) return code;
         for (int64_t t = 0; t < at_once; t++) {
-            if (code == FLOE_OK)
-                code = floe_head(ends, x + t * hidden, reach, pace->expert_digits, pace->threads, logits);
-            if (code != FLOE_OK) return code;
-            token = floe_draw(sampling, logits, vocabulary, d.seen, d.uniforms[n]);
+            token = floe_draw(sampling, logits + t * vocabulary, vocabulary, d.seen, d.uniforms[n]);
             if (token < 0) return token;
             const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
             d.tokens[n] = token;

@@ -154,13 +154,13 @@ int add_rest(const floe_ends &e, const float *x, float reach, int digits, int th
     return FLOE_OK;
 }
 
-int add_whole(const floe_ends &e, const float *x, int digits, int threads, float *logits) {
+int add_whole(const floe_ends &e, int64_t tokens, const float *x, int digits, int threads, float *logits) {
     thread_local Buffer buffer;
-    uint8_t *memory = buffer.take(aligned(4 * e.vocabulary));
+    uint8_t *memory = buffer.take(aligned(4 * tokens * e.vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *more = carve<float>(memory, e.vocabulary);
-    const int code = multiply(*e.rest, x, 1, digits, threads, more);
-    for (int64_t i = 0; code == FLOE_OK && i < e.vocabulary; i++) logits[i] += more[i];
+    float *more = carve<float>(memory, tokens * e.vocabulary);
+    const int code = multiply(*e.rest, x, tokens, digits, threads, more);
+    for (int64_t i = 0; code == FLOE_OK && i < tokens * e.vocabulary; i++) logits[i] += more[i];
     return code;
 }
 
@@ -203,24 +203,27 @@ void keep_share(const double *scores, double *weights, int64_t count, double sha
 
 using namespace floe;
 
-int floe_head(const floe_ends *ends, const float *x, float reach, int digits, int threads, float *logits) {
+int floe_head(const floe_ends *ends, int64_t tokens, const float *x, float reach, int digits, int threads,
+              float *logits) {
     thread_local Buffer buffer;
     const floe_ends &e = *ends;
-    if (e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX || !(e.cap >= 0) ||
-        !is_shape(e.head, e.vocabulary, e.hidden) ||
+    if (tokens < 1 || tokens > FLOE_MOST_TOGETHER || e.hidden < 1 || e.vocabulary < 1 || e.vocabulary > INT32_MAX ||
+        !(e.cap >= 0) || !is_shape(e.head, e.vocabulary, e.hidden) ||
         (e.rest != nullptr && (!is_shape(*e.rest, e.vocabulary, e.hidden) || e.rest->row.bits > 8)))
         return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(aligned(4 * e.hidden));
+    uint8_t *memory = buffer.take(aligned(4 * tokens * e.hidden));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *normed = carve<float>(memory, e.hidden);
+    float *normed = carve<float>(memory, tokens * e.hidden);
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
-    normalize(x, e.norm, e.hidden, e.eps, normed);
-    int code = multiply(e.head, normed, 1, digits, threads, logits);
-    if (code != FLOE_OK) return code;
-    if (e.rest != nullptr && (e.spread == nullptr || !(reach < INFINITY)))
-        code = add_whole(e, normed, digits, threads, logits);
-    else if (e.rest != nullptr) code = add_rest(e, normed, reach, digits, threads, logits);
-    if (code == FLOE_OK && e.cap != 0) cap_all(e.cap, e.vocabulary, threads, logits);
+    for (int64_t i = 0; i < tokens * e.hidden; i += e.hidden) normalize(x + i, e.norm, e.hidden, e.eps, normed + i);
+    int code = multiply(e.head, normed, tokens, digits, threads, logits);
+    if (code == FLOE_OK && e.rest != nullptr && (e.spread == nullptr || !(reach < INFINITY))) {
+        code = add_whole(e, tokens, normed, digits, threads, logits);
+    } else {
+        for (int64_t t = 0; code == FLOE_OK && e.rest != nullptr && t < tokens; t++)
+            code = add_rest(e, normed + t * e.hidden, reach, digits, threads, logits + t * e.vocabulary);
+    }
+    if (code == FLOE_OK && e.cap != 0) cap_all(e.cap, tokens * e.vocabulary, threads, logits);
     return code;
 }
 
