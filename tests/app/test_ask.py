@@ -33,6 +33,7 @@ SHORT = ("--max-tokens", "6", "--seed", "1")
 FIGURES = {
     **dict.fromkeys(("answer", "thinking", "stop_reason", "model", "preset", "backend"), str),
     **dict.fromkeys(("seed", "prompt_tokens", "reused_tokens", "new_tokens", "thinking_tokens"), int),
+    **dict.fromkeys(("drafted_tokens", "accepted_tokens"), int),
     **dict.fromkeys(("first_token_s", "decode_tokens_per_s", "active_neurons", "bytes_per_token"), float),
     **dict.fromkeys(("remote", "rows"), type(None)),
 }

@@ -71,6 +71,7 @@ GOOD = {
     "advanced.transfer": "staged",
     "advanced.kv_bits": "8",
     "advanced.context": 16384,
+    "advanced.draft": False,
 }
 
 

@@ -141,8 +141,10 @@ def test_chances_are_the_models() -> None:
     for seed in range(20):
         logits = some_logits(seed)
         token, true = sampler.draw(logits), logits[0].double().log_softmax(0)
-        assert token == 4 and sampler.chance is not None
-        assert sampler.chance.logprob == pytest.approx(float(true[4]), abs=1e-5)
-        assert [number for number, _ in sampler.chance.likeliest] == true.argsort(descending=True)[:3].tolist()
-        likeliest = [chance for _, chance in sampler.chance.likeliest]
+        (chance,) = sampler.chances
+        sampler.chances.clear()
+        assert token == 4
+        assert chance.logprob == pytest.approx(float(true[4]), abs=1e-5)
+        assert [number for number, _ in chance.likeliest] == true.argsort(descending=True)[:3].tolist()
+        likeliest = [own for _, own in chance.likeliest]
         assert likeliest == pytest.approx(true.sort().values[-3:].flip(0).tolist(), abs=1e-5)

@@ -129,6 +129,18 @@ def test_the_same_tokens_are_drawn(filters: Filters, cap: float | None) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("planes", [True, False])
+def test_several_tokens_are_each_alone(planes: bool) -> None:
+    whole = made(256, 64)
+    ends, x = ends_of(in_two(whole) if planes else whole, 256, cap=5.0), torch.randn(4, 256)
+    for reach in (0.0, 2.0, math.inf):
+        alone = torch.cat([ends.logits(row, 15, reach) for row in x.split(1)])
+        assert torch.equal(ends.logits(x, 15, reach), alone)
+    with pytest.raises(ValueError):
+        ends.logits(torch.randn(5, 256))
+
+
+@pytest.mark.usefixtures("isa")
 def test_what_is_not_a_number_stays_so() -> None:
     two = ends_of(in_two(made(128, 64)), 128)
     x = torch.randn(1, 128)
