@@ -1,11 +1,11 @@
 """How much faster an answer comes with guessed tokens that are right, and with none that are.
 
     python tests/bench/drafts.py [--synthetic qwen3.6-35b-a3b] [--layers 8] [--tokens 64] [--rounds 5]
-    python tests/bench/drafts.py PACK [--tokens 200] [--rounds 5]
+    python tests/bench/drafts.py PACK [--rounds 5]
 
 Of a model of full width: milliseconds of a token where 1 to 4 are computed in a pass, all of them right, with the head.
-Of a pack: an answer that copies a text word by word, and one that repeats nothing, as in a chat, with guesses (however
-many the engine finds worth it) and without, in turns: the median of the ratios of their tokens per second.
+Of a pack: the answers to held-out questions, and to each of them asked again in the same chat, which repeats the
+answer, with as many guesses as the engine finds worth it and without, in turns: the ratio of their seconds.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
+from floe_chat.assets.demo.make.facts import read_heldout
 from floe_chat.engine import quality_presets
-from floe_chat.engine.bench import subject as subjects
 from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.subject import Subject
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.drafts import Depth
 from floe_chat.engine.events import MOST_TOGETHER, Sampling
-from floe_chat.engine.generate import Answer
+from floe_chat.engine.generate import Answer, Progress
+from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.machine.conditions import computing
 from floe_chat.engine.sampling import Sampler
+from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -68,21 +70,53 @@ def synthetic_model(name: str, layers: int, tokens: int, rounds: int, presets: S
             print(f"{preset}: " + "; ".join(parts), flush=True)
 
 
-def speed(subject: Subject, prompt: Sequence[int], tokens: int, depth: Depth | None) -> float:
-    """Tokens per second of an answer."""
+class Answered(NamedTuple):
+    """An answer's tokens, and seconds from the first to the last."""
+
+    tokens: list[int]
+    seconds: float
+
+
+def answered(loaded: LoadedModel, prompt: Sequence[int], stop: Sequence[int], depth: Depth | None) -> Answered:
+    """A greedy answer."""
     answer = Answer(
-        *(subject.decoder, KVCache(), prompt, Sampling(seed=0)),
-        max_new_tokens=tokens,
-        stop_ids=(),
-        window=subject.window,
-        control=subject.control,
-        telemetry=subject.telemetry,
+        *(loaded.decoder, KVCache(), prompt, GREEDY),
+        max_new_tokens=300,
+        stop_ids=stop,
+        window=loaded.window,
+        control=loaded.control,
+        telemetry=loaded.telemetry,
         depth=depth,
     )
-    at = list[float]()
+    steps, began, tokens = list[Progress](), 0.0, list[int]()
     while not answer.end:
-        at += [one.at for one in answer.step() if one.token is not None and one.at is not None]
-    return (len(at) - 1) / sum(after - before for before, after in pairwise(at))
+        steps = answer.step()
+        tokens += [one.token for one in steps if one.token is not None]
+        began = began or (time.perf_counter() if tokens else 0.0)
+    return Answered(tokens, time.perf_counter() - began)
+
+
+def of_pack(folder: Path, rounds: int) -> None:
+    """Print how much faster answers to the held-out questions come, and the same answers asked for again."""
+    loaded, _ = load(folder, None, "cpu", lambda _step, _share: None)
+    chat, questions = ChatFormat(folder), [check["question"] for check in read_heldout() if "question" in check]
+    depth, ratios = Depth(), dict[str, list[float]]()
+    for _ in range(rounds):
+        took = dict[str, list[float]]()
+        for question in questions[:40]:
+            messages = [{"role": "user", "content": question}]
+            for name in ("asked", "asked again"):
+                prompt = chat.encode(messages)
+                plain, drafted = (answered(loaded, prompt, chat.stop_ids, how) for how in (None, depth))
+                assert plain.tokens == drafted.tokens
+                for kind, one in (("plain", plain), ("drafted", drafted)):
+                    took.setdefault(f"{name} {kind}", []).append(one.seconds)
+                text = chat.decoder().push(plain.tokens)
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        for name in ("asked", "asked again"):
+            ratios.setdefault(name, []).append(sum(took[f"{name} plain"]) / sum(took[f"{name} drafted"]))
+    for name, found in ratios.items():
+        print(f"{name}: {median(found):.2f}x ({min(found):.2f} to {max(found):.2f})", flush=True)
 
 
 def main() -> None:
@@ -98,16 +132,7 @@ def main() -> None:
     if asked.pack is None:
         synthetic_model(asked.synthetic, asked.layers, asked.tokens, asked.rounds, asked.presets)
         return
-    text = "The sea is salt, and the sea is deep, and what is deep is cold. " * 8
-    subject = subjects.from_pack(asked.pack, "cpu", text)
-    for name, prompt in (("repeats", subject.prompt(200)), ("does not", [*range(300, 340)])):
-        ratios, depth = list[float](), Depth()
-        for _ in range(asked.rounds):
-            plain = speed(subject, prompt, asked.tokens, None)
-            ratios.append(speed(subject, prompt, asked.tokens, depth) / plain)
-        answer = subject.telemetry.answer
-        accepted = f"{answer.accepted} of {answer.drafted} accepted"
-        print(f"{name}: {median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}), {accepted}", flush=True)
+    of_pack(asked.pack, asked.rounds)
 
 
 if __name__ == "__main__":
