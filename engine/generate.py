@@ -13,7 +13,6 @@ from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
 from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
-from .decoder.ways import Drawn
 from .drafts import Depth, Repeats
 from .events import Chance, Extras, Sampling
 from .experts.moe_layer import Control
@@ -185,17 +184,18 @@ class Answer:
             raise self._not_finite() from error
         if several is None:
             token = self._draw(_forward(self.decoder, self.kv, [self.token], control))
-            several = Drawn([token], [telemetry.clock() - began])
+            tokens, at, checked = [token], [telemetry.clock() - began], 0
         else:
-            self.kv.computed([self.token, *several.tokens[:-1]], preset)
-        tokens, took = several.tokens, telemetry.clock() - began
+            tokens, at, checked = several
+            self.kv.computed([self.token, *tokens[:-1]], preset)
+        took = telemetry.clock() - began
         telemetry.decoded(took, len(tokens))
-        telemetry.drafted(several.guessed, len(tokens) - 1 if several.guessed else 0)
+        telemetry.drafted(checked, len(tokens) - 1 if checked else 0)
         if self._depth is not None:
             if guess is not None:
                 self._depth.compare(guess, tokens)
-            self._depth.took(preset, several.guessed, len(tokens), took)
-        return self._took(tokens, [began + after for after in several.at])
+            self._depth.took(preset, checked, len(tokens), took)
+        return self._took(tokens, [began + after for after in at])
 
     def _draw(self, logits: Tensor) -> int:
         try:

@@ -250,8 +250,9 @@ class FusedDecoder:
     ) -> Drawn | None:
         """See `Decoder`."""
         start, alone = kv.length, self.way.draws(sampler)
-        guessed = guessed[: min(most, self.way.most) - 1]
-        most = max(min(most, alone), 1 + len(guessed)) if alone or guessed else 0
+        if guessed:
+            guessed = guessed[: min(most, self.way.most) - 1]
+        most = 1 + len(guessed) if guessed else alone if alone < most else most
         if not most:
             return None
         if start < self._rope.short:
@@ -259,13 +260,12 @@ class FusedDecoder:
         try:
             store = self._room_for(most, kv)
             text = self._text(store, store.unbroken(most), kv)
-            if (tokens := guessed[: len(text.rope) - 1]) and not alone:
-                drawn = self._checked([token, *tokens], text, sampler, last)
-            elif alone:
-                text = text._replace(rope=text.rope[: 1 + len(tokens)]) if tokens else text
-                drawn = self.way.drawn(token, text, sampler, last, tokens)
+            if guessed:
+                guessed = guessed[: len(text.rope) - 1]
+            if alone:
+                drawn = self.way.drawn(token, text, sampler, last, guessed)
             else:
-                drawn = None
+                drawn = self._checked([token, *guessed], text, sampler, last)
         except RuntimeError as error:
             if not ran_out(error):
                 raise
@@ -275,7 +275,7 @@ class FusedDecoder:
         if drawn is None:
             return None
         store.length = start + len(drawn[0])
-        return Drawn(*drawn, len(tokens))
+        return *drawn, len(guessed)
 
     def _checked(
         self, tokens: Sequence[int], text: Text, sampler: Sampler, last: Sequence[int]

@@ -30,6 +30,8 @@ from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
 DenseCall = Callable[[int, Tensor, Tensor | None], Stepped]
+Drawn = tuple[list[int], list[float], int]
+"""Tokens, when each was drawn, in seconds since the call, and how many guesses were computed with the first one."""
 
 
 class Text(NamedTuple):
@@ -38,14 +40,6 @@ class Text(NamedTuple):
     store: GrowingStore
     rope: Tensor
     start: int
-
-
-class Drawn(NamedTuple):
-    """Tokens, when each was drawn, in seconds since the call, and how many guesses were computed with the first one."""
-
-    tokens: list[int]
-    at: list[float]
-    guessed: int = 0
 
 
 class Walker(Protocol):

@@ -45,10 +45,10 @@ def follows(subject: Subject, prompt: Sequence[int], count: int, answer: list[in
         began = time.perf_counter()
         guessed = known[len(drawn) : len(drawn) + count - 1]
         found = subject.decoder.several(token, kv, sampler, count, (), guessed)
-        assert found is not None and len(found.tokens) == 1 + found.guessed, "a guess is wrong"
-        times.append((time.perf_counter() - began) / len(found.tokens))
-        kv.computed([token, *found.tokens[:-1]], subject.control.preset)
-        drawn += found.tokens
+        assert found is not None and len(found[0]) == 1 + found[2], "a guess is wrong"
+        times.append((time.perf_counter() - began) / len(found[0]))
+        kv.computed([token, *found[0][:-1]], subject.control.preset)
+        drawn += found[0]
         token = drawn[-1]
     answer[:] = answer or drawn
     return median(times)

@@ -258,7 +258,11 @@ def test_guesses_change_nothing(filters: Filters) -> None:
         assert torch.equal(found.counts[: right + 1], alone.counts[: right + 1])
     ends = make_model().several(4, filters, seen.clone(), alone.tokens[1:2], alone.tokens[:3])
     assert tokens_of(ends) == alone.tokens[: alone.tokens.index(alone.tokens[1]) + 1]
-    for most, guessed, why in ((4, [1, 2], "2 guesses for 4 tokens"), (2, [VOCABULARY], "token"), (6, [1] * 5, "")):
+    for most, guessed, why in (
+        (4, [1, 2], "2 guesses for 4 tokens"),
+        (2, [VOCABULARY], "token"),
+        (6, [1] * 5, "size|shape|fit"),
+    ):
         with pytest.raises(ValueError, match=why):
             make_model().several(most, filters, None, guessed=guessed)
 
