@@ -82,15 +82,19 @@ class HubShelf(Shards):
         found = next((name for name in tiktoken.WAYS if self._repo.file(name) is not None), None)
         if found is None or path.is_file():
             return path if found else None
-        vocabulary, config = self.small(found), self.small("tokenizer_config.json")
+        vocabulary, config, named = self.small(found), self.small("tokenizer_config.json"), "tokenizer_config.json"
         try:
+            if config is not None and config.stat().st_size > _LARGEST:
+                raise ValueError(f"it has more than {_LARGEST:,} bytes")
             fields: Any = private_file.read_json(config, _LARGEST) if config else {}
+            if not isinstance(fields, dict):
+                raise ValueError("it is no JSON object")
+            named = found
             content = tiktoken.tokenizer_json(found, vocabulary.read_bytes() if vocabulary else b"", fields)
             private_file.replace(path, content, private_file.SHARED)
         except ValueError as error:
-            raise CheckpointError(
-                f"{found} of {self.name} is no vocabulary", f"{error}.", "Try again later."
-            ) from error
+            hint = "Use another revision, or another repository of this model."
+            raise CheckpointError(f"{named} of {self.name} cannot be used", f"{error}.", hint) from error
         except OSError as error:
             raise disk_error(error, self._folder) from error
         return path

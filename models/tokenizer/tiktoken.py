@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
 _FIRST = r"[^\r\n\p{L}\p{N}]?"
 _LONGEST = 256  # bytes of a token
-_MOST = 1 << 20  # tokens
+_MOST = 1 << 20  # tokens, and merges of them: 200,000 and 450,000 are known
+_MOST_BYTES = 1 << 23  # of all tokens: one and a half million are known
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
@@ -93,11 +95,10 @@ def tokenizer_json(file: str, content: bytes, config: Mapping[str, Any]) -> byte
 
 def _ranks(content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(filter(None, content.splitlines())):
-        if number >= _MOST:
-            raise ValueError(f"it has more than {_MOST:,} tokens")
+    room = _MOST_BYTES
+    for number, line in enumerate(filter(bytes.strip, io.BytesIO(content))):
         try:
-            token, rank = line.split()
+            token, rank = line.split(maxsplit=2)
             found = base64.b64decode(token, validate=True)
             wanted = int(rank)
         except (ValueError, binascii.Error) as error:
@@ -105,30 +106,38 @@ def _ranks(content: bytes) -> dict[bytes, int]:
         if not 0 < len(found) <= _LONGEST or wanted != number or found in ranks:
             raise ValueError(f"line {number + 1} has a token twice, a wrong rank, or more than {_LONGEST} bytes")
         ranks[found] = wanted
+        room -= len(found)
+        if number >= _MOST or room < 0:
+            raise ValueError(f"it has more than {_MOST:,} tokens, or {_MOST_BYTES:,} bytes of them")
     if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError(f"it lacks {missing} of the 256 bytes")
     return ranks
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Pairs, those of the lowest rank first: any two tokens whose bytes together are a token may be merged."""
+    """Pairs, those of the lowest rank first: any two tokens whose bytes together are a token may be merged.
+
+    Raises:
+        ValueError: there are more than in any vocabulary that was learned, as in one of all pieces of a text.
+    """
     found: list[tuple[bytes, bytes]] = []
+    room = 4 * _MOST_BYTES
     for token in ranks:  # in the order of ranks
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
         found += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        room -= len(token) * len(known)
+        if len(found) > _MOST or room < 0:
+            raise ValueError(f"its tokens can be merged in more than {len(found):,} ways, which no learned ones can")
     return found
 
 
 def _named(config: Mapping[str, Any], specials: Mapping[int, str]) -> dict[int, str]:
     """What tokenizer_config.json calls special tokens, by their ids."""
     stated: Any = config.get("added_tokens_decoder")
-    named = {
-        int(number): fields["content"]
-        for number, fields in (stated.items() if isinstance(stated, Mapping) else ())
-        if number.isdecimal() and isinstance(fields, Mapping) and isinstance(fields.get("content"), str)
-    }
-    return {number: name for number, name in named.items() if number in specials and name}
+    given = {number: stated.get(str(number)) for number in specials} if isinstance(stated, Mapping) else {}
+    named = {number: fields.get("content") for number, fields in given.items() if isinstance(fields, Mapping)}
+    return {number: name for number, name in named.items() if isinstance(name, str) and name}
 
 
 def _signs() -> list[str]:

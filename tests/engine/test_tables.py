@@ -39,9 +39,8 @@ from .test_derived import PIECES, agree, config_of, model_of, pieces_of, theirs
 FILE = "table_00.safetensors"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers, whose second one has a table of 2 x 3 heads in 5 parts."""
+def with_tables(folder: Path, **sizes: Any) -> Path:
+    """A checkpoint of two layers, whose second one has a table of 2 x 3 heads in 5 parts, unless `sizes` differ."""
     import_model_code()
     small = config_of("qwen4_exp_text").to_dict() | {
         "num_hidden_layers": 2,
@@ -52,10 +51,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "make_ngram_vocab_size_divisible_by": 5,
         "split_ngram_parts": 5,
     }
-    folder = tmp_path_factory.mktemp("tables") / "source"
-    model_of(type(config_of("qwen4_exp_text"))(**small)).to(torch.bfloat16).save_pretrained(folder)
+    model_of(type(config_of("qwen4_exp_text"))(**small | sizes)).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tables(tmp_path_factory.mktemp("tables") / "source")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,8 +24,15 @@ class Made:
     files: dict[str, bytes]
     manifest: dict[str, Any]
 
+    @property
+    def tables(self) -> Made:
+        """The same with the files of tables alone (models/pack/table.py)."""
+        return replace(self, files={name: content for name, content in self.files.items() if name.startswith("table")})
 
-Change = Callable[[Random, Made, dict[str, bytes | None], Any], None]
+
+Changed = dict[str, bytes | Path | None]
+"""Files by name: another content, a link that leads elsewhere, or none."""
+Change = Callable[[Random, Made, Changed, Any], None]
 
 
 def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -33,11 +40,11 @@ def _split(content: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
-def _tensor_file(rng: Random, made: Made, changed: dict[str, bytes | None]) -> tuple[str, dict[str, Any], bytearray]:
+def _tensor_file(rng: Random, made: Made, changed: Changed) -> tuple[str, dict[str, Any], bytearray]:
     name = rng.choice([name for name in made.files if name.endswith(".safetensors")])
-    content = changed.get(name) or made.files[name]
+    content = changed.get(name)
     try:
-        header, data = _split(content)
+        header, data = _split(content if isinstance(content, bytes) else made.files[name])
     except ValueError:
         header, data = _split(made.files[name])
     return name, header, bytearray(data)
@@ -48,7 +55,7 @@ def _join(header: dict[str, Any], data: bytes) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + data
 
 
-def _weights(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _weights(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     """Values of one tensor, some or all, become special ones or noise."""
     name, header, data = _tensor_file(rng, made, changed)
     tensors = [key for key, entry in header.items() if isinstance(entry, dict) and "data_offsets" in entry]
@@ -78,7 +85,7 @@ def _weights(rng: Random, made: Made, changed: dict[str, bytes | None], fields: 
     changed[name] = _join(header, bytes(data))
 
 
-def _header(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _header(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     name, header, data = _tensor_file(rng, made, changed)
     key = rng.choice(list(header))
     entry = header[key]
@@ -108,7 +115,7 @@ def _header(rng: Random, made: Made, changed: dict[str, bytes | None], fields: A
     changed[name] = _join(header, bytes(data))
 
 
-def _resized(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _resized(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     """A tensor that is shorter, longer or of another type, with a header that agrees."""
     name, header, data = _tensor_file(rng, made, changed)
     tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
@@ -137,7 +144,7 @@ def _resized(rng: Random, made: Made, changed: dict[str, bytes | None], fields: 
     changed[name] = _join(header, b"".join(parts.values()))
 
 
-def _manifest(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _manifest(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     again = _hostile.altered(
         rng, {key: value for key, value in fields.items() if key != "sha256"}, rng.choice((1, 1, 2))
     )
@@ -149,9 +156,9 @@ def _manifest(rng: Random, made: Made, changed: dict[str, bytes | None], fields:
 def _named(name: str, kinds: tuple[Any, ...]) -> Change:
     """A change of the fields of a JSON file, by values that such a field may have or by any."""
 
-    def change(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+    def change(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
         try:
-            good = json.loads(changed.get(name) or made.files.get(name) or b"{}")
+            good = json.loads(made.files.get(name, b"{}") if type(had := changed.get(name)) is not bytes else had)
         except ValueError:
             return
         if rng.random() < 0.15:
@@ -229,7 +236,7 @@ _TOKENIZER_CONFIG = (
 )
 
 
-def _tokenizer(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _tokenizer(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     good = json.loads(made.files["tokenizer.json"])
     if rng.random() < 0.7:
         changed["tokenizer.json"] = json.dumps(_hostile_chat.tokenizer(rng, good)).encode()
@@ -237,7 +244,7 @@ def _tokenizer(rng: Random, made: Made, changed: dict[str, bytes | None], fields
         changed["tokenizer.json"] = _hostile.text(rng, good)
 
 
-def _template(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _template(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     good = json.loads(made.files["tokenizer_config.json"])
     source = _hostile_chat.template(rng, str(good["chat_template"]))
     if rng.random() < 0.5:
@@ -246,7 +253,7 @@ def _template(rng: Random, made: Made, changed: dict[str, bytes | None], fields:
         changed["tokenizer_config.json"] = json.dumps(good | {"chat_template": source}).encode()
 
 
-def _any_file(rng: Random, made: Made, changed: dict[str, bytes | None], fields: Any) -> None:
+def _any_file(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     name = rng.choice(list(made.files))
     kind = rng.randrange(6)
     changed[name] = None if kind == 0 else b"" if kind == 1 else _hostile.damaged(rng, made.files[name])
@@ -272,3 +279,63 @@ CHANGES: tuple[Change, ...] = (
     _template,
     _any_file,
 )
+
+
+def _of_tables(change: Change) -> Change:
+    return lambda rng, made, changed, fields: change(rng, made.tables, changed, fields)
+
+
+def _exchanged(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
+    """Another file, or a link that leads out of the pack, in the place of a table or as one more."""
+    names = list(made.tables.files)
+    name = rng.choice((*names, "table_02.safetensors", "table_.safetensors", "table_0000000001.safetensors"))
+    other = rng.choice((*names, *names, *made.files))
+    links = made.folder / other, made.folder, Path("/dev/zero"), Path("/proc/self/mem"), Path("nowhere")
+    changed[name] = rng.choice(links) if rng.random() < 0.4 else made.files[other]
+
+
+def _stated(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
+    """What the manifest states of a table that is as it was."""
+    name, files = rng.choice(list(made.tables.files)), fields.get("files")
+    if isinstance(files, dict):
+        files[name] = _hostile.altered(rng, made.manifest["files"][name], rng.choice((1, 2)))
+
+
+def _hashes(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
+    """Numbers by which n-grams become rows."""
+    name, header, data = _tensor_file(rng, replace(made, files={_DENSE: made.files[_DENSE]}), changed)
+    entry = header.get(rng.choice([key for key in header if ".ple_embedding." in key] or [""]))
+    if isinstance(entry, dict) and isinstance(places := entry.get("data_offsets"), list) and len(places) == 2:
+        at = places[0] + 8 * rng.randrange(max(1, (places[1] - places[0]) // 8))
+        data[at : at + 8] = struct.pack("<q", rng.choice((0, 1, -1, -3, 7, 399, 400, 1 << 31, 1 << 62, -(1 << 63))))
+        changed[name] = _join(header, bytes(data))
+
+
+_DENSE = "dense.safetensors"
+_NGRAMS = (
+    ("ngram_size", (2, 4, 8, 1 << 20)),
+    ("heads_per_ngram", (1, 3, 64, 1 << 20)),
+    ("ngram_vocab_size_base", (1, 2, 49, 51, 1 << 26, 1 << 40)),
+    ("make_ngram_vocab_size_divisible_by", (0, 1, 401, 1 << 24, 1 << 40)),
+    ("ple_layer_ids", ([], [1], [2], [2, 1], [1, 2, 3], [1] * 9, [0], [1 << 40], list(range(1, 1000)))),
+    ("ple_embed_dim", (4, 16, 64, 1 << 24, 1 << 40)),
+    ("ple_conv_kernel_size", (0, 1, 5, 1 << 24)),
+    ("layer_types", (["linear_attention"] * 3, ["linear_attention"] * 1000, ["full_attention"] * 3)),
+    ("num_hidden_layers", (1, 2, 1000)),
+    ("split_ngram_parts", (0, 2, 1 << 40)),
+    ("eos_token_id", (None, [], [2, 7], -1, 1 << 62, 2.5)),
+    ("seed", (0, -1, 1 << 62, 1 << 70)),
+    ("vocab_size", (1, 2, 299, 1 << 21)),
+    ("hc_count", (1, 2, 1 << 20)),
+)
+TABLES: tuple[Change, ...] = (
+    *map(_of_tables, (_weights, _header, _header, _resized, _any_file)),
+    _exchanged,
+    _exchanged,
+    _stated,
+    _hashes,
+    _hashes,
+    _named("config.json", _NGRAMS),
+    _named("config.json", _NGRAMS),
+)
+"""Changes of a pack with tables."""

@@ -1,7 +1,8 @@
 """Packs by a hostile author: weights, headers, manifest, configuration, tokenizer, template. All checksums are right.
 
 Each is opened by the chat's own client and asked a short question, at temperature 0 and sampled; some are verified and
-planned for. Three small packs are made once; an attempt links their files and writes those that it changes.
+planned for. Four small packs are made once, one with tables; an attempt links their files and writes those that it
+changes. Some tables become shorter while their pack is open.
 """
 
 from __future__ import annotations
@@ -29,15 +30,26 @@ from floe_chat.models.pack.manifest import FILE_NAME, Manifest
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.visible import visible
 
+from ..engine.test_tables import with_tables
 from ..helpers import make_checkpoint, make_pack
 from ._hostile_chat import run_one_process
-from ._hostile_packs import CHANGES, Made
+from ._hostile_packs import CHANGES, TABLES, Changed, Made
 
 _WAIT_S = 30.0
 _PACKS: dict[str, tuple[str, PackSpec]] = {
     "mixtral": ("mixtral", PackSpec()),
     "even": ("mixtral", PackSpec(4, 4, 4, 8)),
     "olmoe": ("olmoe", PackSpec(up=16, gate=16, down=16, dense=16)),
+    "tables": ("qwen4_exp", PackSpec()),
+}
+_SIZES: dict[str, Any] = {  # of its tables, both of which have as many rows
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "ple_layer_ids": [1, 2],
+    "ple_embed_dim": 32,
+    "heads_per_ngram": 2,
+    "make_ngram_vocab_size_divisible_by": 400,
 }
 
 
@@ -49,8 +61,11 @@ def _good(scratch: Path) -> dict[str, Made]:
         run_one_process()
         logging.getLogger("floe_chat").setLevel(logging.CRITICAL)
         for name, (family, spec) in _PACKS.items():
-            source = make_checkpoint(scratch / "source" / name, family=family, hidden=32, intermediate=32, window=128)
-            folder = scratch / "good" / name
+            source, folder = scratch / "source" / name, scratch / "good" / name
+            if name == "tables":
+                with_tables(source, **_SIZES)
+            else:
+                make_checkpoint(source, family=family, hidden=32, intermediate=32, window=128)
             make_pack(source, folder, spec)
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
             _made[name] = Made(folder, files, json.loads(files.pop(FILE_NAME)))
@@ -68,16 +83,20 @@ def attempt(seed: int, scratch: Path) -> str:
     """One pack with one to three changes."""
     rng = Random(seed)
     made = _good(scratch)[rng.choice(list(_PACKS))]
-    changed: dict[str, bytes | None] = {}
+    changed: Changed = {}
     fields = json.loads(json.dumps(made.manifest))
+    tables = made.tables.files
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        CHANGES[rng.randrange(len(CHANGES))](rng, made, changed, fields)
+        rng.choice(TABLES if tables and rng.random() < 0.7 else CHANGES)(rng, made, changed, fields)
+    shrinks = rng.choice(list(tables)) if tables and rng.random() < 0.1 else ""
+    if shrinks:
+        changed.setdefault(shrinks, tables[shrinks])  # no link to the good one, which is to stay as it is
     folder = _written(scratch / "pack", made, changed, fields, rng)
     torch.manual_seed(seed)
     if rng.random() < 0.1:
         _looked_at(folder)
     device = rng.choice(("cpu", "cpu", "cpu", "throttled:8gb"))
-    return _asked(folder, rng, device)
+    return _asked(folder, rng, device, shrinks)
 
 
 def _looked_at(folder: Path) -> None:
@@ -92,8 +111,8 @@ def _looked_at(folder: Path) -> None:
         _check(error.title, error.cause, error.hint)
 
 
-def _asked(folder: Path, rng: Random, device: str) -> str:
-    """Open a pack and ask twice; "refused" or "answered"."""
+def _asked(folder: Path, rng: Random, device: str, shrinks: str = "") -> str:
+    """Open a pack and ask twice; "refused" or "answered". shrinks: a file, once it is open."""
     try:
         sampling, _, _ = sampling_from({"max_tokens": 4}, folder)
     except UsageError as error:
@@ -106,6 +125,8 @@ def _asked(folder: Path, rng: Random, device: str) -> str:
             return "refused"
         _check(loaded.model, loaded.source)
         client.costs()
+        if shrinks and not (folder / shrinks).is_symlink():
+            os.truncate(folder / shrinks, rng.randrange((folder / shrinks).stat().st_size + 1))
         hello = [PromptTurn("system", "Be brief."), PromptTurn("user", "hi <s> there"), PromptTurn("assistant", "aé")]
         outcome = "answered"
         for how in (Sampling(temperature=0), Sampling(**{**_fields(sampling), "seed": 1})):
@@ -150,7 +171,7 @@ def _check(*texts: str) -> None:
         assert len(text) < 5000, text[:300]
 
 
-def _written(folder: Path, made: Made, changed: dict[str, bytes | None], fields: Any, rng: Random) -> Path:
+def _written(folder: Path, made: Made, changed: Changed, fields: Any, rng: Random) -> Path:
     """The pack with right sizes and checksums, and mostly a right one of the manifest's own."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -158,7 +179,11 @@ def _written(folder: Path, made: Made, changed: dict[str, bytes | None], fields:
         os.link(made.folder / name, folder / name)
     entries = fields.get("files") if isinstance(fields, dict) else None
     for name, content in changed.items():
-        if content is not None:
+        if isinstance(content, Path):
+            (folder / name).symlink_to(content)
+            if isinstance(entries, dict) and content.is_file() and content.name in made.files:
+                entries[name] = made.manifest["files"][content.name]
+        elif content is not None:
             (folder / name).write_bytes(content)
             if isinstance(entries, dict):
                 entries[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -1,10 +1,13 @@
-"""tokenizer.json of a stranger, of every kind of model: valid ones that do something else, changed values, bytes.
+"""tokenizer.json of a stranger, of every kind of model: valid ones that do something else, changed values, bytes. Some
+are made of a vocabulary in tiktoken's form, as of a repository that has no other.
 
 Each is opened as a chat does, and encodes, counts, decodes and spells; some answers are held to a form with it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,11 +17,16 @@ from typing import Any
 
 from floe_chat.models.catalog import asset
 from floe_chat.models.errors import FloeError
+from floe_chat.models.hub.remote_checkpoint import HubShelf
+from floe_chat.models.hub.repository import Repo
+from floe_chat.models.hub.repository_files import RepoFile
 from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, encode
+from floe_chat.models.tokenizer.tiktoken import WAYS
 from floe_chat.models.visible import visible
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ..models.chat_families import CHATML, write_family
+from ..models.test_tiktoken import vocabulary, written
 from . import _hostile, _hostile_chat
 
 _TEXTS = ("hi", "Where are rows kept?\n", "<|im_end|>", "</s>", "éß漢🎉", "a\0\x1b[2J", "\ud800", "", " ", "a" * 3_000)
@@ -33,6 +41,14 @@ def good(scratch: Path) -> None:
         folder.mkdir(parents=True)
         write(folder)
         assert _asked(Random(0), folder) != "refused", name
+    for name in WAYS:
+        folder = scratch / "good" / name
+        folder.mkdir()
+        (folder / name).write_bytes(written(vocabulary()))
+        settings = {"added_tokens_decoder": {"901": {"content": "<|end|>"}}, "chat_template": CHATML}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end|>"}))
+        assert _published(folder) and _asked(Random(0), folder) != "refused", name
+        (folder / "tokenizer.json").unlink()
 
 
 def _demo(folder: Path) -> None:
@@ -93,7 +109,19 @@ def attempt(seed: int, scratch: Path) -> str:
     rng = Random(seed)
     folder = scratch / "attempt"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(scratch / "good" / rng.choice(sorted(_WRITERS)), folder)
+    file = rng.choice(sorted(WAYS) if rng.random() < 0.4 else sorted(_WRITERS))
+    shutil.copytree(scratch / "good" / file, folder)
+    if file in WAYS:
+        if rng.random() < 0.7:
+            (folder / file).write_bytes(_lines(rng, (folder / file).read_bytes()))
+        else:
+            settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+            settings["added_tokens_decoder"] |= {
+                str(rng.choice(_IDS)): {"content": rng.choice(_SPECIAL)} for _ in "abc"
+            }
+            settings = _hostile.text(rng, settings) if rng.random() < 0.5 else json.dumps(settings).encode()
+            (folder / "tokenizer_config.json").write_bytes(settings)
+        return _asked(rng, folder) if _published(folder) else "refused"
     path = folder / "tokenizer.json"
     good_fields = json.loads(path.read_text(encoding="utf-8"))
     match rng.randrange(10):
@@ -108,6 +136,69 @@ def attempt(seed: int, scratch: Path) -> str:
             content = _hostile.text(rng, _parts_first(rng, good_fields))
     path.write_bytes(content)
     return _asked(rng, folder)
+
+
+def _lines(rng: Random, good: bytes) -> bytes:
+    """A vocabulary in tiktoken's form: lines of it that lie, one of too many tokens, or bytes."""
+    match rng.randrange(12):
+        case 0:
+            return _hostile.damaged(rng, good)
+        case 1:
+            some = b"", b"\n" * (1 << 20), b"A\n" * (1 << 20), b"\xef\xbb\xbf" + good, good.decode().encode("utf-16")
+            return rng.choice((*some, good.replace(b"\n", b"\r\n"), good.replace(b"\n", b"\r"), good.strip(), good * 2))
+        case 2:  # all pieces of a text: each can be merged of any two that are it
+            text, longest = rng.randbytes(rng.choice((30, 300, 700))), rng.choice((2, 20, 256))
+            pieces = {text[at : at + size] for size in range(2, longest + 1) for at in range(len(text) - size + 1)}
+            every = [bytes([byte]) for byte in range(256)] + sorted(pieces, key=len)
+            return written({piece: rank for rank, piece in enumerate(every)})
+    lines = good.splitlines()
+    for _ in range(rng.choice((1, 1, 3))):
+        at = rng.randrange(len(lines))
+        token, rank = lines[at].partition(b" ")[::2]
+        match rng.randrange(6):
+            case 0:
+                del lines[at]
+            case 1:
+                lines[at] = rng.choice(lines)
+            case 2:
+                lines.insert(at, lines.pop())
+            case 3:  # a special token's own name
+                lines.append(base64.b64encode(rng.choice(_SPECIAL).encode(errors="replace")) + b" %d" % len(lines))
+            case 4:
+                lines[at] = token + b" " + rng.choice((b"-1", b"1e9", b"%d" % 2**70, b"9" * 5000, b"1_0", b"", b"\xb2"))
+            case _:
+                wrong = b"!!!!", b"YQ=", b"\xff\xfe", b"", b"====", b"A" * (1 << 24), b"a " * (1 << 21), token.lower()
+                lines[at] = rng.choice(wrong) + b" " + rank
+    return b"\n".join(lines)
+
+
+_SPECIAL = (
+    "<|end|>",
+    "<|reserved_token_3|>",
+    "<|eos|>",
+    "<|pad|>",
+    "a",
+    "",
+    " ",
+    "Ġthe",
+    "\ud800",
+    "x" * 5000,
+    "\x1b[2J",
+)
+_IDS = (*range(899, 912), 0, 7, 1108, -1, "²", "٣", "9" * 5000, 1 << 40)
+
+
+def _published(folder: Path) -> bool:
+    """Whether a tokenizer.json is made, as of a repository on a hub; all its files have been fetched."""
+    repo = Repo("somebody/model", "http://127.0.0.1:9", None)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    repo.files = tuple(RepoFile(name, (folder / name).stat().st_size, has, True) for name, has in digests.items())
+    with HubShelf(repo, folder) as shelf:
+        try:
+            return shelf.small("tokenizer.json") is not None
+        except FloeError as error:
+            _hostile_chat.check(error)
+            return False
 
 
 def _parts_first(rng: Random, fields: dict[str, Any]) -> dict[str, Any]:

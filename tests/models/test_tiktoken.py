@@ -73,6 +73,9 @@ def test_texts_have_the_ids_of_the_rule(file: str) -> None:
 
 
 BYTES = written({bytes([byte]): byte for byte in range(256)})
+DRAWN = random.Random(1).randbytes(200)
+PIECES = dict.fromkeys(DRAWN[at : at + size] for size in range(2, 201) for at in range(201 - size))
+EVERY = BYTES + b"".join(base64.b64encode(piece) + b" %d\n" % (256 + at) for at, piece in enumerate(PIECES))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,10 @@ BYTES = written({bytes([byte]): byte for byte in range(256)})
         (BYTES[: BYTES.index(b" 200\n") + 5], "it lacks 55 of the 256 bytes"),
         (BYTES + base64.b64encode(b"a" * 300) + b" 256\n", "more than 256 bytes"),
         (b"", "it lacks 256"),
+        pytest.param(EVERY, "can be merged in more than", marks=pytest.mark.thorough),
+        (BYTES + b"\n" * 9 + b"x " * 99 + b"256", "line 257 is not a token"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_what_is_no_vocabulary_is_refused(content: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -108,12 +113,17 @@ def test_of_a_hub_it_is_made_beside_the_download(tmp_path: Path, monkeypatch: py
             assert path is not None and path == shelf.small("tokenizer.json")
             assert Tokenizer.from_file(str(path)).get_vocab_size() == len(ranks) + 210
             assert shelf.small("tiktoken.model") is None
-    (folder / "hy.tiktoken").write_text("nonsense")
-    with FakeHub({"some/model": folder}) as hub:
-        hub.used_by(monkeypatch, tmp_path / "home")
-        with HubShelf(resolve("some/model"), tmp_path / "damaged") as shelf, pytest.raises(CheckpointError) as caught:
-            shelf.small("tokenizer.json")
-    assert "hy.tiktoken of some/model is no vocabulary" in caught.value.title and "line 1" in caught.value.cause
+    for name, content, said in (
+        ("hy.tiktoken", "nonsense", "line 1"),
+        ("tokenizer_config.json", "7", "no JSON object"),
+    ):
+        (folder / name).write_text(content)
+        with FakeHub({"some/model": folder}) as hub:
+            hub.used_by(monkeypatch, tmp_path / "home")
+            shelf = HubShelf(resolve("some/model"), tmp_path / "damaged")
+            with shelf, pytest.raises(CheckpointError, match=f"{name} of some/model cannot be used") as caught:
+                shelf.small("tokenizer.json")
+        assert said in caught.value.cause
 
 
 def test_a_folder_with_such_a_vocabulary_alone_is_explained(tmp_path: Path) -> None:
