@@ -64,6 +64,7 @@ _OPTIONAL = (
 )
 _MOST_LISTED, _MOST_LAYERS, _MOST_OTHERS = 1 << 12, 1 << 10, 1 << 24  # of fields that are not among these
 _MOST_EXPERTS = 1 << 17  # of all layers: 30,720
+_MOST_HASHES = 1 << 7  # of n-grams: 16; each layer's numbers of rows are primes behind those of the layers before
 
 
 def in_force(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -117,6 +118,10 @@ def problem(values: Mapping[str, Any]) -> str | None:
 
 def beyond(fields: Mapping[str, Any]) -> str | None:
     """Why a configuration whose fields nobody knows could take a machine's time or memory; None if it does not."""
+    words, heads, layers = fields.get("ngram_size", 3), fields.get("heads_per_ngram", 8), fields.get("ple_layer_ids")
+    hashes = (words - 1) * heads * len(layers) if isinstance(layers, list) and type(words) is type(heads) is int else 0
+    if hashes > _MOST_HASHES:
+        return f"Its n-grams are looked up in {shown(hashes)} ways; {_MOST_HASHES} are supported."
     for name, value in fields.items():
         if isinstance(value, Mapping):
             if cause := beyond(value):

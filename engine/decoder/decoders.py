@@ -6,15 +6,18 @@ The latter are the reference for tests of the fused pass, and run where it decli
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ...models.errors import FloeError, PackError
 from ...models.families import family_of
 from ...models.families.derived import Derived
+from ..outcomes import explained
 from ..sampling import Sampler
 from . import finite_check
 from .fused_pass import FusedDecoder
@@ -195,7 +198,11 @@ def choose(model: Any, window: int, kv: KvForm | None = None) -> FusedDecoder | 
             _prove(decoder, model, window)
     except Unsupported as declined:
         _log.info("no fused pass: %s", declined)
-        return LibraryDecoder(model, f"dense layers in transformers, because {declined}")
+        own = LibraryDecoder(model, f"dense layers in transformers, because {declined}")
+        if isinstance(family_of(model.config.model_type), Derived):
+            with _without_experts(model):
+                own.forward(_COMPARED, KVCache())
+        return own
     return decoder
 
 
@@ -207,6 +214,32 @@ class _Echo(nn.Module):
         return hidden
 
 
+@contextmanager
+def _without_experts(model: Any) -> Iterator[list[Any]]:
+    """The blocks of a model, with an `_Echo` in place of each one's experts.
+
+    Raises:
+        PackError: modules fail that nobody has looked at, as they do where their configuration makes no sense.
+    """
+    blocks = family_of(model.config.model_type).blocks(model)
+    experts = [block.experts for block in blocks]
+    try:
+        for block in blocks:
+            block.experts = _Echo()
+        yield blocks
+    except (FloeError, Unsupported):
+        raise
+    except Exception as error:
+        if explained(error) is not None:
+            raise
+        _log.warning("transformers fails", exc_info=error)
+        cause = f"transformers fails with its configuration or its dense part: {type(error).__name__}: {error}."
+        raise PackError("The model cannot be computed", cause, "Choose another model.") from error
+    finally:
+        for block, own in zip(blocks, experts, strict=True):
+            block.experts = own
+
+
 @torch.inference_mode()
 def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
     """Compare the pass of a model whose record was read from its modules with the library's, layer by layer without
@@ -216,29 +249,24 @@ def _prove(decoder: FusedDecoder, model: Any, window: int) -> None:
         Unsupported: they differ.
     """
     config, ids = model.config, list(_COMPARED)
-    blocks = family_of(config.model_type).blocks(model)
-    experts = [block.experts for block in blocks]
     sees = getattr(config, "sliding_window", None)
     try:
-        for block in blocks:
-            block.experts = _Echo()
         if sees is not None:
             config.sliding_window = _SEES
-        start = max(0, window - len(ids))
-        places = torch.arange(start, start + len(ids), device=decoder.device)[None]
-        inputs = torch.tensor([ids], device=decoder.device)
-        wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
-        steps, logits = decoder.echoed(ids, start, _SEES)
-        routed = [step for step in steps if step.routed]
-        for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
-            hidden, *choice = block.experts.given
-            if _differ(step.hidden, hidden) or _differ(_weighed(*step.routed), _weighed(*choice), 0.2):
-                raise Unsupported(f"its layer {index} computes otherwise than floe-chat would")
-        if _differ(logits, wanted):
-            raise Unsupported("its output layer computes otherwise than floe-chat would")
+        with _without_experts(model) as blocks:
+            start = max(0, window - len(ids))
+            places = torch.arange(start, start + len(ids), device=decoder.device)[None]
+            inputs = torch.tensor([ids], device=decoder.device)
+            wanted = model(input_ids=inputs, position_ids=places, use_cache=False, logits_to_keep=1).logits[0]
+            steps, logits = decoder.echoed(ids, start, _SEES)
+            routed = [step for step in steps if step.routed]
+            for index, (step, block) in enumerate(zip(routed, blocks, strict=True)):
+                hidden, *choice = block.experts.given
+                if _differ(step.hidden, hidden) or _differ(_weighed(*step.routed), _weighed(*choice), 0.2):
+                    raise Unsupported(f"its layer {index} computes otherwise than floe-chat would")
+            if _differ(logits, wanted):
+                raise Unsupported("its output layer computes otherwise than floe-chat would")
     finally:
-        for block, own in zip(blocks, experts, strict=True):
-            block.experts = own
         if sees is not None:
             config.sliding_window = sees
 

@@ -39,7 +39,7 @@ class TableRows:
         sets = max(1, -(-min(budget // self._nbytes, count) // _WAYS))
         self._rows, self._path, self._offset = rows, path, offset
         self._cache = np.empty((sets * _WAYS, self._nbytes), dtype=np.uint8)  # takes RAM as it is filled
-        self._held = np.full((sets, _WAYS), -1, dtype=np.int32)
+        self._held = np.full((sets, _WAYS), -1, dtype=np.int64)
         self._used = np.zeros((sets, _WAYS), dtype=np.int32)
         self._turn = 0
         self.read = 0  # rows, so far

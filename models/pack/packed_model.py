@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -132,8 +133,18 @@ class PackedModel:
         return self._tensors("dense.safetensors")
 
     def profile(self) -> dict[str, Tensor]:
-        """popularity (L, E) and router_score (L, Q), from calibration; and see lookahead."""
-        return self._tensors("profile.safetensors")
+        """popularity (L, E) and router_score (L, Q), float32, from calibration; and see lookahead.
+
+        Raises:
+            PackError: these are not there, of another shape or dtype, or not finite.
+        """
+        found, a = self._tensors("profile.safetensors"), self.manifest.architecture
+        for name, count in (("popularity", a.experts), ("router_score", self.manifest.calibration.quantiles)):
+            own, shape = found.get(name), (a.layers, count)
+            if own is None or own.dtype != torch.float32 or own.shape != shape or not bool(own.isfinite().all()):
+                cause = f"{name} in profile.safetensors is missing, no float32 of {shape}, or not finite."
+                raise damaged(self.folder, cause)
+        return found
 
     def has_lookahead(self) -> bool:
         """Whether the pack has learned predictors; packs of earlier versions and those calibrated on very little text

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...kernels.codes import group_size
 from ...kernels.layouts import VectorLayout
-from ..errors import PackError, damaged
+from ..errors import FloeError, PackError, damaged
 from .manifest import table_file
 from .quantize import Codes, finite, store
 from .tensor_file import TensorShapes, place_of
@@ -118,8 +118,16 @@ class Lookup(nn.Module):
         self.weight = torch.empty(0, table.vector.n, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (...) -> (..., n), where they are."""
+        """ids (...) -> (..., n), where they are.
+
+        Raises:
+            FloeError: there is no such row: what the model makes of tokens is damaged.
+        """
         wanted, place = ids.flatten().cpu().unique(return_inverse=True)
+        for number in wanted[(wanted < 0) | (wanted >= self._table.rows)][:1].tolist():
+            cause = f"Numbers in the model's dense part ask for row {number:,} of {self._table.rows:,}."
+            hint = "Pack the source checkpoint again, or choose another model."
+            raise FloeError(f"{self._table.file} does not have all rows that are looked up", cause, hint)
         values = self._table.read(self._rows(wanted), self._dtype)
         return values[place].view(*ids.shape, -1).to(ids.device)
 

@@ -119,7 +119,8 @@ def _resized(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     """A tensor that is shorter, longer or of another type, with a header that agrees."""
     name, header, data = _tensor_file(rng, made, changed)
     tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
-    if not all(isinstance(entry, dict) and len(entry.get("data_offsets", ())) == 2 for entry in tensors.values()):
+    sound = all(isinstance(entry, dict) and len(entry.get("data_offsets", ())) == 2 for entry in tensors.values())
+    if not sound or not tensors:
         return
     parts = {key: bytes(data[entry["data_offsets"][0] : entry["data_offsets"][1]]) for key, entry in tensors.items()}
     key = rng.choice(list(tensors))
