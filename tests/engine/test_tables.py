@@ -31,7 +31,7 @@ from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from floe_chat.models.transformers_import import import_model_code
 from torch import Tensor
 
-from ..helpers import calibration_tokens, edit_json, write_tokenizer
+from ..helpers import calibration_tokens, edit_json, edit_tensors, reseal, write_tokenizer
 from ..models.test_quantized import broken
 from .driver import open_model
 from .test_derived import PIECES, agree, config_of, model_of, pieces_of, theirs
@@ -212,6 +212,35 @@ def test_files_that_are_cut_or_lie_are_refused_by_name(packed: Path, tmp_path: P
     for wrong in (rows[:-1].clone(), rows.view(torch.bfloat16)):
         assert f"{FILE} holds" in refused(partial(write_tensors, tensors={ROWS: wrong}), sealed=True)
     assert f"{FILE} is missing" in refused(Path.unlink, sealed=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "said"),
+    [
+        ("offsets", 1 << 40, "ask for row 1,099,5"),
+        ("offsets", -400, "ask for row -"),
+        ("vocab_sizes", 0, "ZeroDivisionError"),
+    ],
+)
+def test_numbers_that_lead_out_of_a_table_are_refused(
+    packed: Path, tmp_path: Path, number: str, value: int, said: str
+) -> None:
+    to = Path(shutil.copytree(packed, tmp_path / "pack"))
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, value) if name.endswith(f"ngram_heads_{number}") else tensor
+
+    edit_tensors(to, change, "dense.safetensors")
+    reseal(to)
+    with pytest.raises(FloeError) as error:
+        open_model(to, "Exact")
+    assert said in error.value.cause
+
+
+def test_more_hashes_than_any_model_has_are_refused_at_once(source: Path) -> None:
+    fields = read_config(source).to_dict() | {"ngram_size": 8, "heads_per_ngram": 64, "ple_embed_dim": 448}
+    with pytest.raises(FloeError, match="in 448 ways; 128 are supported"):
+        catalog.described(fields)
 
 
 def test_a_file_that_shrinks_meanwhile_is_named(packed: Path, tmp_path: Path) -> None:

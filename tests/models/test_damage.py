@@ -202,6 +202,22 @@ def test_tensors_of_another_dtype_are_refused(copy: Path, name: str) -> None:
         PackedModel.open(copy).layer(0)
 
 
+@pytest.mark.parametrize("name", ["popularity", "router_score"])
+@pytest.mark.parametrize("damage", ["missing", "columns", "dtype", "nan"])
+def test_measures_that_do_not_fit_are_named(copy: Path, name: str, damage: str) -> None:
+    def change(key: str, tensor: Tensor) -> Tensor | None:
+        if key != name:
+            return tensor
+        spoilt = {"columns": tensor[:, 1:].clone(), "dtype": tensor.bfloat16(), "nan": tensor / 0 * 0}
+        return spoilt.get(damage)
+
+    edit_tensors(copy, change, "profile.safetensors")
+    reseal(copy)
+    with pytest.raises(PackError) as caught:
+        PackedModel.open(copy).profile()
+    assert name in caught.value.cause
+
+
 def silent(_step: str, _share: float) -> None:
     pass
 
