@@ -317,7 +317,7 @@ _NGRAMS = (
     ("ngram_size", (2, 4, 8, 1 << 20)),
     ("heads_per_ngram", (1, 3, 64, 1 << 20)),
     ("ngram_vocab_size_base", (1, 2, 49, 51, 1 << 26, 1 << 40)),
-    ("make_ngram_vocab_size_divisible_by", (0, 1, 401, 1 << 24, 1 << 40)),
+    ("make_ngram_vocab_size_divisible_by", (0, 1, 401, -7, 1 << 24, -(1 << 24))),
     ("ple_layer_ids", ([], [1], [2], [2, 1], [1, 2, 3], [1] * 9, [0], [1 << 40], list(range(1, 1000)))),
     ("ple_embed_dim", (4, 16, 64, 1 << 24, 1 << 40)),
     ("ple_conv_kernel_size", (0, 1, 5, 1 << 24)),

@@ -23,16 +23,21 @@ from floe_chat.models.packing import pack_copy
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.visible import visible
 
+from ..engine.test_tables import with_tables
 from ..helpers import make_checkpoint, make_pack
 from . import _hostile
 
-_MADE: dict[str, Path] = {}
+_MADE: list[Path] = []
 
 
 def good(scratch: Path) -> None:
-    """An honest one, taken."""
-    assert _take(_pack(scratch), scratch / "good") == "taken"
-    shutil.rmtree(scratch / "good")
+    """Two honest ones, one of them with tables, taken."""
+    sources = make_checkpoint(scratch / "experts", hidden=32, intermediate=32), with_tables(scratch / "tables")
+    for source in sources:
+        make_pack(source, scratch / f"{source.name} pack", PackSpec())
+        _MADE.append(scratch / f"{source.name} pack")
+        assert _take(_MADE[-1], scratch / "good") == "taken"
+        shutil.rmtree(scratch / "good")
 
 
 def attempt(seed: int, scratch: Path) -> str:
@@ -40,7 +45,7 @@ def attempt(seed: int, scratch: Path) -> str:
     folder = scratch / "attempt"
     offered = folder / "offered"
     offered.mkdir(parents=True)
-    for path in _pack(scratch).iterdir():
+    for path in rng.choice(_MADE).iterdir():
         (offered / path.name).hardlink_to(path)
     fields = json.loads((offered / FILE_NAME).read_text())
     del fields["sha256"]
@@ -59,14 +64,6 @@ def attempt(seed: int, scratch: Path) -> str:
         return f"refused: {type(error).__name__}"
     finally:
         shutil.rmtree(folder)
-
-
-def _pack(scratch: Path) -> Path:
-    if "pack" not in _MADE:
-        source = make_checkpoint(scratch / "ready source", hidden=32, intermediate=32)
-        make_pack(source, scratch / "ready pack", PackSpec())
-        _MADE["pack"] = scratch / "ready pack"
-    return _MADE["pack"]
 
 
 def _take(offered: Path, folder: Path) -> str:
