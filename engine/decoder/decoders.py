@@ -6,7 +6,7 @@ The latter are the reference for tests of the fused pass, and run where it decli
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -215,7 +215,7 @@ class _Echo(nn.Module):
 
 
 @contextmanager
-def _without_experts(model: Any) -> Iterator[list[Any]]:
+def _without_experts(model: Any) -> Generator[list[Any]]:
     """The blocks of a model, with an `_Echo` in place of each one's experts.
 
     Raises:
@@ -232,9 +232,10 @@ def _without_experts(model: Any) -> Iterator[list[Any]]:
     except Exception as error:
         if explained(error) is not None:
             raise
-        _log.warning("transformers fails", exc_info=error)
-        cause = f"transformers fails with its configuration or its dense part: {type(error).__name__}: {error}."
-        raise PackError("The model cannot be computed", cause, "Choose another model.") from error
+        _log.warning("a pass without experts failed", exc_info=error)
+        cause = f"Its configuration or its dense part makes no sense: {type(error).__name__}: {error}."
+        hint = "Pack the source checkpoint again, or choose another model."
+        raise PackError("The model cannot be computed", cause, hint) from error
     finally:
         for block, own in zip(blocks, experts, strict=True):
             block.experts = own

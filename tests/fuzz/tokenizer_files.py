@@ -116,9 +116,8 @@ def attempt(seed: int, scratch: Path) -> str:
             (folder / file).write_bytes(_lines(rng, (folder / file).read_bytes()))
         else:
             settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-            settings["added_tokens_decoder"] |= {
-                str(rng.choice(_IDS)): {"content": rng.choice(_SPECIAL)} for _ in "abc"
-            }
+            named = settings["added_tokens_decoder"]
+            named |= {str(rng.choice(_IDS)): {"content": rng.choice(_SPECIAL)} for _ in range(3)}
             settings = _hostile.text(rng, settings) if rng.random() < 0.5 else json.dumps(settings).encode()
             (folder / "tokenizer_config.json").write_bytes(settings)
         return _asked(rng, folder) if _published(folder) else "refused"
@@ -151,6 +150,8 @@ def _lines(rng: Random, good: bytes) -> bytes:
             pieces = {text[at : at + size] for size in range(2, longest + 1) for at in range(len(text) - size + 1)}
             every = [bytes([byte]) for byte in range(256)] + sorted(pieces, key=len)
             return written({piece: rank for rank, piece in enumerate(every)})
+        case _:
+            pass
     lines = good.splitlines()
     for _ in range(rng.choice((1, 1, 3))):
         at = rng.randrange(len(lines))
@@ -172,19 +173,7 @@ def _lines(rng: Random, good: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-_SPECIAL = (
-    "<|end|>",
-    "<|reserved_token_3|>",
-    "<|eos|>",
-    "<|pad|>",
-    "a",
-    "",
-    " ",
-    "Ġthe",
-    "\ud800",
-    "x" * 5000,
-    "\x1b[2J",
-)
+_SPECIAL = "<|end|>", "<|reserved_token_3|>", "<|eos|>", "a", "", " ", "Ġthe", "\ud800", "x" * 5000, "\x1b[2J"
 _IDS = (*range(899, 912), 0, 7, 1108, -1, "²", "٣", "9" * 5000, 1 << 40)
 
 
