@@ -87,6 +87,8 @@ def _weights(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
 
 def _header(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
     name, header, data = _tensor_file(rng, made, changed)
+    if not header:  # another change has taken all of it
+        return
     key = rng.choice(list(header))
     entry = header[key]
     match rng.randrange(9):
@@ -160,7 +162,7 @@ def _named(name: str, kinds: tuple[Any, ...]) -> Change:
     def change(rng: Random, made: Made, changed: Changed, fields: Any) -> None:
         try:
             good = json.loads(made.files.get(name, b"{}") if type(had := changed.get(name)) is not bytes else had)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if rng.random() < 0.15:
             changed[name] = _hostile.text(rng, good)

@@ -41,6 +41,7 @@ HANG_S = 10.0
 """An input that takes more of the processor's time is a finding."""
 WAIT_S = 40.0
 """So is one that takes longer by the clock: other programs may have the processor meanwhile."""
+LOOK_S = 0.2
 GROWTH = 1 << 30
 """Bytes of memory above a good input's that are a finding."""
 START_S = 300.0
@@ -162,7 +163,7 @@ def _watch(worker: _Worker, campaign: Campaign, seed: int, wanted: Callable[[], 
     """Counts until the limit or until the worker is of no more use; the next seed to try."""
     under_way = False
     base = 0
-    since = time.monotonic()
+    waited = 0.0  # counted by looks, so that a computer that sleeps is no finding
     used: float | None = None
 
     def found(what: str) -> int:
@@ -173,11 +174,11 @@ def _watch(worker: _Worker, campaign: Campaign, seed: int, wanted: Callable[[], 
 
     while True:
         try:
-            line = worker.lines.get(timeout=0.2)
+            line = worker.lines.get(timeout=LOOK_S)
         except queue.Empty:
+            waited += LOOK_S
             if under_way and base and worker.memory() > base + GROWTH:
                 return found(f"memory grew by more than {GROWTH >> 20} MiB")
-            waited = time.monotonic() - since
             used = worker.cpu() if used is None else used
             if not under_way and waited > START_S:
                 worker.end(look=True)
@@ -186,7 +187,7 @@ def _watch(worker: _Worker, campaign: Campaign, seed: int, wanted: Callable[[], 
                 worker.end(look=True)
                 return found(f"hung for {waited:.0f} s\n{worker.last_words()}")
             continue
-        since, used = time.monotonic(), None
+        waited, used = 0.0, None
         if line is None:
             code = worker.process.wait()
             if not under_way:
