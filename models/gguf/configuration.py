@@ -6,12 +6,14 @@ What a file does not say is what the published models of that architecture have,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..errors import CheckpointError
 from ..visible import as_name
 from .header import shortest, unreadable
 from .metadata import Metadata
 from .parts import Gguf
+from .unrecorded import UNRECORDED, fields_of
 from .usual_fields import Fields, attention, expert_width, usual, without_experts
 from .values import values
 
@@ -328,4 +330,5 @@ _ARCHITECTURES: dict[str, Callable[[Metadata], Fields]] = {
     "gemma4": _gemma,
     "qwen3next": lambda data: _recurrent(data, "qwen3_next"),
     "qwen35moe": _qwen3_5,
+    **{name: partial(fields_of, own=own) for name, own in UNRECORDED.items()},
 }

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..families import Family
+from ..families.derived import Derived
 from ..families.storage import Apart, Interleaved, Mxfp4, Stacked, Storage
 from . import mxfp4, recurrent
 from .header import GgufTensor
@@ -34,6 +35,7 @@ from .parts import Gguf
 _PERMUTED = ("llama", "deepseek", "granitemoe")  # architectures whose converter permutes q and k
 _WITH_ONE = ("qwen3next", "qwen35moe")  # whose norms have one added
 _SPELLED = (  # endings of published names -> as the library's map has them
+    (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
     ("e_score_correction_bias", "e_score_correction.bias"),
     (".expert_bias", ".expert_bias.bias"),
     (".sinks", ".sinks.weight"),
@@ -49,6 +51,7 @@ _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
 _ALSO = (("token_embd_norm.", "output_norm."), ("ssm_ba.", "ssm_beta_alpha."))  # of other versions of the converter
 _UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say
 _UNUSED_ENDS = (".attn_rot_embd.weight", ".rope_freqs.weight")
+_EXPERTS = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight")
 _SIXTEEN = ("F16", "BF16")
 
 
@@ -65,21 +68,21 @@ class Naming:
     config: Any
     used: set[str] = field(default_factory=set[str])
 
-    def made(self, modules: dict[str, tuple[int, ...]]) -> dict[str, Made]:
-        """Published name -> how it is made, by name.
+    def made(self, model: Any) -> dict[str, Made]:
+        """Published name -> how it is made, by name; of a family without a record, by transformers' names instead.
 
         Args:
-            modules: names and shapes of transformers' own model, its experts apart.
+            model: transformers' own, without memory.
 
         Raises:
             ValueError: tensors do not have the shapes that they need, or nothing uses them.
         """
         found: dict[str, Made] = {}
-        for module, shape in modules.items():
+        for module, tensor in model.state_dict(keep_vars=True).items():
             published = self._published(module)
-            if (one := self._dense(published, shape)) is not None:
+            if ".experts." not in module and (one := self._dense(published, tuple(tensor.shape))) is not None:
                 found[published] = one
-        found |= dict(self._experts())
+        found |= dict(self._by_module(model) if isinstance(self.family, Derived) else self._experts())
         last = self.config.num_hidden_layers
         further = {name for name in self.gguf.tensors if (found_in := layer_of(name)) is not None and found_in >= last}
         unused = {name for name in self.gguf.tensors if name.startswith(_UNUSED) or name.endswith(_UNUSED_ENDS)}
@@ -211,6 +214,23 @@ class Naming:
                     if part is not None:
                         yield name, part
 
+    def _by_module(self, model: Any) -> Iterator[tuple[str, Made]]:
+        """All experts of each layer, as transformers' module of them holds them."""
+        names = {id(module): name for name, module in model.named_modules()}
+        count = self.family.experts(self.config)
+        for layer in self.family.expert_layers(self.config):
+            experts = self.family.block_of(model.model.layers[layer]).experts
+            first, (gate, up, down) = ("gate_up_proj", "up_proj")[not getattr(experts, "has_gate", True)], _EXPERTS
+            turned = getattr(experts, "is_transposed", False)
+            ways = {
+                first: [(up,)] if first == "up_proj" else [("ffn_gate_up_exps.weight",), (gate, up)],
+                "down_proj": [(down,)],
+            }
+            for part, sources in ways.items():
+                found = (self._of_all(layer, count, _turned if turned else above, *each) for each in sources)
+                if (one := next((each for each in found if each is not None), None)) is not None:
+                    yield f"{names[id(experts)]}.{part}", one
+
     def _apart(self, layer: int, expert: int, part: str) -> Made | None:
         """One matrix of one expert: a slice of a tensor with all of them, half of one, or one of its own."""
         tensors, block = self.gguf.tensors, f"blk.{layer}"
@@ -229,27 +249,26 @@ class Naming:
 
     def _together(self, layer: int, count: int, storage: Storage) -> list[Made | None]:
         """The tensors with all experts of a layer, in the order of the storage's names."""
-
-        def of(undo: Undo, *names: str) -> Made | None:
-            sources = [self.gguf.tensors.get(f"blk.{layer}.{name}") for name in names]
-            found = tuple(source for source in sources if source is not None)
-            if len(found) < len(names):
-                return None
-            self.used |= {source.name for source in found}
-            if any(source.shape[0] != count for source in found):
-                raise ValueError(f"{found[0].name} holds {found[0].shape[0]} experts, not {count}")
-            return made(found, self._kind(*found), undo, experts=count)
-
-        gate, up, down = (f"ffn_{part}_exps" for part in ("gate", "up", "down"))
-        biases = of(in_turn, f"{gate}.bias", f"{up}.bias"), of(itself, f"{down}.bias")
-        weights = (f"{gate}.weight", f"{up}.weight")
+        of = partial(self._of_all, layer, count)
+        gate, up, down = _EXPERTS
+        biases = of(in_turn, "ffn_gate_exps.bias", "ffn_up_exps.bias"), of(itself, "ffn_down_exps.bias")
         if isinstance(storage, Stacked):
-            both = of(itself, "ffn_gate_up_exps.weight") or of(above, *weights)
-            return [both, of(itself, f"{down}.weight")]
+            return [of(itself, "ffn_gate_up_exps.weight") or of(above, gate, up), of(itself, down)]
         if isinstance(storage, Interleaved):
-            return [of(columns_in_turn, *weights), of(_turned, f"{down}.weight"), *biases]
-        both, one = of(above, *weights), of(itself, f"{down}.weight")
+            return [of(columns_in_turn, gate, up), of(_turned, down), *biases]
+        both, one = of(above, gate, up), of(itself, down)
         return [*mxfp4.parts(both), biases[0], *mxfp4.parts(one), biases[1]]
+
+    def _of_all(self, layer: int, count: int, undo: Undo, *names: str) -> Made | None:
+        """A tensor with all experts of a layer, of these; None if the file lacks one."""
+        sources = [self.gguf.tensors.get(f"blk.{layer}.{name}") for name in names]
+        found = tuple(source for source in sources if source is not None)
+        if len(found) < len(names):
+            return None
+        self.used |= {source.name for source in found}
+        if any(source.shape[0] != count for source in found):
+            raise ValueError(f"{found[0].name} holds {found[0].shape[0]} experts, not {count}")
+        return made(found, self._kind(*found), undo, experts=count)
 
     def _kind(self, *sources: GgufTensor) -> str:
         kinds = {source.kind for source in sources}
@@ -270,8 +289,8 @@ def layer_of(name: str) -> int | None:
     return int(parts[1]) if parts[0] == "blk" and len(parts) > 2 and parts[1].isdecimal() else None
 
 
-def _turned(tensor: Tensor) -> Tensor:
-    return tensor.T
+def _turned(*tensors: Tensor) -> Tensor:
+    return above(*tensors).T
 
 
 def _half(part: str) -> UndoOne:

@@ -76,14 +76,9 @@ class GgufShelf:
         """Published name -> how that tensor is made."""
         self.small("config.json")
         config = self._config
-        empty: Any = library_model.empty(config, torch.float32)
-        modules = {
-            name: tuple(tensor.shape)
-            for name, tensor in empty.state_dict(keep_vars=True).items()
-            if ".experts." not in name
-        }
+        empty = library_model.empty(config, torch.float32)
         try:
-            return Naming(self.gguf, family_of(config.model_type), config).made(modules)
+            return Naming(self.gguf, family_of(config.model_type), config).made(empty)
         except ValueError as error:
             raise CheckpointError(
                 f"{self.name} cannot be read",

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import torch
 from floe_chat.models.checkpoint import read_config
-from floe_chat.models.families import FAMILIES
+from floe_chat.models.families import family_of
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, LlamaFileType
 from safetensors.torch import load_file
@@ -93,7 +93,7 @@ def _usual_parameters(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if (epsilon := getattr(config, "rms_norm_eps", getattr(config, "norm_eps", None))) is not None:
         writer.add_layer_norm_rms_eps(epsilon)
-    writer.add_expert_count(FAMILIES[config.model_type].experts(config))
+    writer.add_expert_count(family_of(config.model_type).experts(config))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "n_group", None) is not None:
         writer.add_expert_group_count(config.n_group)
@@ -437,6 +437,51 @@ def _gemma_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
         yield name, tensor
 
 
+def _sigmoid(writer: GGUFWriter, config: Any) -> None:
+    """dots.llm1, EXAONE MoE and Trinity, whose configurations call some fields otherwise."""
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    shared = getattr(config, "n_shared_experts", None) or config.num_shared_experts
+    writer.add_expert_shared_count(shared)
+    dense = getattr(config, "num_dense_layers", None)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace if dense is None else dense)
+    writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", True))
+    writer.add_expert_weights_scale(getattr(config, "route_scale", None) or config.routed_scaling_factor)
+
+
+def _afmoe(writer: GGUFWriter, config: Any) -> None:
+    _sigmoid(writer, config)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _exaone(writer: GGUFWriter, config: Any) -> None:
+    _sigmoid(writer, config)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.num_shared_experts)
+    writer.add_nextn_predict_layers(0)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _minimax(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1)))
+
+
+def _hunyuan(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_count(1)
+
+
+def _expert_bias(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    yield name.replace(".expert_bias", ".expert_bias.bias"), tensor
+
+
 ARCHITECTURES = {
     "mixtral": Converter("llama", _llama, _with_permuted),
     "olmoe": Converter("olmoe"),
@@ -455,4 +500,9 @@ ARCHITECTURES = {
     "gemma4_text": Converter("gemma4", _gemma, _gemma_tensors),
     "qwen3_next": Converter("qwen3next", _recurrent, _recurrent_tensors),
     "qwen3_5_moe_text": Converter("qwen35moe", _recurrent, _qwen3_5_tensors),
+    "dots1": Converter("dots1", _sigmoid),
+    "minimax_m2": Converter("minimax-m2", _minimax),
+    "afmoe": Converter("afmoe", _afmoe, _expert_bias),
+    "exaone_moe": Converter("exaone-moe", _exaone),
+    "hunyuan_v1_moe": Converter("hunyuan-moe", _hunyuan),
 }

@@ -1,0 +1,66 @@
+"""GGUF files of families without a record give the packs of their checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.gguf.shelf import GgufShelf
+from floe_chat.models.gguf.unrecorded import UNRECORDED
+from floe_chat.models.packing.pack import EXACT, pack
+from floe_chat.models.transformers_import import import_model_code
+
+from ... import families
+from ...engine.driver import open_model
+from ...engine.test_derived import config_of, model_of
+from ...helpers import calibration_tokens, write_tokenizer
+from .converting import convert
+
+# What the small configurations leave as it is in no published model.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "minimax_m2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
+    "afmoe": {"mup_enabled": True, "route_scale": 2.826},
+    "dots1": {"sliding_window": None, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+}
+NOT_COMPUTED = {
+    *("_name_or_path", "architectures", "dtype", "initializer_range", "pad_token_id", "eos_token_id", "bos_token_id"),
+    *("max_window_layers", "output_router_logits", "router_aux_loss_coef", "transformers_version", "use_cache"),
+    *("num_nextn_predict_layers", "eod_token_id", "sep_token_id", "head_dim", "num_local_experts"),
+}
+
+
+def made(kind: str, folder: Path) -> Path:
+    import_model_code()
+    config = config_of(kind)
+    config = type(config)(**{**config.to_dict(), **PUBLISHED.get(kind, {})})
+    folder.mkdir()
+    model_of(config).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return families.one_shard(folder)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("kind", [own.model_type for own in UNRECORDED.values()])
+def test_a_file_is_its_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Its weights bit for bit, each field that is computed with, and the logits of its pack."""
+    source = made(kind, tmp_path / "source")
+    shelf = GgufShelf(convert(source, tmp_path / "tiny.gguf", "BF16"), tmp_path / "made")
+    ours, theirs = Checkpoint(shelf), Checkpoint(source)
+    assert ours.exact and not shelf.rounding and not ours.unused
+    assert {*ours.places} == {*theirs.places}
+    for name in theirs.places:
+        assert torch.equal(ours.tensor(name), theirs.tensor(name)), name
+    said, wanted = (checkpoint.config.to_dict() for checkpoint in (ours, theirs))
+    fields = {*said, *wanted} - NOT_COMPUTED
+    assert {name: (said.get(name), wanted.get(name)) for name in fields if said.get(name) != wanted.get(name)} == {}
+    for checkpoint, name in ((ours, "ours"), (theirs, "theirs")):
+        pack(checkpoint, tmp_path / name, replace(EXACT, signal="up"), calibration_tokens(2), "tiny")
+    logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
+    assert torch.equal(*logits)
