@@ -13,7 +13,7 @@ from ..visible import as_name
 from .header import shortest, unreadable
 from .metadata import Metadata
 from .parts import Gguf
-from .unrecorded import UNRECORDED, fields_of
+from .unrecorded import GRANITE_SHARED, UNRECORDED, fields_of
 from .usual_fields import Fields, attention, expert_width, usual, without_experts
 from .values import values
 
@@ -178,6 +178,8 @@ def _glm4(data: Metadata) -> Fields:
 
 
 def _granite(data: Metadata) -> Fields:
+    if data.has("blk.*.ffn_gate_shexp.weight"):
+        return fields_of(data, GRANITE_SHARED)
     return {
         **usual(data, "granitemoe"),
         "num_key_value_heads": attention(data)["num_key_value_heads"],

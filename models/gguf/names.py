@@ -32,7 +32,7 @@ from .made import (
 )
 from .parts import Gguf
 
-_PERMUTED = ("llama", "deepseek", "granitemoe")  # architectures whose converter permutes q and k
+_PERMUTED = ("llama", "deepseek", "granitemoe", "granitehybrid")  # architectures whose converter permutes q and k
 _WITH_ONE = ("qwen3next", "qwen35moe")  # whose norms have one added
 _SPELLED = (  # endings of published names -> as the library's map has them
     (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
@@ -42,6 +42,7 @@ _SPELLED = (  # endings of published names -> as the library's map has them
     (".dt_bias", ".dt_proj.bias"),
     (".layer_scalar", ".layer_scalar.weight"),
     (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+    (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
 )
 _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
     (".router.per_expert_scale", "ffn_down_exps.scale"),
@@ -126,6 +127,8 @@ class Naming:
                 yield (name.replace(ours, other),), undo
         if published.endswith(".kv_b_proj.weight"):
             yield (f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight"), latent_keys_and_values
+        elif published.endswith(".shared_mlp.input_linear.weight"):
+            yield (f"{block}.ffn_gate_shexp.weight", f"{block}.ffn_up_shexp.weight"), above
         elif published.endswith(".in_proj_qkvz.weight"):
             undo = partial(recurrent.grouped, heads=recurrent.Heads.of(self.config))
             yield (f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"), undo
@@ -138,9 +141,11 @@ class Naming:
         spelled = published
         for ending, other in _SPELLED:
             spelled = spelled.replace(ending, other) if ending in spelled else spelled
+        if ".mixer." in spelled:
+            spelled = spelled.replace("model.", "backbone.", 1)
         base, _, suffix = spelled.rpartition(".")
         found = "output" if base == "lm_head" else self._map.get(base)
-        return None if found is None else f"{found}.{suffix}"
+        return self._map.get(spelled) if found is None else f"{found}.{suffix}"
 
     @cached_property
     def _map(self) -> dict[str, str]:
@@ -156,7 +161,7 @@ class Naming:
         if architecture == "qwen35moe" and ".linear_attn." in published:
             return recurrent.undo(published, shape, recurrent.Heads.of(config))
         if published.endswith(".A_log"):
-            return log_of_negative
+            return lambda tensor: log_of_negative(tensor).reshape(shape)
         if architecture in _WITH_ONE and published.endswith("norm.weight") and ".linear_attn." not in published:
             return less_one
         return shaped(*shape) if len(shape) != 2 or 1 in shape else itself

@@ -12,6 +12,7 @@ from .metadata import Metadata
 from .usual_fields import Fields, attention, usual
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
+_HYBRID = ("ssm_in", "linear_attention"), ("attn_q", "full_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +22,25 @@ class Unrecorded:
     Attributes:
         model_type: transformers'. gating: what its router there makes of logits. fixed: fields that files do not say.
         every: of so many layers the last one sees everything, the others a window, in files that do not say which.
+        kinds: of layers, the first tensor that distinguishes them -> what its configuration calls them.
     """
 
     model_type: str
     gating: int = _SIGMOID
     fixed: Fields = field(default_factory=dict[str, object])
     every: int = 1
+    kinds: tuple[tuple[str, str], ...] = ()
 
 
+GRANITE_SHARED = Unrecorded("granitemoeshared", _SOFTMAX)
 UNRECORDED = {
     "dots1": Unrecorded("dots1", fixed={"sliding_window": None}),
     "minimax-m2": Unrecorded("minimax_m2"),
     "afmoe": Unrecorded("afmoe", fixed={"mup_enabled": True}, every=4),
     "exaone-moe": Unrecorded("exaone_moe", every=4),
     "hunyuan-moe": Unrecorded("hunyuan_v1_moe", _SOFTMAX),
+    "granitehybrid": Unrecorded("granitemoehybrid", _SOFTMAX, kinds=_HYBRID),
+    "nemotron_h_moe": Unrecorded("nemotron_h", kinds=(*_HYBRID, ("ffn_gate_inp", "moe"))),
 }
 """By llama.cpp's names."""
 
@@ -42,10 +48,28 @@ _WHOLES = {  # key -> the fields, of which a configuration has one
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
     "expert_shared_count": ("n_shared_experts", "num_shared_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
     "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
+    "moe_latent_size": ("moe_latent_size",),
     "attention.sliding_window": ("sliding_window",),
+    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel"),
+    "ssm.state_size": ("mamba_d_state", "ssm_state_size"),
+    "ssm.group_count": ("mamba_n_groups", "n_groups"),
+    "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
+}
+_REALS = {
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "embedding_scale": ("embedding_multiplier",),
+    "attention.scale": ("attention_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling",),
+}
+_BIASES = {  # tensor -> the fields that say whether there is one
+    "attn_q": ("attention_bias",),
+    "ssm_conv1d": ("mamba_conv_bias", "use_conv_bias"),
+    "ssm_in": ("mamba_proj_bias", "use_bias"),
 }
 _SCALES = "routed_scaling_factor", "route_scale"
 
@@ -58,18 +82,34 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
     """
     known = _known(own.model_type)
     fields = {**usual(data, own.model_type), **attention(data), **own.fixed}
-    for key, names in _WHOLES.items():
-        if (name := next((name for name in names if name in known), None)) and data.says(key):
-            fields[name] = data.whole(key)
-    fields |= _routing(data, own, known)
-    turned = data.whole("rope.dimension_count", fields["head_dim"])
+    turned, layers = data.whole("rope.dimension_count", fields["head_dim"]), fields["num_hidden_layers"]
     if turned != fields["head_dim"]:
         fields["rope_parameters"]["partial_rotary_factor"] = turned / fields["head_dim"]
-    if "layer_types" in known and data.says("attention.sliding_window"):
-        fields["layer_types"] = _layer_types(data, fields["num_hidden_layers"], own.every)
-    if "attention_bias" in known:
-        fields["attention_bias"] = data.has("blk.*.attn_q.bias")
+    for name in {"rope_parameters", "rms_norm_eps"} - known:
+        fields.pop(name, None)
+    for key, names in _WHOLES.items():
+        if (name := _first(names, known)) and data.says(key):
+            fields[name] = max(data.wholes(key, layers))
+    fields |= {
+        name: data.real(key) for key, names in _REALS.items() if (name := _first(names, known)) and data.says(key)
+    }
+    for tensor, names in _BIASES.items():
+        fields |= {name: data.has(f"blk.*.{tensor}.bias") for name in names if name in known}
+    fields |= _routing(data, own, known) | _heads_of_states(data, fields, known)
+    if "position_embedding_type" in known:
+        fields["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", default=True) else "nope"
+    if own.kinds:
+        fields[_first(("layers_block_type", "layer_types"), known)] = [
+            _kind(data, own, layer) for layer in range(layers)
+        ]
+    elif "layer_types" in known and data.says("attention.sliding_window"):
+        fields["layer_types"] = _windows(data, layers, own.every)
     return fields
+
+
+def _first(names: tuple[str, ...], known: frozenset[str]) -> str:
+    """The name that a configuration has; "" if none."""
+    return next((name for name in names if name in known), "")
 
 
 def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
@@ -77,8 +117,8 @@ def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
     fields: Fields = {}
     if (gating := data.whole("expert_gating_func", 0)) not in (0, own.gating):
         raise ValueError(f"its router works in way {gating}, which is not supported for this architecture")
-    scale, name = data.real("expert_weights_scale", 0.0) or 1.0, next((each for each in _SCALES if each in known), None)
-    if name is not None:
+    scale = data.real("expert_weights_scale", 0.0) or 1.0
+    if name := _first(_SCALES, known):
         fields[name] = scale
     elif scale != 1:
         raise ValueError(f"its experts' weights are scaled by {scale:g}, which is not supported for this architecture")
@@ -90,7 +130,23 @@ def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
     return fields
 
 
-def _layer_types(data: Metadata, layers: int, every: int) -> list[str]:
+def _heads_of_states(data: Metadata, fields: Fields, known: frozenset[str]) -> Fields:
+    """Sizes of Mamba's heads, where it has some."""
+    if not data.says("ssm.inner_size"):
+        return {}
+    inner = data.whole("ssm.inner_size")
+    name, head = _first(("mamba_d_head", "mamba_head_dim"), known), inner // data.whole("ssm.time_step_rank")
+    return {name: head} | ({"mamba_expand": inner // fields["hidden_size"]} if "mamba_expand" in known else {})
+
+
+def _kind(data: Metadata, own: Unrecorded, layer: int) -> str:
+    kind = next((kind for tensor, kind in own.kinds if data.has(f"blk.{layer}.{tensor}.weight")), None)
+    if kind is None:
+        raise ValueError(f"layer {layer} is of no kind that is known")
+    return kind
+
+
+def _windows(data: Metadata, layers: int, every: int) -> list[str]:
     key = "attention.sliding_window_pattern"
     sliding = data.flags(key, layers) if data.says(key) else [bool((layer + 1) % every) for layer in range(layers)]
     return ["sliding_attention" if each else "full_attention" for each in sliding]

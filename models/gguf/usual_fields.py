@@ -29,7 +29,7 @@ def usual(data: Metadata, model_type: str) -> Fields:
     if data.says("attention.layer_norm_rms_epsilon"):
         fields["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
     if data.says("feed_forward_length"):
-        fields["intermediate_size"] = max(data.wholes("feed_forward_length", 1))
+        fields["intermediate_size"] = max(data.wholes("feed_forward_length", fields["num_hidden_layers"]))
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if data.says(f"tokenizer.ggml.{key}_token_id"):
             fields[f"{name}_token_id"] = data.whole(f"tokenizer.ggml.{key}_token_id")
@@ -46,9 +46,11 @@ def _layers(data: Metadata) -> int:
 
 def attention(data: Metadata) -> Fields:
     """Of grouped queries."""
-    heads = data.whole("attention.head_count")
+    heads, key = data.whole("attention.head_count"), "attention.head_count_kv"
     return {
-        "num_key_value_heads": data.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": max(data.wholes(key, _layers(data)))
+        if data.says(key)
+        else heads,  # 0 where a layer has none
         "head_dim": data.tensor("blk.*.attn_q.weight").shape[0] // heads,
     }
 

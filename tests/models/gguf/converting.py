@@ -84,10 +84,11 @@ def _usual_parameters(writer: gguf.GGUFWriter, config: Any) -> None:
     alike = config.model_type != "gemma4_text"  # all layers
     if alike:
         writer.add_head_count_kv(config.num_key_value_heads)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "yarn":
+    if rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -478,6 +479,78 @@ def _hunyuan(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_shared_count(1)
 
 
+def _hybrid(writer: GGUFWriter, config: Any) -> None:
+    _granite(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    kinds = config.layer_types
+    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_context_length(2**20)
+
+
+def _shared(writer: GGUFWriter, config: Any) -> None:
+    _granite(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _hybrid_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = tensor.split(config.shared_intermediate_size, dim=-2)
+        yield f"{block}.ffn_gate_shexp.weight", gate
+        yield f"{block}.ffn_up_shexp.weight", up
+    elif ".mamba." in name or ".mixer." in name:
+        yield from _mamba_tensors(name, tensor, config)
+    else:
+        yield from _granite_tensors(name, tensor, config)
+
+
+def _mamba_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+    if name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze()
+    elif name.endswith((".A_log", ".D")):
+        tensor = tensor.reshape(*tensor.shape, 1)
+    elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        tensor = tensor.reshape(groups, -1)
+    yield name, -torch.exp(tensor) if name.endswith(".A_log") else tensor
+
+
+def _nemotron(writer: GGUFWriter, config: Any) -> None:
+    kinds = config.layers_block_type
+    writer.add_feed_forward_length([config.moe_intermediate_size if kind == "moe" else 0 for kind in kinds])
+    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.moe_latent_size is not None:
+        writer.add_moe_latent_size(config.moe_latent_size)
+
+
+def _nemotron_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    parts = name.split(".")
+    if ".experts." in name:  # backbone.layers.N.mixer.experts.E.up_proj.weight
+        yield ".".join(["model", "layers", parts[2], "mlp", *parts[4:]]), tensor
+    else:
+        yield from _mamba_tensors(name, tensor, config)
+
+
 def _expert_bias(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
     yield name.replace(".expert_bias", ".expert_bias.bias"), tensor
 
@@ -505,4 +578,7 @@ ARCHITECTURES = {
     "afmoe": Converter("afmoe", _afmoe, _expert_bias),
     "exaone_moe": Converter("exaone-moe", _exaone),
     "hunyuan_v1_moe": Converter("hunyuan-moe", _hunyuan),
+    "granitemoeshared": Converter("granitemoe", _shared, _hybrid_tensors),
+    "granitemoehybrid": Converter("granitehybrid", _hybrid, _hybrid_tensors),
+    "nemotron_h": Converter("nemotron_h_moe", _nemotron, _nemotron_tensors),
 }

@@ -11,7 +11,7 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.gguf.shelf import GgufShelf
-from floe_chat.models.gguf.unrecorded import UNRECORDED
+from floe_chat.models.gguf.unrecorded import GRANITE_SHARED, UNRECORDED
 from floe_chat.models.packing.pack import EXACT, pack
 from floe_chat.models.transformers_import import import_model_code
 
@@ -28,6 +28,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "afmoe": {"mup_enabled": True, "route_scale": 2.826},
     "dots1": {"sliding_window": None, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "granitemoehybrid": {
+        **{"position_embedding_type": "nope", "max_position_embeddings": 2**20, "mamba_chunk_size": 256},
+        **{
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.25,
+            "logits_scaling": 6.0,
+        },
+    },
+    "granitemoeshared": {"embedding_multiplier": 12.0, "logits_scaling": 6.0},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        **{
+            "moe_latent_size": 48,
+            "chunk_size": 128,
+            "sliding_window": None,
+            "intermediate_size": 32,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    },
 }
 NOT_COMPUTED = {
     *("_name_or_path", "architectures", "dtype", "initializer_range", "pad_token_id", "eos_token_id", "bos_token_id"),
@@ -47,7 +68,7 @@ def made(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("kind", [own.model_type for own in UNRECORDED.values()])
+@pytest.mark.parametrize("kind", [own.model_type for own in (*UNRECORDED.values(), GRANITE_SHARED)])
 def test_a_file_is_its_checkpoint(kind: str, tmp_path: Path) -> None:
     """Its weights bit for bit, each field that is computed with, and the logits of its pack."""
     source = made(kind, tmp_path / "source")
