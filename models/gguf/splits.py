@@ -8,11 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 _CLASSIC = ("gpt-2", "olmo", "mpt")  # what ByteLevel does by itself
-_SINGLE_DIGITS = ("refact", "starcoder", "smollm")
-_LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
+_SINGLE_DIGITS = ("refact", "starcoder", "smollm", "mellum2")
+_LIKE = {"glm4": "llama3", "chatglm-bpe": "llama3", "hunyuan": "qwen2", "solar-open": "qwen2"}  # another way's name
 _NORMALIZED = ("qwen2", "qwen35", "olmo")  # to NFC
-_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken", "gpt-4o")  # words in the vocabulary are not merged
+_WHOLE_WORDS = (  # words in the vocabulary are not merged
+    *("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken", "gpt-4o", "pixtral"),
+)
 _CHINESE = r"[一-龥ࠀ-一가-퟿]+"
+_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _ONE_BY_ONE: dict[str, tuple[str, ...]] = {  # patterns that split what the ones before them left
     "deepseek-llm": (
         r"[\r\n]",
@@ -26,8 +32,16 @@ _ONE_BY_ONE: dict[str, tuple[str, ...]] = {  # patterns that split what the ones
     "deepseek-v3": (
         r"\p{N}{1,3}",
         r"[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        _WORDS,
+    ),
+    "afmoe": (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",  # in threes, from the last digit
+        r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        _WORDS,
+    ),
+    "exaone-moe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
 }
 
@@ -56,7 +70,7 @@ def splitter(way: str) -> Any:
     if way in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    known = GGUF_PRE_TOKENIZER_SPLITS.get("llama3" if way in _LIKE_LLAMA3 else way)
+    known = GGUF_PRE_TOKENIZER_SPLITS.get(_LIKE.get(way, way))
     patterns = _ONE_BY_ONE.get(way) or ((known,) if known else ())
     if not patterns:
         raise ValueError(f"it splits text in the way {way[:40]!r}, which is not known")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from floe_chat.models.errors import CheckpointError
-from floe_chat.models.gguf import tokenizer
+from floe_chat.models.gguf import splits, tokenizer
 from floe_chat.models.gguf.header import Value
 from floe_chat.models.gguf.parts import Gguf
 from floe_chat.models.gguf.shelf import GgufShelf
@@ -153,7 +153,11 @@ def test_ids_are_those_of_the_original(kind: str, source: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "qwen35", "deepseek-llm", "deepseek-coder", "deepseek-v3", "gpt-4o", "glm4"]
+    "pre",
+    [
+        *("llama-bpe", "qwen35", "deepseek-llm", "deepseek-coder", "deepseek-v3", "gpt-4o", "glm4"),
+        *("afmoe", "exaone-moe", "hunyuan"),
+    ],
 )
 def test_text_comes_back_however_it_is_split(pre: str, tmp_path: Path) -> None:
     vocab, merges = trained()
@@ -165,6 +169,15 @@ def test_text_comes_back_however_it_is_split(pre: str, tmp_path: Path) -> None:
         assert made.decode(ids, skip_special_tokens=False) == (
             made.normalizer.normalize_str(text) if made.normalizer else text
         )
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [("afmoe", ["a", "1", "234", "567", "Ġb"]), ("exaone-moe", ["aĠb"]), ("hunyuan", ["a", "1", "2"])],
+)
+def test_words_are_those_of_the_published_tokenizer(pre: str, words: list[str]) -> None:
+    text = "".join(words).replace("Ġ", " ")
+    assert [word for word, _ in splits.splitter(pre).pre_tokenize_str(text)] == words
 
 
 def of(values: dict[str, Value], pre: str = "gpt-2") -> Gguf:

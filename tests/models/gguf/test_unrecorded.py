@@ -29,25 +29,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True, "route_scale": 2.826},
     "dots1": {"sliding_window": None, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "granitemoehybrid": {
-        **{"position_embedding_type": "nope", "max_position_embeddings": 2**20, "mamba_chunk_size": 256},
-        **{
-            "embedding_multiplier": 12.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.25,
-            "logits_scaling": 6.0,
-        },
+        "position_embedding_type": "nope",
+        "max_position_embeddings": 2**20,
+        "mamba_chunk_size": 256,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.25,
+        "logits_scaling": 6.0,
     },
     "granitemoeshared": {"embedding_multiplier": 12.0, "logits_scaling": 6.0},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-        **{
-            "moe_latent_size": 48,
-            "chunk_size": 128,
-            "sliding_window": None,
-            "intermediate_size": 32,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-        },
+        "moe_latent_size": 48,
+        "chunk_size": 128,
+        "sliding_window": None,
+        "intermediate_size": 32,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
     },
 }
 NOT_COMPUTED = {
