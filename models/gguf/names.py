@@ -48,7 +48,9 @@ _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
     (".router.per_expert_scale", "ffn_down_exps.scale"),
     (".router.scale", "ffn_gate_inp.scale"),
     (".linear_attn.A_log", "ssm_a"),
+    (".self_attn.g_proj.weight", "attn_gate.weight"),
 )
+_LIKE = {"laguna": "exaone-moe", "mellum": "qwen3moe"}  # architectures that the library's map lacks
 _ALSO = (("token_embd_norm.", "output_norm."), ("ssm_ba.", "ssm_beta_alpha."))  # of other versions of the converter
 _UNUSED = ("rope_freqs.", "rope_factors_long.", "rope_factors_short.")  # the configuration has what they say
 _UNUSED_ENDS = (".attn_rot_embd.weight", ".rope_freqs.weight")
@@ -149,7 +151,8 @@ class Naming:
 
     @cached_property
     def _map(self) -> dict[str, str]:
-        return _library_map(self.gguf.architecture, int(self.config.num_hidden_layers))
+        architecture = self.gguf.architecture
+        return _library_map(_LIKE.get(architecture, architecture), int(self.config.num_hidden_layers))
 
     def _undo(self, published: str, shape: tuple[int, ...]) -> UndoOne:
         """What the converter did to one tensor by itself, undone."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .metadata import Metadata
-from .usual_fields import Fields, attention, usual
+from .usual_fields import Fields, attention, usual, without_experts
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _HYBRID = ("ssm_in", "linear_attention"), ("attn_q", "full_attention")
@@ -21,7 +21,7 @@ class Unrecorded:
 
     Attributes:
         model_type: transformers'. gating: what its router there makes of logits. fixed: fields that files do not say.
-        every: of so many layers the last one sees everything, the others a window, in files that do not say which.
+        every, full: of so many layers this one sees everything, the others a window, in files that do not say which.
         kinds: of layers, the first tensor that distinguishes them -> what its configuration calls them.
     """
 
@@ -29,6 +29,7 @@ class Unrecorded:
     gating: int = _SIGMOID
     fixed: Fields = field(default_factory=dict[str, object])
     every: int = 1
+    full: int = -1
     kinds: tuple[tuple[str, str], ...] = ()
 
 
@@ -41,6 +42,9 @@ UNRECORDED = {
     "hunyuan-moe": Unrecorded("hunyuan_v1_moe", _SOFTMAX),
     "granitehybrid": Unrecorded("granitemoehybrid", _SOFTMAX, kinds=_HYBRID),
     "nemotron_h_moe": Unrecorded("nemotron_h", kinds=(*_HYBRID, ("ffn_gate_inp", "moe"))),
+    "laguna": Unrecorded("laguna", every=4, full=0),
+    "mellum": Unrecorded("mellum", _SOFTMAX, {"norm_topk_prob": True}, every=4),
+    "qwen3vlmoe": Unrecorded("qwen3_vl_moe_text", _SOFTMAX),
 }
 """By llama.cpp's names."""
 
@@ -48,7 +52,9 @@ _WHOLES = {  # key -> the fields, of which a configuration has one
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
     "expert_shared_count": ("n_shared_experts", "num_shared_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "expert_shared_feed_forward_length": (
+        *("shared_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+    ),
     "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -71,7 +77,7 @@ _BIASES = {  # tensor -> the fields that say whether there is one
     "ssm_conv1d": ("mamba_conv_bias", "use_conv_bias"),
     "ssm_in": ("mamba_proj_bias", "use_bias"),
 }
-_SCALES = "routed_scaling_factor", "route_scale"
+_SCALES = "routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"
 
 
 def fields_of(data: Metadata, own: Unrecorded) -> Fields:
@@ -82,11 +88,12 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
     """
     known = _known(own.model_type)
     fields = {**usual(data, own.model_type), **attention(data), **own.fixed}
-    turned, layers = data.whole("rope.dimension_count", fields["head_dim"]), fields["num_hidden_layers"]
-    if turned != fields["head_dim"]:
-        fields["rope_parameters"]["partial_rotary_factor"] = turned / fields["head_dim"]
-    for name in {"rope_parameters", "rms_norm_eps"} - known:
-        fields.pop(name, None)
+    fields["head_dim"] = data.whole("attention.key_length", fields["head_dim"])
+    layers, rope = fields["num_hidden_layers"], fields.pop("rope_parameters")
+    if "rope_parameters" in known:
+        fields["rope_parameters"] = _rope(data, fields["head_dim"], rope, known["rope_parameters"] or {})
+    if "rms_norm_eps" not in known:
+        fields.pop("rms_norm_eps", None)
     for key, names in _WHOLES.items():
         if (name := _first(names, known)) and data.says(key):
             fields[name] = max(data.wholes(key, layers))
@@ -103,16 +110,37 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
             _kind(data, own, layer) for layer in range(layers)
         ]
     elif "layer_types" in known and data.says("attention.sliding_window"):
-        fields["layer_types"] = _windows(data, layers, own.every)
+        fields["layer_types"] = _windows(data, layers, own)
+    if "mlp_layer_types" in known:
+        dense = without_experts(data, fields)
+        fields["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in range(layers)]
+    if "num_attention_heads_per_layer" in known:
+        heads = data.wholes("attention.head_count", layers)
+        fields["num_attention_heads_per_layer"] = heads
+        each = data.tensor("blk.0.attn_gate.weight").shape[0] == heads[0]
+        fields["gating"] = "per-head" if each else "per-element"
     return fields
 
 
-def _first(names: tuple[str, ...], known: frozenset[str]) -> str:
+def _rope(data: Metadata, head_dim: int, full: Fields, usual: Fields) -> Fields:
+    """Of all layers, or of each kind of them where a configuration of this type usually has it so."""
+    windowed = {"rope_type": "default", "rope_theta": data.real("rope.freq_base_swa", full["rope_theta"])}
+    for rope, key, kind in ((full, "", "full_attention"), (windowed, "_swa", "sliding_attention")):
+        turned = data.whole(f"rope.dimension_count{key}", head_dim) / head_dim
+        if turned != 1 or "partial_rotary_factor" in usual.get(kind, {}):
+            rope["partial_rotary_factor"] = turned
+    if data.says("rope.dimension_sections"):
+        sections = [size for size in data.wholes("rope.dimension_sections", 4) if size]
+        full |= {"mrope_section": sections, "mrope_interleaved": True}
+    return {"full_attention": full, "sliding_attention": windowed} if "full_attention" in usual else full
+
+
+def _first(names: tuple[str, ...], known: Fields) -> str:
     """The name that a configuration has; "" if none."""
     return next((name for name in names if name in known), "")
 
 
-def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
+def _routing(data: Metadata, own: Unrecorded, known: Fields) -> Fields:
     """How experts are chosen and weighted."""
     fields: Fields = {}
     if (gating := data.whole("expert_gating_func", 0)) not in (0, own.gating):
@@ -122,7 +150,8 @@ def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
         fields[name] = scale
     elif scale != 1:
         raise ValueError(f"its experts' weights are scaled by {scale:g}, which is not supported for this architecture")
-    normalized = data.flag("expert_weights_norm", default="norm_topk_prob" not in known)
+    usual = own.fixed.get("norm_topk_prob", "norm_topk_prob" not in known)
+    normalized = data.flag("expert_weights_norm", default=usual)
     if "norm_topk_prob" in known:
         fields["norm_topk_prob"] = normalized
     elif not normalized:
@@ -130,7 +159,7 @@ def _routing(data: Metadata, own: Unrecorded, known: frozenset[str]) -> Fields:
     return fields
 
 
-def _heads_of_states(data: Metadata, fields: Fields, known: frozenset[str]) -> Fields:
+def _heads_of_states(data: Metadata, fields: Fields, known: Fields) -> Fields:
     """Sizes of Mamba's heads, where it has some."""
     if not data.says("ssm.inner_size"):
         return {}
@@ -146,18 +175,19 @@ def _kind(data: Metadata, own: Unrecorded, layer: int) -> str:
     return kind
 
 
-def _windows(data: Metadata, layers: int, every: int) -> list[str]:
+def _windows(data: Metadata, layers: int, own: Unrecorded) -> list[str]:
     key = "attention.sliding_window_pattern"
-    sliding = data.flags(key, layers) if data.says(key) else [bool((layer + 1) % every) for layer in range(layers)]
+    sliding = [bool((layer - own.full) % own.every) for layer in range(layers)]
+    sliding = data.flags(key, layers) if data.says(key) else sliding
     return ["sliding_attention" if each else "full_attention" for each in sliding]
 
 
 @lru_cache
-def _known(model_type: str) -> frozenset[str]:
-    """The fields of a type's configuration in transformers."""
+def _known(model_type: str) -> Fields:
+    """The fields of a type's configuration in transformers, as they usually are."""
     from ..transformers_import import import_library
 
     import_library()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return frozenset(CONFIG_MAPPING[model_type]().to_dict())
+    return CONFIG_MAPPING[model_type]().to_dict()

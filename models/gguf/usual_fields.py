@@ -14,7 +14,7 @@ _MOST_LAYERS = 1 << 12
 
 def usual(data: Metadata, model_type: str) -> Fields:
     """What all families have."""
-    heads = data.whole("attention.head_count")
+    heads = data.wholes("attention.head_count", _layers(data))[0]
     fields: Fields = {
         "model_type": model_type,
         "vocab_size": data.tensor("token_embd.weight").shape[0],
@@ -46,7 +46,7 @@ def _layers(data: Metadata) -> int:
 
 def attention(data: Metadata) -> Fields:
     """Of grouped queries."""
-    heads, key = data.whole("attention.head_count"), "attention.head_count_kv"
+    heads, key = data.wholes("attention.head_count", _layers(data))[0], "attention.head_count_kv"
     return {
         "num_key_value_heads": max(data.wholes(key, _layers(data)))
         if data.says(key)

@@ -31,12 +31,13 @@ class Converter:
 
     Attributes:
         parameters: writes what is special. change: of a published tensor, what is written of it, by names that the
-            library's map knows, or GGUF's own.
+            library's map knows, or GGUF's own. like: an architecture with these names, where the map lacks this one.
     """
 
     architecture: str
     parameters: Callable[[gguf.GGUFWriter, Any], None] = lambda _writer, _config: None
     change: Callable[[str, Tensor, Any], Iterator[Named]] = lambda name, tensor, _config: iter([(name, tensor)])
+    like: str = ""
 
 
 def convert(
@@ -112,7 +113,9 @@ def _blocks(config: Any) -> int:
 
 def _tensors(source: Path, converter: Converter, config: Any, how: str) -> Iterator[Named]:
     """What the file holds, by GGUF's names."""
-    architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == converter.architecture)
+    architecture = next(
+        kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == (converter.like or converter.architecture)
+    )
     known = gguf.get_tensor_name_map(architecture, _blocks(config))
     published: dict[str, Tensor] = {}
     for shard in sorted(source.glob("*.safetensors")):
@@ -551,6 +554,59 @@ def _nemotron_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]
         yield from _mamba_tensors(name, tensor, config)
 
 
+def _laguna(writer: GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_head_count(config.num_attention_heads_per_layer)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(1)
+    rope = config.rope_parameters
+    writer.add_rope_dimension_count(int(config.head_dim * rope["full_attention"]["partial_rotary_factor"]))
+    writer.add_rope_dimension_count_swa(int(config.head_dim * rope["sliding_attention"]["partial_rotary_factor"]))
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+
+
+def _laguna_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith(".g_proj.weight"):
+        yield f"{block}.attn_gate.weight", tensor
+    elif name.endswith("e_score_correction_bias"):
+        yield f"{block}.exp_probs_b.bias", tensor
+    else:
+        yield name, tensor
+
+
+def _mellum(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _qwen3_vl(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+
+
+def _qwen3_vl_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    name = name.replace("model.language_model.", "model.")
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith("experts.gate_up_proj"):  # transformers writes it turned only where it was published so
+        both = tensor if tensor.shape[-1] == config.hidden_size else tensor.transpose(-1, -2)
+        gate, up = both.chunk(2, dim=1)
+        yield f"{block}.ffn_gate_exps.weight", gate
+        yield f"{block}.ffn_up_exps.weight", up
+    elif name.endswith("experts.down_proj"):
+        turned = tensor.shape[-1] == config.hidden_size
+        yield f"{block}.ffn_down_exps.weight", tensor.transpose(-1, -2) if turned else tensor
+    elif ".visual." not in name:
+        yield name, tensor
+
+
 def _expert_bias(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
     yield name.replace(".expert_bias", ".expert_bias.bias"), tensor
 
@@ -581,4 +637,7 @@ ARCHITECTURES = {
     "granitemoeshared": Converter("granitemoe", _shared, _hybrid_tensors),
     "granitemoehybrid": Converter("granitehybrid", _hybrid, _hybrid_tensors),
     "nemotron_h": Converter("nemotron_h_moe", _nemotron, _nemotron_tensors),
+    "laguna": Converter("laguna", _laguna, _laguna_tensors, "exaone-moe"),
+    "mellum": Converter("mellum", _mellum, like="qwen3moe"),
+    "qwen3_vl_moe_text": Converter("qwen3vlmoe", _qwen3_vl, _qwen3_vl_tensors),
 }

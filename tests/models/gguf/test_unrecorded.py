@@ -38,6 +38,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
     },
     "granitemoeshared": {"embedding_multiplier": 12.0, "logits_scaling": 6.0},
+    "laguna": {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 8, 8, 8],
+        "moe_routed_scaling_factor": 2.5,
+        "gating": "per-head",
+    },
+    "qwen3_vl_moe_text": {
+        "moe_intermediate_size": 48,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         "moe_latent_size": 48,
@@ -48,6 +64,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
     },
 }
+SEEING = {"qwen3_vl_moe_text": "qwen3_vl_moe"}  # published only with what also sees
 NOT_COMPUTED = {
     *("_name_or_path", "architectures", "dtype", "initializer_range", "pad_token_id", "eos_token_id", "bos_token_id"),
     *("max_window_layers", "output_router_logits", "router_aux_loss_coef", "transformers_version", "use_cache"),
@@ -57,8 +74,9 @@ NOT_COMPUTED = {
 
 def made(kind: str, folder: Path) -> Path:
     import_model_code()
-    config = config_of(kind)
-    config = type(config)(**{**config.to_dict(), **PUBLISHED.get(kind, {})})
+    config = config_of(SEEING.get(kind, kind))
+    fields, own = config.to_dict(), PUBLISHED.get(kind, {})
+    config = type(config)(**fields | ({"text_config": fields["text_config"] | own} if kind in SEEING else own))
     folder.mkdir()
     model_of(config).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
