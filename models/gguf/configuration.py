@@ -14,7 +14,7 @@ from .header import shortest, unreadable
 from .metadata import Metadata
 from .parts import Gguf
 from .unrecorded import GRANITE_SHARED, UNRECORDED, fields_of
-from .usual_fields import Fields, attention, expert_width, usual, without_experts
+from .usual_fields import Fields, attention, expert_width, latent, usual, without_experts
 from .values import values
 
 _SIGMOID = 2  # of expert_gating_func
@@ -123,8 +123,7 @@ def _deepseek2(data: Metadata) -> Fields:
     fields = usual(data, model_type)
     # Files from before these numbers were written: DeepSeek-V3's, of which there is one size.
     published = (8, 4) if model_type == "deepseek_v3" and data.whole("expert_count") == _V3_EXPERTS else (1, 1)
-    rope, groups = data.whole("rope.dimension_count"), data.whole("expert_group_count", published[0])
-    keys = data.whole("attention.key_length_mla", data.whole("attention.key_length"))
+    groups = data.whole("expert_group_count", published[0])
     dense = without_experts(data, fields)
     if data.says("rope.scaling.yarn_log_multiplier"):
         scale = round(10 * data.real("rope.scaling.yarn_log_multiplier"), 6)  # both are the same in published models
@@ -140,12 +139,7 @@ def _deepseek2(data: Metadata) -> Fields:
         fields["first_k_dense_replace"] = len(dense)
     return {
         **fields,
-        "num_key_value_heads": fields["num_attention_heads"],
-        "q_lora_rank": data.whole("attention.q_lora_rank") if data.says("attention.q_lora_rank") else None,
-        "kv_lora_rank": data.whole("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": keys - rope,
-        "v_head_dim": data.whole("attention.value_length_mla", data.whole("attention.value_length")),
+        **latent(data),
         "n_routed_experts": data.whole("expert_count"),
         "n_shared_experts": data.whole("expert_shared_count"),
         "moe_intermediate_size": expert_width(data),

@@ -124,6 +124,11 @@ def above(*tensors: Tensor) -> Tensor:
     return torch.cat([tensor.to(tensors[0].dtype) for tensor in tensors])
 
 
+def one_by_one(*tensors: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """All values of one tensor, then all of the next."""
+    return above(*(tensor.flatten() for tensor in tensors)).reshape(shape)
+
+
 def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     """Rows or values of both, in turn."""
     return torch.stack([gate, up.to(gate.dtype)], dim=1).reshape(2 * gate.shape[0], *gate.shape[1:])

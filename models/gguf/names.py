@@ -26,6 +26,7 @@ from .made import (
     less_one,
     log_of_negative,
     made,
+    one_by_one,
     shaped,
     survives,
     unpermuted,
@@ -42,6 +43,7 @@ _SPELLED = (  # endings of published names -> as the library's map has them
     (".dt_bias", ".dt_proj.bias"),
     (".layer_scalar", ".layer_scalar.weight"),
     (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+    (".forget_gate.", "."),
     (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
 )
 _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
@@ -129,6 +131,8 @@ class Naming:
                 yield (name.replace(ours, other),), undo
         if published.endswith(".kv_b_proj.weight"):
             yield (f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight"), latent_keys_and_values
+        elif published.endswith(".self_attn.conv1d.weight"):
+            yield tuple(f"{block}.ssm_conv1d_{part}.weight" for part in "qkv"), partial(one_by_one, shape=shape)
         elif published.endswith(".shared_mlp.input_linear.weight"):
             yield (f"{block}.ffn_gate_shexp.weight", f"{block}.ffn_up_shexp.weight"), above
         elif published.endswith(".in_proj_qkvz.weight"):

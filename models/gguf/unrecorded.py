@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .metadata import Metadata
-from .usual_fields import Fields, attention, usual, without_experts
+from .usual_fields import Fields, attention, latent, usual, without_experts
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _HYBRID = ("ssm_in", "linear_attention"), ("attn_q", "full_attention")
@@ -42,6 +42,11 @@ UNRECORDED = {
     "hunyuan-moe": Unrecorded("hunyuan_v1_moe", _SOFTMAX),
     "granitehybrid": Unrecorded("granitemoehybrid", _SOFTMAX, kinds=_HYBRID),
     "nemotron_h_moe": Unrecorded("nemotron_h", kinds=(*_HYBRID, ("ffn_gate_inp", "moe"))),
+    "kimi-linear": Unrecorded(
+        "kimi_linear",
+        fixed={"norm_topk_prob": True},
+        kinds=(("ssm_f_a", "linear_attention"), ("attn_kv_a_mqa", "full_attention")),
+    ),
     "laguna": Unrecorded("laguna", every=4, full=0),
     "mellum": Unrecorded("mellum", _SOFTMAX, {"norm_topk_prob": True}, every=4),
     "qwen3vlmoe": Unrecorded("qwen3_vl_moe_text", _SOFTMAX),
@@ -60,7 +65,8 @@ _WHOLES = {  # key -> the fields, of which a configuration has one
     "expert_group_used_count": ("topk_group",),
     "moe_latent_size": ("moe_latent_size",),
     "attention.sliding_window": ("sliding_window",),
-    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel"),
+    "kda.head_dim": ("linear_head_dim",),
+    "ssm.conv_kernel": ("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim"),
     "ssm.state_size": ("mamba_d_state", "ssm_state_size"),
     "ssm.group_count": ("mamba_n_groups", "n_groups"),
     "ssm.time_step_rank": ("mamba_n_heads", "mamba_num_heads"),
@@ -77,6 +83,7 @@ _BIASES = {  # tensor -> the fields that say whether there is one
     "ssm_conv1d": ("mamba_conv_bias", "use_conv_bias"),
     "ssm_in": ("mamba_proj_bias", "use_bias"),
 }
+_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else some of another vocabulary
 _SCALES = "routed_scaling_factor", "route_scale", "moe_routed_scaling_factor"
 
 
@@ -87,11 +94,16 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
         ValueError: the metadata lacks something, or says what transformers' model of this type does not compute.
     """
     known = _known(own.model_type)
-    fields = {**usual(data, own.model_type), **attention(data), **own.fixed}
+    fields = {**_TOKENS, **usual(data, own.model_type), **attention(data), **own.fixed}
     fields["head_dim"] = data.whole("attention.key_length", fields["head_dim"])
     layers, rope = fields["num_hidden_layers"], fields.pop("rope_parameters")
     if "rope_parameters" in known:
         fields["rope_parameters"] = _rope(data, fields["head_dim"], rope, known["rope_parameters"] or {})
+    if "kv_lora_rank" in known:
+        fields |= latent(data)
+        del fields["head_dim"]
+    if "linear_num_heads" in known:
+        fields["linear_num_heads"] = data.tensor("blk.*.ssm_f_b.weight").shape[0] // data.whole("kda.head_dim")
     if "rms_norm_eps" not in known:
         fields.pop("rms_norm_eps", None)
     for key, names in _WHOLES.items():

@@ -55,6 +55,22 @@ def attention(data: Metadata) -> Fields:
     }
 
 
+def latent(data: Metadata) -> Fields:
+    """Of attention that keeps one short vector for all heads, as DeepSeek-V2 has it."""
+    rope, keys = (
+        data.whole("rope.dimension_count"),
+        data.whole("attention.key_length_mla", data.whole("attention.key_length")),
+    )
+    return {
+        "num_key_value_heads": data.whole("attention.head_count"),
+        "q_lora_rank": data.whole("attention.q_lora_rank") if data.says("attention.q_lora_rank") else None,
+        "kv_lora_rank": data.whole("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": keys - rope,
+        "v_head_dim": data.whole("attention.value_length_mla", data.whole("attention.value_length", 0)),
+    }
+
+
 def _rope(data: Metadata) -> Fields:
     """As transformers has it; 10,000 is llama.cpp's default."""
     fields: Fields = {"rope_type": "default", "rope_theta": data.real("rope.freq_base", 10_000.0)}

@@ -554,6 +554,36 @@ def _nemotron_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]
         yield from _mamba_tensors(name, tensor, config)
 
 
+def _kimi(writer: GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+
+
+def _kimi_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
+    if ".experts." not in name:  # transformers writes dense blocks so too
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+    if "_conv1d." in name:
+        tensor = tensor.reshape(1, -1, 1, tensor.shape[-1])
+    elif name.endswith(".A_log"):
+        tensor = -torch.exp(tensor)
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    yield from _deepseek2_tensors(name, tensor, config)
+
+
 def _laguna(writer: GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_head_count(config.num_attention_heads_per_layer)
@@ -637,6 +667,7 @@ ARCHITECTURES = {
     "granitemoeshared": Converter("granitemoe", _shared, _hybrid_tensors),
     "granitemoehybrid": Converter("granitehybrid", _hybrid, _hybrid_tensors),
     "nemotron_h": Converter("nemotron_h_moe", _nemotron, _nemotron_tensors),
+    "kimi_linear": Converter("kimi-linear", _kimi, _kimi_tensors),
     "laguna": Converter("laguna", _laguna, _laguna_tensors, "exaone-moe"),
     "mellum": Converter("mellum", _mellum, like="qwen3moe"),
     "qwen3_vl_moe_text": Converter("qwen3vlmoe", _qwen3_vl, _qwen3_vl_tensors),

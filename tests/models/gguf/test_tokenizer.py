@@ -156,7 +156,7 @@ def test_ids_are_those_of_the_original(kind: str, source: Path, tmp_path: Path) 
     "pre",
     [
         *("llama-bpe", "qwen35", "deepseek-llm", "deepseek-coder", "deepseek-v3", "gpt-4o", "glm4"),
-        *("afmoe", "exaone-moe", "hunyuan"),
+        *("afmoe", "exaone-moe", "hunyuan", "kimi-k2", "laguna"),
     ],
 )
 def test_text_comes_back_however_it_is_split(pre: str, tmp_path: Path) -> None:
@@ -173,7 +173,12 @@ def test_text_comes_back_however_it_is_split(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "words"),
-    [("afmoe", ["a", "1", "234", "567", "Ġb"]), ("exaone-moe", ["aĠb"]), ("hunyuan", ["a", "1", "2"])],
+    [
+        ("afmoe", ["a", "1", "234", "567", "Ġb"]),
+        ("exaone-moe", ["aĠb"]),
+        ("hunyuan", ["a", "1", "2"]),
+        ("kimi-k2", ["Aa", "123"]),
+    ],
 )
 def test_words_are_those_of_the_published_tokenizer(pre: str, words: list[str]) -> None:
     text = "".join(words).replace("Ġ", " ")
