@@ -10,6 +10,10 @@ import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import CheckpointError
+from floe_chat.models.gguf.configuration import config_of
+from floe_chat.models.gguf.header import GgufTensor, OnDisk
+from floe_chat.models.gguf.parts import Gguf
 from floe_chat.models.gguf.shelf import GgufShelf
 from floe_chat.models.gguf.unrecorded import GRANITE_SHARED, UNRECORDED
 from floe_chat.models.packing.pack import EXACT, pack
@@ -17,7 +21,8 @@ from floe_chat.models.transformers_import import import_model_code
 
 from ... import families
 from ...engine.driver import open_model
-from ...engine.test_derived import config_of, model_of
+from ...engine.test_derived import config_of as small
+from ...engine.test_derived import model_of
 from ...helpers import calibration_tokens, write_tokenizer
 from .converting import convert
 
@@ -74,7 +79,7 @@ NOT_COMPUTED = {
 
 def made(kind: str, folder: Path) -> Path:
     import_model_code()
-    config = config_of(SEEING.get(kind, kind))
+    config = small(SEEING.get(kind, kind))
     fields, own = config.to_dict(), PUBLISHED.get(kind, {})
     config = type(config)(**fields | ({"text_config": fields["text_config"] | own} if kind in SEEING else own))
     folder.mkdir()
@@ -83,21 +88,56 @@ def made(kind: str, folder: Path) -> Path:
     return families.one_shard(folder)
 
 
+def converted(kind: str, folder: Path) -> tuple[Checkpoint, Checkpoint]:
+    """What a file gives, and the checkpoint of which it was made."""
+    source = made(kind, folder / "source")
+    shelf = GgufShelf(convert(source, folder / "tiny.gguf", "BF16"), folder / "made")
+    return Checkpoint(shelf), Checkpoint(source)
+
+
+KINDS = [own.model_type for own in (*UNRECORDED.values(), GRANITE_SHARED)]
+
+
 @pytest.mark.some(2)
-@pytest.mark.parametrize("kind", [own.model_type for own in (*UNRECORDED.values(), GRANITE_SHARED)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_its_checkpoint(kind: str, tmp_path: Path) -> None:
-    """Its weights bit for bit, each field that is computed with, and the logits of its pack."""
-    source = made(kind, tmp_path / "source")
-    shelf = GgufShelf(convert(source, tmp_path / "tiny.gguf", "BF16"), tmp_path / "made")
-    ours, theirs = Checkpoint(shelf), Checkpoint(source)
-    assert ours.exact and not shelf.rounding and not ours.unused
+    """Its weights bit for bit, and each field that is computed with."""
+    ours, theirs = converted(kind, tmp_path)
+    assert ours.exact and not ours.shelf.rounding and not ours.unused
     assert {*ours.places} == {*theirs.places}
     for name in theirs.places:
         assert torch.equal(ours.tensor(name), theirs.tensor(name)), name
     said, wanted = (checkpoint.config.to_dict() for checkpoint in (ours, theirs))
     fields = {*said, *wanted} - NOT_COMPUTED
     assert {name: (said.get(name), wanted.get(name)) for name in fields if said.get(name) != wanted.get(name)} == {}
-    for checkpoint, name in ((ours, "ours"), (theirs, "theirs")):
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_pack_answers_as_its_checkpoints(kind: str, tmp_path: Path) -> None:
+    for checkpoint, name in zip(converted(kind, tmp_path), ("theirs", "ours"), strict=True):
         pack(checkpoint, tmp_path / name, replace(EXACT, signal="up"), calibration_tokens(2), "tiny")
     logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("minimax-m2.expert_gating_func", 1, "way 1"),
+        ("minimax-m2.expert_weights_scale", 2.5, "scaled by 2.5"),
+        ("minimax-m2.expert_weights_norm", False, "add up to one"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_refused(
+    key: str, value: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"token_embd.weight": (300, 64), "blk.0.attn_q.weight": (64, 64)}
+    tensors = {name: GgufTensor(name, "F32", shape, OnDisk(Path()), 0, 0) for name, shape in shapes.items()}
+    said = {"block_count": 1, "embedding_length": 64, "context_length": 256, "expert_used_count": 2}
+    usual = {f"minimax-m2.{name}": number for name, number in {**said, "attention.head_count": 4}.items()}
+    gguf = Gguf(Path("x.gguf"), {"general.architecture": "minimax-m2", **usual}, tensors)
+    assert config_of(gguf)["num_attention_heads"] == 4
+    monkeypatch.setitem(gguf.values, key, value)
+    with pytest.raises(CheckpointError, match=words):
+        config_of(gguf)
