@@ -44,7 +44,7 @@ _SPELLED = (  # endings of published names -> as the library's map has them
     (".layer_scalar", ".layer_scalar.weight"),
     (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
     (".forget_gate.", "."),
-    (".block_sparse_moe.router.", ".block_sparse_moe.router.layer."),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
 )
 _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
     (".router.per_expert_scale", "ffn_down_exps.scale"),

@@ -12,6 +12,7 @@ from .metadata import Metadata
 from .usual_fields import Fields, attention, latent, usual, without_experts
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
+_MAVERICK = 128  # experts of the only Llama 4 that does not normalize queries and keys
 _HYBRID = ("ssm_in", "linear_attention"), ("attn_q", "full_attention")
 
 
@@ -47,6 +48,7 @@ UNRECORDED = {
         fixed={"norm_topk_prob": True},
         kinds=(("ssm_f_a", "linear_attention"), ("attn_kv_a_mqa", "full_attention")),
     ),
+    "llama4": Unrecorded("llama4_text"),
     "laguna": Unrecorded("laguna", every=4, full=0),
     "mellum": Unrecorded("mellum", _SOFTMAX, {"norm_topk_prob": True}, every=4),
     "qwen3vlmoe": Unrecorded("qwen3_vl_moe_text", _SOFTMAX),
@@ -61,6 +63,7 @@ _WHOLES = {  # key -> the fields, of which a configuration has one
         *("shared_intermediate_size", "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
     ),
     "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
+    "interleave_moe_layer_step": ("interleave_moe_layer_step",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "moe_latent_size": ("moe_latent_size",),
@@ -94,7 +97,7 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
         ValueError: the metadata lacks something, or says what transformers' model of this type does not compute.
     """
     known = _known(own.model_type)
-    fields = {**_TOKENS, **usual(data, own.model_type), **attention(data), **own.fixed}
+    fields: Fields = {**_TOKENS, **usual(data, own.model_type), **attention(data), **own.fixed}
     fields["head_dim"] = data.whole("attention.key_length", fields["head_dim"])
     layers, rope = fields["num_hidden_layers"], fields.pop("rope_parameters")
     if "rope_parameters" in known:
@@ -104,6 +107,10 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
         del fields["head_dim"]
     if "linear_num_heads" in known:
         fields["linear_num_heads"] = data.tensor("blk.*.ssm_f_b.weight").shape[0] // data.whole("kda.head_dim")
+    if "intermediate_size_mlp" in known:
+        fields["intermediate_size_mlp"] = fields["intermediate_size"]
+        fields["intermediate_size"] = data.whole("expert_feed_forward_length")
+        fields["use_qk_norm"] = data.whole("expert_count") != _MAVERICK
     if "rms_norm_eps" not in known:
         fields.pop("rms_norm_eps", None)
     for key, names in _WHOLES.items():

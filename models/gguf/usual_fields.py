@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .metadata import Metadata
 from .values import values
@@ -10,6 +14,7 @@ from .values import values
 Fields = dict[str, Any]
 
 _MOST_LAYERS = 1 << 12
+_PUBLISHED = (1.0, 4.0), (1.0, 1.0)  # low_freq_factor and high_freq_factor of Llama 3.1 and of Llama 4
 
 
 def usual(data: Metadata, model_type: str) -> Fields:
@@ -76,7 +81,7 @@ def _rope(data: Metadata) -> Fields:
     fields: Fields = {"rope_type": "default", "rope_theta": data.real("rope.freq_base", 10_000.0)}
     own = data.gguf.architecture != "gemma4" and data.has("rope_freqs.weight")
     if own and bool((values(data.tensor("rope_freqs.weight")) != 1).any()):
-        raise ValueError("its rope has frequencies of its own, which are not supported yet")
+        return fields | llama3(values(data.tensor("rope_freqs.weight")), fields["rope_theta"])
     kind = data.text("rope.scaling.type")
     if kind in ("", "none", "longrope"):
         return fields
@@ -90,6 +95,24 @@ def _rope(data: Metadata) -> Fields:
             if data.says(key):
                 fields[name] = data.real(key)
     return fields
+
+
+def llama3(divisors: Tensor, theta: float) -> Fields:
+    """The scaling of Llama 3 that divides frequencies by these numbers (half a head), as config.json has it.
+
+    Raises:
+        ValueError: none that was published does.
+    """
+    wide = 2 * math.pi * theta ** (torch.arange(len(divisors)) / len(divisors))  # wavelengths
+    factor, original = round(float(divisors.max()), 4), 8192
+    for low, high in _PUBLISHED:
+        between = (original / wide - low) / max(high - low, 1e-9)
+        smooth = 1 / ((1 - between) / factor + between)
+        wanted = torch.where(wide < original / high, 1.0, torch.where(wide > original / low, factor, smooth))
+        if torch.allclose(wanted, divisors.float(), rtol=1e-3):
+            own = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "factor": factor, **own}
+    raise ValueError("its rope has frequencies of its own, which are not supported yet")
 
 
 def expert_width(data: Metadata) -> int:

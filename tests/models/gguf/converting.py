@@ -584,6 +584,31 @@ def _kimi_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named]:
     yield from _deepseek2_tensors(name, tensor, config)
 
 
+def _llama4(writer: GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_feed_forward_length(config.intermediate_size_mlp)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    writer.add_leading_dense_block_count(0)
+    rope = config.rope_parameters
+    dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    short = 2 * torch.pi * rope["rope_theta"] ** dims < rope["original_max_position_embeddings"]
+    writer.add_tensor("rope_freqs.weight", torch.where(short, 1.0, rope["factor"]).numpy())
+
+
+def _llama4_tensors(name: str, tensor: Tensor, _config: Any) -> Iterator[Named]:
+    block = ".".join(name.split(".")[:3]).replace("model.layers.", "blk.")
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = tensor.transpose(-1, -2).chunk(2, dim=1)
+        yield f"{block}.ffn_gate_exps.weight", gate
+        yield f"{block}.ffn_up_exps.weight", up
+    elif name.endswith("experts.down_proj"):
+        yield f"{block}.ffn_down_exps.weight", tensor.transpose(-1, -2)
+    else:
+        yield name, tensor
+
+
 def _laguna(writer: GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_head_count(config.num_attention_heads_per_layer)
@@ -668,6 +693,7 @@ ARCHITECTURES = {
     "granitemoehybrid": Converter("granitehybrid", _hybrid, _hybrid_tensors),
     "nemotron_h": Converter("nemotron_h_moe", _nemotron, _nemotron_tensors),
     "kimi_linear": Converter("kimi-linear", _kimi, _kimi_tensors),
+    "llama4_text": Converter("llama4", _llama4, _llama4_tensors),
     "laguna": Converter("laguna", _laguna, _laguna_tensors, "exaone-moe"),
     "mellum": Converter("mellum", _mellum, like="qwen3moe"),
     "qwen3_vl_moe_text": Converter("qwen3vlmoe", _qwen3_vl, _qwen3_vl_tensors),

@@ -16,8 +16,11 @@ from floe_chat.models.gguf.header import GgufTensor, OnDisk
 from floe_chat.models.gguf.parts import Gguf
 from floe_chat.models.gguf.shelf import GgufShelf
 from floe_chat.models.gguf.unrecorded import GRANITE_SHARED, UNRECORDED
+from floe_chat.models.gguf.usual_fields import llama3
 from floe_chat.models.packing.pack import EXACT, pack
 from floe_chat.models.transformers_import import import_model_code
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ... import families
 from ...engine.driver import open_model
@@ -43,6 +46,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "logits_scaling": 6.0,
     },
     "granitemoeshared": {"embedding_multiplier": 12.0, "logits_scaling": 6.0},
+    "llama4_text": {
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+        "intermediate_size_mlp": 160,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "laguna": {
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
         "num_attention_heads_per_layer": [4, 8, 8, 8],
@@ -119,6 +135,23 @@ def test_its_pack_answers_as_its_checkpoints(kind: str, tmp_path: Path) -> None:
         pack(checkpoint, tmp_path / name, replace(EXACT, signal="up"), calibration_tokens(2), "tiny")
     logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("high", [1.0, 4.0])
+def test_llama3s_scaling_is_found_by_what_it_does(high: float) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": 8192,
+    }
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    config = LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 5e5 ** -(torch.arange(64) / 64)
+    assert llama3(plain / frequencies, 5e5) == {"rope_type": "llama3", **scaling}
+    with pytest.raises(ValueError, match="frequencies of its own"):
+        llama3(torch.linspace(1, 8, 64), 5e5)
 
 
 @pytest.mark.parametrize(
