@@ -99,59 +99,48 @@ def fields_of(data: Metadata, own: Unrecorded) -> Fields:
     known = _known(own.model_type)
     fields: Fields = {**_TOKENS, **usual(data, own.model_type), **attention(data), **own.fixed}
     fields["head_dim"] = data.whole("attention.key_length", fields["head_dim"])
-    layers, rope = fields["num_hidden_layers"], fields.pop("rope_parameters")
+    rope = fields.pop("rope_parameters")
     if "rope_parameters" in known:
         fields["rope_parameters"] = _rope(data, fields["head_dim"], rope, known["rope_parameters"] or {})
+    if "position_embedding_type" in known:
+        fields["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", default=True) else "nope"
+    if "rms_norm_eps" not in known:
+        fields.pop("rms_norm_eps", None)
     if "kv_lora_rank" in known:
         fields |= latent(data)
         del fields["head_dim"]
-    if "linear_num_heads" in known:
-        fields["linear_num_heads"] = data.tensor("blk.*.ssm_f_b.weight").shape[0] // data.whole("kda.head_dim")
     if "intermediate_size_mlp" in known:
-        fields["intermediate_size_mlp"] = fields["intermediate_size"]
+        fields["intermediate_size_mlp"] = data.whole("feed_forward_length")
         fields["intermediate_size"] = data.whole("expert_feed_forward_length")
         fields["use_qk_norm"] = data.whole("expert_count") != _MAVERICK
-    if "rms_norm_eps" not in known:
-        fields.pop("rms_norm_eps", None)
+    fields |= _by_table(data, known, fields["num_hidden_layers"]) | _routing(data, own, known)
+    return fields | _heads_of_states(data, fields, known) | _kinds_of_layers(data, own, fields, known)
+
+
+def _by_table(data: Metadata, known: Fields, layers: int) -> Fields:
+    fields: Fields = {}
     for key, names in _WHOLES.items():
         if (name := _first(names, known)) and data.says(key):
             fields[name] = max(data.wholes(key, layers))
-    fields |= {
-        name: data.real(key) for key, names in _REALS.items() if (name := _first(names, known)) and data.says(key)
-    }
+    for key, names in _REALS.items():
+        if (name := _first(names, known)) and data.says(key):
+            fields[name] = data.real(key)
     for tensor, names in _BIASES.items():
         fields |= {name: data.has(f"blk.*.{tensor}.bias") for name in names if name in known}
-    fields |= _routing(data, own, known) | _heads_of_states(data, fields, known)
-    if "position_embedding_type" in known:
-        fields["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", default=True) else "nope"
-    if own.kinds:
-        fields[_first(("layers_block_type", "layer_types"), known)] = [
-            _kind(data, own, layer) for layer in range(layers)
-        ]
-    elif "layer_types" in known and data.says("attention.sliding_window"):
-        fields["layer_types"] = _windows(data, layers, own)
-    if "mlp_layer_types" in known:
-        dense = without_experts(data, fields)
-        fields["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in range(layers)]
-    if "num_attention_heads_per_layer" in known:
-        heads = data.wholes("attention.head_count", layers)
-        fields["num_attention_heads_per_layer"] = heads
-        each = data.tensor("blk.0.attn_gate.weight").shape[0] == heads[0]
-        fields["gating"] = "per-head" if each else "per-element"
     return fields
 
 
-def _rope(data: Metadata, head_dim: int, full: Fields, usual: Fields) -> Fields:
-    """Of all layers, or of each kind of them where a configuration of this type usually has it so."""
+def _rope(data: Metadata, head_dim: int, full: Fields, typical: Fields) -> Fields:
+    """Of all layers, or of each kind of them where a configuration of this type has it so."""
     windowed = {"rope_type": "default", "rope_theta": data.real("rope.freq_base_swa", full["rope_theta"])}
     for rope, key, kind in ((full, "", "full_attention"), (windowed, "_swa", "sliding_attention")):
         turned = data.whole(f"rope.dimension_count{key}", head_dim) / head_dim
-        if turned != 1 or "partial_rotary_factor" in usual.get(kind, {}):
+        if turned != 1 or "partial_rotary_factor" in typical.get(kind, {}):
             rope["partial_rotary_factor"] = turned
     if data.says("rope.dimension_sections"):
         sections = [size for size in data.wholes("rope.dimension_sections", 4) if size]
         full |= {"mrope_section": sections, "mrope_interleaved": True}
-    return {"full_attention": full, "sliding_attention": windowed} if "full_attention" in usual else full
+    return {"full_attention": full, "sliding_attention": windowed} if "full_attention" in typical else full
 
 
 def _first(names: tuple[str, ...], known: Fields) -> str:
@@ -164,13 +153,15 @@ def _routing(data: Metadata, own: Unrecorded, known: Fields) -> Fields:
     fields: Fields = {}
     if (gating := data.whole("expert_gating_func", 0)) not in (0, own.gating):
         raise ValueError(f"its router works in way {gating}, which is not supported for this architecture")
+    if "n_group" not in known and (groups := data.whole("expert_group_count", 1)) > 1:
+        raise ValueError(f"its router chooses among {groups} groups, which is not supported for this architecture")
     scale = data.real("expert_weights_scale", 0.0) or 1.0
     if name := _first(_SCALES, known):
         fields[name] = scale
     elif scale != 1:
         raise ValueError(f"its experts' weights are scaled by {scale:g}, which is not supported for this architecture")
-    usual = own.fixed.get("norm_topk_prob", "norm_topk_prob" not in known)
-    normalized = data.flag("expert_weights_norm", default=usual)
+    unsaid = own.fixed.get("norm_topk_prob", "norm_topk_prob" not in known)
+    normalized = data.flag("expert_weights_norm", default=unsaid)
     if "norm_topk_prob" in known:
         fields["norm_topk_prob"] = normalized
     elif not normalized:
@@ -179,12 +170,31 @@ def _routing(data: Metadata, own: Unrecorded, known: Fields) -> Fields:
 
 
 def _heads_of_states(data: Metadata, fields: Fields, known: Fields) -> Fields:
-    """Sizes of Mamba's heads, where it has some."""
-    if not data.says("ssm.inner_size"):
+    """Sizes of the heads of layers that keep a state."""
+    if "linear_num_heads" in known:
+        return {"linear_num_heads": data.tensor("blk.*.ssm_f_b.weight").shape[0] // data.whole("kda.head_dim")}
+    if not (name := _first(("mamba_d_head", "mamba_head_dim"), known)):
         return {}
     inner = data.whole("ssm.inner_size")
-    name, head = _first(("mamba_d_head", "mamba_head_dim"), known), inner // data.whole("ssm.time_step_rank")
-    return {name: head} | ({"mamba_expand": inner // fields["hidden_size"]} if "mamba_expand" in known else {})
+    expand = {"mamba_expand": inner // fields["hidden_size"]} if "mamba_expand" in known else {}
+    return {name: inner // data.whole("ssm.time_step_rank"), **expand}
+
+
+def _kinds_of_layers(data: Metadata, own: Unrecorded, fields: Fields, known: Fields) -> Fields:
+    """What each layer is, as far as a configuration says it."""
+    layers, found = range(fields["num_hidden_layers"]), Fields()
+    if own.kinds:
+        found[_first(("layers_block_type", "layer_types"), known)] = [_kind(data, own, layer) for layer in layers]
+    elif "layer_types" in known and data.says("attention.sliding_window"):
+        found["layer_types"] = _windows(data, len(layers), own)
+    if "mlp_layer_types" in known:
+        dense = without_experts(data, fields)
+        found["mlp_layer_types"] = ["dense" if layer in dense else "sparse" for layer in layers]
+    if "num_attention_heads_per_layer" in known:
+        heads = data.wholes("attention.head_count", len(layers))
+        each = data.tensor("blk.0.attn_gate.weight").shape[0] == heads[0]
+        found |= {"num_attention_heads_per_layer": heads, "gating": "per-head" if each else "per-element"}
+    return found
 
 
 def _kind(data: Metadata, own: Unrecorded, layer: int) -> str:

@@ -23,6 +23,7 @@ from floe_chat.models.visible import visible
 from .. import families
 from ..helpers import make_checkpoint
 from ..models.gguf.converting import convert
+from ..models.gguf.test_unrecorded import made as unrecorded
 from . import _hostile
 
 _FILES: list[bytes] = []
@@ -42,6 +43,8 @@ def good(scratch: Path) -> None:
         ("gemma4_text", "BF16"),
     ):
         made.append(convert(families.make(name, scratch / name), scratch / f"{name}.gguf", kind))
+    for name in ("afmoe", "granitemoehybrid", "kimi_linear"):
+        made.append(convert(unrecorded(name, scratch / name), scratch / f"{name}.gguf", "BF16"))
     for file in made:
         assert _opened(file, scratch / "made") == "opened"
         _FILES.append(file.read_bytes())

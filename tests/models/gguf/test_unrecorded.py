@@ -160,6 +160,7 @@ def test_llama3s_scaling_is_found_by_what_it_does(high: float) -> None:
         ("minimax-m2.expert_gating_func", 1, "way 1"),
         ("minimax-m2.expert_weights_scale", 2.5, "scaled by 2.5"),
         ("minimax-m2.expert_weights_norm", False, "add up to one"),
+        ("minimax-m2.expert_group_count", 8, "8 groups"),
     ],
 )
 def test_what_transformers_does_not_compute_is_refused(
