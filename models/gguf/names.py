@@ -232,16 +232,13 @@ class Naming:
         count = self.family.experts(self.config)
         for layer in self.family.expert_layers(self.config):
             experts = self.family.block_of(model.model.layers[layer]).experts
-            first, (gate, up, down) = ("gate_up_proj", "up_proj")[not getattr(experts, "has_gate", True)], _EXPERTS
-            turned = getattr(experts, "is_transposed", False)
-            ways = {
-                first: [(up,)] if first == "up_proj" else [("ffn_gate_up_exps.weight",), (gate, up)],
-                "down_proj": [(down,)],
-            }
-            for part, sources in ways.items():
-                found = (self._of_all(layer, count, _turned if turned else above, *each) for each in sources)
-                if (one := next((each for each in found if each is not None), None)) is not None:
-                    yield f"{names[id(experts)]}.{part}", one
+            of = partial(self._of_all, layer, count, _turned if getattr(experts, "is_transposed", False) else above)
+            gate, up, down = _EXPERTS
+            if getattr(experts, "has_gate", True):
+                found = {"gate_up_proj": of("ffn_gate_up_exps.weight") or of(gate, up), "down_proj": of(down)}
+            else:
+                found = {"up_proj": of(up), "down_proj": of(down)}
+            yield from ((f"{names[id(experts)]}.{part}", one) for part, one in found.items() if one is not None)
 
     def _apart(self, layer: int, expert: int, part: str) -> Made | None:
         """One matrix of one expert: a slice of a tensor with all of them, half of one, or one of its own."""
