@@ -36,6 +36,7 @@ GGUF = {
     "mixtral-8x22b-instruct": "bartowski/Mixtral-8x22B-Instruct-v0.1-GGUF",
     "granite-4.0-h-tiny": "bartowski/ibm-granite_granite-4.0-h-tiny-GGUF",
     "granite-4.0-h-small": "bartowski/ibm-granite_granite-4.0-h-small-GGUF",
+    "nemotron-3-nano-30b-a3b": "unsloth/Nemotron-3-Nano-30B-A3B-GGUF",
     "trinity-mini": "arcee-ai/Trinity-Mini-GGUF",
     "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct-GGUF",
 }
