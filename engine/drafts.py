@@ -17,6 +17,7 @@ from .quality_presets import Preset
 
 _LEAST, _FAR = 3, 32  # tokens that come again, at least, and of how many it makes a difference
 _PLACES = 8  # where they came before, of which the likest is taken; the newest
+_PROMPT = 1 << 14  # tokens of a prompt that are looked at, the last ones: some milliseconds
 _LENGTHS = (4, 8, 16)  # tokens that come again: chances are counted by these classes
 _CHANCES = (0.3, 0.5, 0.7, 0.9)  # at first, that the next token comes again too
 _STEP = 1 / 8  # weight of a new observation
@@ -32,11 +33,11 @@ class Guess(NamedTuple):
 
 
 class Repeats:
-    """The tokens of a text, and what followed where its last ones came before."""
+    """The tokens of a text that begins with a prompt, and what followed where its last ones came before."""
 
-    def __init__(self, text: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int]) -> None:
         self._text, self._after = list[int](), defaultdict[tuple[int, ...], list[int]](list)
-        self.add(text)
+        self.add(prompt[-_PROMPT:])
 
     def add(self, tokens: Sequence[int]) -> None:
         """They follow."""
