@@ -205,6 +205,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) 
     )
     model.save_pretrained(out, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(out)
+    tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"), pretty=False)  # else half of it is indentation
     for file in out.iterdir():
         file.chmod(0o644)  # the library writes shards for their owner only
 
