@@ -21,6 +21,7 @@ from ..context import CONTEXT
 from ..decoder.kv_stores import GROUP
 from ..decoder.mixers.attention import SCORES
 from ..decoder.state_store import copies_of, room_for_copies
+from ..events import MOST_TOGETHER
 from ..experts.moe_layer import STREAMED_CHUNK, chunk_for
 from ..offload.cards import DENSE_LAUNCHES, FIND_LAUNCHES, SUM_LAUNCHES
 from ..offload.device_memory import RING
@@ -318,10 +319,11 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
     if takes.tables:
         uses["table rows"] = cached(takes.tables)
     if states:
-        # The library's cache takes no copies.
+        # The library's cache takes no copies, and tokens that are guessed are computed by our own pass alone.
         counted = takes.sizes.counted
-        copies = 0 if counted is not None and counted.library else copies_of(states, room_for_copies(ram))
-        uses["states"] = copies * states + (0 if context is None else 2 * states)
+        own = counted is None or not counted.library
+        copies = copies_of(states, room_for_copies(ram)) if own else 0
+        uses["states"] = copies * states + (0 if context is None else (1 + MOST_TOGETHER if own else 2) * states)
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept

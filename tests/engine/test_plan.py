@@ -421,18 +421,16 @@ def test_a_model_that_answers_at_reading_speed_is_recommended_and_groups_follow_
     assert first.chosen and first.chosen.decode.mid >= READING and first.entry.gated is False
     stands = [plan.STANDINGS.index(plan.standing(one.entry, one.chosen)) for one in found]
     assert stands == sorted(stands) and sorted(names(found)) == sorted(entry.name for entry in PUBLISHED)
-    slower = [
-        (bool(one.entry.sizes.counted and one.entry.sizes.counted.library), -one.chosen.decode.mid)
-        for one in found
-        if one.chosen and one.entry.name in names(found, "slower")
-    ]
-    assert slower == sorted(slower) and len(slower) > 1
-    rules = [
-        plan.size_rule(one.entry, one.chosen.kl)
-        for one in found
-        if one.chosen and one.entry.name in names(found, "reading")
-    ]
-    assert rules == sorted(rules, reverse=True)
+    for group in ("slower", "reading"):
+        order = [
+            (
+                bool(one.entry.sizes.counted and one.entry.sizes.counted.library),
+                -one.chosen.decode.mid if group == "slower" else -plan.size_rule(one.entry, one.chosen.kl),
+            )
+            for one in found
+            if one.chosen and one.entry.name in names(found, group)
+        ]
+        assert order == sorted(order) and len(order) > 1
 
 
 def test_what_makes_a_difference_between_equals() -> None:
