@@ -16,7 +16,7 @@ from .pace import Pace
 from .quality_presets import Preset
 
 _LEAST, _FAR = 3, 32  # tokens that come again, at least, and of how many it makes a difference
-_PLACES = 8  # where they came before, of which the likest is taken; the newest
+_PLACES = 8  # where they came before: the newest, of which the one that is alike for longest is taken
 _PROMPT = 1 << 14  # tokens of a prompt that are looked at, the last ones: some milliseconds
 _LENGTHS = (4, 8, 16)  # tokens that come again: chances are counted by these classes
 _CHANCES = (0.3, 0.5, 0.7, 0.9)  # at first, that the next token comes again too
