@@ -80,7 +80,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return open_model(folder / "pack")
 
 
-class Told(Depth):
+class Given(Depth):
     """Guesses are right up to a place each, whatever an answer has."""
 
     def __init__(self, answer: Sequence[int], seed: int) -> None:
@@ -93,7 +93,7 @@ class Told(Depth):
 
 
 def answered(
-    loaded: LoadedModel, sampling: Sampling, told: Told | None, extras: Extras | None = None, stop: Sequence[int] = ()
+    loaded: LoadedModel, sampling: Sampling, given: Given | None, extras: Extras | None = None, stop: Sequence[int] = ()
 ) -> tuple[list[int], list[object], KVCache, str]:
     kv, tokens, chances = KVCache(), list[int](), list[object]()
     loaded.telemetry.begin(1, len(PROMPT), 0.0)
@@ -105,9 +105,9 @@ def answered(
         control=loaded.control,
         telemetry=loaded.telemetry,
         extras=extras,
-        depth=told,
+        depth=given,
     )
-    if told is not None:
+    if given is not None:
         repeats = answer._repeats  # pyright: ignore[reportPrivateUsage]
         assert repeats is not None
         repeats.guess = lambda: Guess([], 3)
@@ -116,8 +116,8 @@ def answered(
             if one.token is not None:
                 tokens.append(one.token)
                 chances.append(one.chance)
-        if told is not None:
-            told.at = len(tokens)
+        if given is not None:
+            given.at = len(tokens)
     return tokens, chances, kv, answer.end
 
 
@@ -127,15 +127,15 @@ def test_tokens_are_the_same(loaded: LoadedModel) -> None:
         wanted, chances, kept, _ = answered(loaded, sampling, None, extras)
         stop = wanted[70]
         for seed in range(2):
-            told = Told(wanted, seed)
-            found, others, kv, end = answered(loaded, sampling, told, extras)
+            given = Given(wanted, seed)
+            found, others, kv, end = answered(loaded, sampling, given, extras)
             assert found == wanted and others == chances and end == "length"
             stats = loaded.telemetry.answer
             assert stats.drafted > stats.accepted > 20
             assert kv.tokens == kept.tokens
             for ours, theirs in zip(stored(kv), stored(kept), strict=True):
                 assert torch.equal(ours, theirs)
-            found, _, _, end = answered(loaded, sampling, Told(wanted, seed), extras, [stop])
+            found, _, _, end = answered(loaded, sampling, Given(wanted, seed), extras, [stop])
             assert found == wanted[: wanted.index(stop)] and end == "stop"
 
 

@@ -1,7 +1,7 @@
 """Packs by a hostile author: weights, headers, manifest, configuration, tokenizer, template. All checksums are right.
 
 Each is opened by the chat's own client and asked a short question, at temperature 0 and sampled; some are verified and
-planned for. Four small packs are made once, one with tables; an attempt links their files and writes those that it
+planned for. Four small packs are made once, one with tables; an attempt links their files and writes what it
 changes. Some tables become shorter while their pack is open.
 """
 

@@ -121,7 +121,7 @@ UNLISTED = {"qwen3-next-80b-a3b"}  # how long its layers take in transformers' m
 
 
 def _stated(part: Sizes | Counted) -> dict[str, Any]:
-    """Its fields, but those that have their default."""
+    """Its fields that are not at their default."""
     return {one.name: value for one in fields(part) if (value := getattr(part, one.name)) != one.default}
 
 
