@@ -40,7 +40,7 @@ TERMS = (
     ("prefill", "tokens of your question and the chat before it, read per second"),
     ("first token", "the time from Enter to the first piece of the answer"),
     ("prompt reused", "the part of the prompt whose keys and values were kept, and cost next to no time"),
-    ("drafts accepted", "how many of the tokens that were guessed from what the text repeats the model did write"),
+    ("drafts accepted", "of the tokens guessed from what the text repeats, how many the model wrote"),
     ("expert", "one of several small networks in each layer; the model picks a few for every token"),
     ("neuron", "one unit of an expert; inactive ones are skipped, which is what makes this fast"),
     ("active share", "the share of the picked experts' neurons that were computed"),
