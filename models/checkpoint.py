@@ -237,7 +237,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the shard that should hold it is missing or damaged. FloeError: it cannot be had.
         """
-        file, place = self.places[name]
+        file, place = self._found(name)
         shape, nbytes = place.shape, place.end - place.start
         if index is not None:
             nbytes, shape = nbytes // shape[0], shape[1:]
@@ -274,7 +274,14 @@ class Checkpoint:
 
     def files(self, name: str) -> list[str]:
         """The shards that hold a tensor, by its published name: several where its scales are not with its codes."""
-        return self.shelf.files(name, self.places[name][0])
+        return self.shelf.files(name, self._found(name)[0])
+
+    def place(self, name: str) -> TensorPlace:
+        """Where in its shard a tensor lies, one that the language model does not use too."""
+        return self._found(name)[1]
+
+    def _found(self, name: str) -> tuple[str, TensorPlace]:
+        return self.places.get(name) or self.unused[name]
 
     def fingerprint(self) -> str:
         """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of

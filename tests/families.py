@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +265,78 @@ def _unsettle(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(".layer_scalar"):
             buffer.fill_(0.9)
+
+
+# Of a head: the beginning of its layer's names, and the names of what joins its inputs, both norms and the last one.
+HEADS = {
+    "qwen3_next": ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+}
+HEADS["qwen3_5_moe"] = HEADS["qwen3_5_moe_text"] = HEADS["qwen3_next"]
+_ALONE: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+@dataclass(frozen=True)
+class Head:
+    """transformers' model of one layer, which is a head's, with random weights, and what comes before it."""
+
+    model: Any
+    joined: Tensor
+    norms: tuple[Tensor, Tensor]
+
+    def logits(self, of: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+        """By the definition, of each token but the first and what the model's last norm gave before it: (T - 1, V)."""
+        first = of.model.norm
+        both = of.model.embed_tokens(ids[None, 1:]), hidden[None, :-1]
+        normed = list[Tensor]()
+        for x, weight in zip(both, self.norms, strict=True):
+            norm = copy.deepcopy(first)
+            norm.weight.data = weight.float()
+            normed.append(norm(x))
+        x = torch.cat(normed, -1) @ self.joined.float().T
+        return of.lm_head(self.model.model(inputs_embeds=x, use_cache=False).last_hidden_state)[0]
+
+
+def add_head(source: Path, seed: int = 1, **changes: Any) -> Head:
+    """A random head in a checkpoint's last shard, by its published names; returned as its layer in transformers."""
+    import_model_code()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(source)
+    kind = config.model_type
+    config = getattr(config, "text_config", config)
+    for name, value in {**_ALONE, **changes}.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    _unsettle(model)
+    model = model.to(torch.bfloat16)
+    layer, joined, *norms = HEADS[kind]
+    hidden = config.hidden_size
+    own = [torch.randn(hidden, 2 * hidden) * 0.1, *(torch.randn(hidden) * 0.1 + 0.5 for _ in norms[:2])]
+    own = [tensor.bfloat16() for tensor in own]
+    tensors = dict(zip((f"{name}.weight" for name in (joined, *norms[:2])), own, strict=True))
+    for name, tensor in model.state_dict().items():
+        part = name.partition("layers.0.")[2]
+        if part.endswith("experts.gate_up_proj") and not kind.startswith("qwen3_5"):
+            for expert, both in enumerate(tensor):
+                each = zip(("gate_proj", "up_proj"), both.chunk(2), strict=True)
+                base = f"{layer}{part.removesuffix('gate_up_proj')}{expert}."
+                tensors |= {f"{base}{side}.weight": values.contiguous() for side, values in each}
+        elif part.endswith("experts.down_proj") and not kind.startswith("qwen3_5"):
+            base = f"{layer}{part.removesuffix('down_proj')}"
+            tensors |= {f"{base}{expert}.down_proj.weight": down.contiguous() for expert, down in enumerate(tensor)}
+        elif part:
+            tensors[f"{layer}{part}"] = tensor
+        elif name == "model.norm.weight" and norms[2]:
+            tensors[f"{norms[2]}.weight"] = tensor
+    file = "head.safetensors"
+    save_file(tensors, source / file, {"format": "pt"})
+
+    def listed(index: dict[str, Any]) -> None:
+        index["weight_map"] |= dict.fromkeys(tensors, file)
+
+    edit_json(source / "model.safetensors.index.json", listed)
+    return Head(model.float().eval(), own[0], (own[1], own[2]))
 
 
 def refused(source: Path, change: Callable[[dict[str, Tensor]], object]) -> CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -131,6 +132,39 @@ class Between:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHead:
+    """A layer behind a model's last one that guesses a further token (multi-token prediction, DeepSeek-V3 section 2.2).
+
+    It reads joined · [embedding_norm(the next token's embedding), hidden_norm(what the model's last norm gives)]; its
+    norm and the model's head follow. Names are published ones, in which {layer} is how many layers the model has. Of
+    several such layers, these are the first one's.
+
+    Attributes:
+        layer: the beginning of its decoder layer's names. joined: of the matrix (H, 2 H).
+        norm: of the last norm; the model's own where it has none.
+        stored: how its experts may be stored; empty where it has none.
+        alone: what differs in the configuration of a model whose only layer it is.
+        count: configuration -> how many heads it states.
+    """
+
+    layer: str
+    joined: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    stored: tuple[Storage, ...] = (Apart(),)
+    alone: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    count: Callable[[Any], int] = lambda config: config.num_nextn_predict_layers or 0
+
+    def config(self, config: Any) -> Any:
+        """transformers' configuration of a model whose only layer it is."""
+        own = copy.deepcopy(config)
+        for name, value in {"num_hidden_layers": 1, **self.alone}.items():
+            setattr(own, name, value)
+        return own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family. Names are those of its published checkpoints and of transformers' configuration.
 
@@ -161,7 +195,7 @@ class Family:
         parts: configuration -> that of most layers, and what those are that attend otherwise.
         states: whether some layers keep a state instead of keys and values.
         wide: whether what its layers pass on may exceed float16's range.
-        attention: of the layers that attend.
+        attention: of the layers that attend. head: that guesses further tokens, where published models have one.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
@@ -203,6 +237,7 @@ class Family:
     sandwich: Between | None = None
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent = GroupedQuery()
+    head: DraftHead | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     refused: Callable[[Mapping[str, Any]], str] = lambda _fields: ""
     register: Callable[[], None] = lambda: None

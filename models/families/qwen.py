@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Recurrent, Sizes
-from .family import LINEARS, Family, GroupedQuery, Routing, SharedExpert
+from .family import LINEARS, DraftHead, Family, GroupedQuery, Routing, SharedExpert
 from .storage import Apart, Stacked
 
 
@@ -137,6 +137,20 @@ _RECURRENT_FIELDS = {
     "linear_num_value_heads": 32,
 }
 
+_HEAD_EXPERTS = "mtp.layers.0.mlp.experts."
+_HEAD = DraftHead(
+    layer="mtp.layers.0.",
+    joined="mtp.fc.weight",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    norm="mtp.norm.weight",
+    stored=(
+        Stacked(f"{_HEAD_EXPERTS}{{part}}", "gate_up_proj", "down_proj"),
+        Apart(f"{_HEAD_EXPERTS}{{expert}}.{{part}}.weight"),
+    ),
+    alone={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
+    count=lambda config: config.mtp_num_hidden_layers or 0,
+)
 _GATED = GroupedQuery(normalized=lambda _config: True, per_head=True, gated=True)
 
 # Not listed: too large for the machines that the list is for.
@@ -153,6 +167,7 @@ QWEN3_NEXT = Family(
     centred=True,
     states=True,
     attention=_GATED,
+    head=replace(_HEAD, count=lambda _config: 1),  # which no field says
     defaults={
         **_SHARED_FIELDS,
         **_RECURRENT_FIELDS,
@@ -209,6 +224,7 @@ QWEN3_5_MOE = Family(
     centred=True,
     states=True,
     attention=_GATED,
+    head=_HEAD,
     defaults={
         **_RECURRENT_FIELDS,
         "vocab_size": 248320,

@@ -34,6 +34,7 @@ FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 AHEAD = "predictors.safetensors"  # what it has learned of a person's text, which predicts instead of the profile's
+DRAFT = "draft.safetensors"  # the head that guesses further tokens (draft_head.py)
 DOWN_BIAS = "down.bias"  # of a layer's experts
 _NAMED = 6  # layers, at the most
 LARGEST = 16 << 20  # bytes of a manifest

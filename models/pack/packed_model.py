@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
@@ -16,47 +15,11 @@ from torch import Tensor
 from ...kernels.rule import NEVER
 from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
-from ..errors import PackError, UsageError, damaged
-from . import learned_predictor, tensor_file
-from .manifest import AHEAD, DOWN_BIAS, FILE_NAME, Manifest, file_entry, layer_file, signal_names
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """The experts of one layer.
-
-    Attributes:
-        signal, rows: of its E experts.
-        thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1, times the router's relative weight where
-            the manifest says so; all NEVER (kernels/rule.py) of an expert that is always computed whole.
-        products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
-        plain: like thresholds, of |signal| alone and each expert by itself (FloE eq. 6); None in packs of before.
-        whole: whether no neuron may be skipped (`Manifest.whole`).
-    """
-
-    signal: SignalWeights
-    rows: ExpertRows
-    thresholds: Tensor
-    products: Tensor
-    down_bias: Tensor | None = None
-    plain: Tensor | None = None
-    whole: bool = False
-
-    def halved(self) -> PackedLayer:
-        """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1
-        (DualSparse-MoE).
-
-        Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
-        """
-        experts, neurons = self.signal.q.shape[:2]
-
-        def half(part: Tensor) -> Tensor:
-            return part.view(2 * experts, neurons // 2, *part.shape[2:])
-
-        thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
-        rows = ExpertRows(self.rows.layout, half(self.rows.data))
-        plain = None if self.plain is None else self.plain.repeat_interleave(2, 0)
-        return PackedLayer(self.signal.mapped(half), rows, thresholds, products, plain=plain, whole=self.whole)
+from ..errors import FloeError, PackError, UsageError, damaged
+from . import draft_head, learned_predictor, tensor_file
+from .draft_head import PackedHead
+from .manifest import AHEAD, DOWN_BIAS, DRAFT, FILE_NAME, Manifest, file_entry, layer_file, signal_names
+from .packed_layer import PackedLayer as PackedLayer
 
 
 class PackedModel:
@@ -66,6 +29,7 @@ class PackedModel:
         self.folder = folder
         self.manifest = manifest
         self._ahead: dict[str, Tensor] | None = None
+        self._draft: PackedHead | str | None = None
 
     @classmethod
     def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
@@ -92,7 +56,7 @@ class PackedModel:
                 raise damaged(folder, f"{name} is missing.")
             if (size := path.stat().st_size) != entry.size:
                 raise damaged(folder, f"{name} has {size:,} bytes instead of {entry.size:,}.")
-        stamp = _Stamp(folder, manifest)
+        stamp = _Stamp(folder, [*manifest.files])
         if recheck or not stamp.valid():
             for name, entry in manifest.files.items():
                 try:
@@ -122,6 +86,30 @@ class PackedModel:
         rows = ExpertRows(m.row_layout(signal), tensors["rows"])
         bias = tensors.get(DOWN_BIAS)
         return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], bias, plain, layer in m.whole)
+
+    def head(self) -> PackedHead | None:
+        """The head that guesses further tokens, or None: the pack has none, or `headless` says why not."""
+        if self._draft is None:
+            self._draft = self._opened_head() if DRAFT in self.manifest.beside else ""
+        return None if isinstance(self._draft, str) else self._draft
+
+    @property
+    def headless(self) -> str:
+        """Why `head` gives none though the pack has one, in a sentence; else ""."""
+        return "" if self.head() is not None or not isinstance(self._draft, str) else self._draft
+
+    def _opened_head(self) -> PackedHead | str:
+        path, stamp = self.folder / DRAFT, _Stamp(self.folder, [DRAFT], DRAFT)
+        try:
+            if not stamp.valid():
+                if file_entry(path) != self.manifest.beside[DRAFT]:
+                    return f"{DRAFT} is damaged: its size or sha256 differs from the manifest's."
+                stamp.write()
+            return draft_head.load(self.folder, self.manifest)
+        except FloeError as error:
+            return error.cause or f"{error.title}."
+        except OSError as error:
+            return f"{DRAFT} cannot be read: {error.strerror or error}."
 
     def rows_place(self, layer: int) -> tuple[Path, int]:
         """The file with a layer's rows, and where in it they begin."""
@@ -222,9 +210,9 @@ class _Stamp:
     each start.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._files = [folder / FILE_NAME, *(folder / name for name in manifest.files)]
-        key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+    def __init__(self, folder: Path, names: list[str], called: str = "") -> None:
+        self._files = [folder / FILE_NAME, *(folder / name for name in names)]
+        key = hashlib.sha256(f"{folder.resolve()}{called}".encode()).hexdigest()[:32]
         self._path = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "verified" / f"{key}.json"
 
     def _seen(self) -> list[list[object]]:

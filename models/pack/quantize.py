@@ -39,7 +39,7 @@ Quantizer = Callable[[Tensor, int, int], Codes]
 """Codes of a matrix (N, n) of `bits`, in groups of so many consecutive values."""
 
 
-def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = None) -> Codes:
+def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None = None, *, short: bool = False) -> Codes:
     """Codes of a matrix (N, n), each row in groups of consecutive values that share a grid.
 
     By least squares, compiled; on a GPU by `by_hqq`, which errs a little more. Eight bits keep what they can keep
@@ -47,16 +47,18 @@ def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None =
 
     Args:
         matrix: (N, n) floating point, n divisible by `group`. bits: 2, 3, 4 or 8. values: type of `Codes.values`.
+        short: whether scales are to be bytes (`VectorLayout.short`), on the CPU and of fewer bits than MOST_BITS.
 
     Raises:
-        ValueError: the matrix holds a value that is not finite, or too large for float16 scales.
+        ValueError: the matrix holds a value that is not finite, or too large for its scales.
     """
     if matrix.is_cuda:
         codes, scale, zero, _ = by_hqq(matrix, bits, group)
     else:
         finite(matrix)
         even = torch.full((group,), 1 / group)
-        made = round_matrix(matrix.reshape(-1, group), Flow(torch.eye(group)), bits, group, weight=even)
+        flow, short = Flow(torch.eye(group)), short and bits < MOST_BITS
+        made = round_matrix(matrix.reshape(-1, group), flow, bits, group, weight=even, short=short)
         codes, scale, zero = (part.view(len(matrix), -1) for part in made[:3])
         scale, zero = scale.half(), zero.half()
     if bits == MOST_BITS:

@@ -50,9 +50,7 @@ class DensePart:
                     f"It is {place.dtype}; floating point is needed.",
                     "Use the model's original, unquantized checkpoint.",
                 )
-            exact = not (source.wide or source.shelf.rounding) or place.dtype in WHOLE
-            kept = exact or name.endswith(source.family.precise or "\0")
-            self.plan[name] = (DTYPES | WHOLE)[place.dtype] if kept else source.float16, place.shape
+            self.plan[name] = kept_type(source, name), place.shape
         self._codes: dict[str, list[str]] = {}  # published name -> layers that are stored as codes of it
         for layer, name in low.items():
             rows, columns = source.places[name][1].shape
@@ -100,13 +98,7 @@ class DensePart:
         Raises:
             CheckpointError: it cannot be read, or holds values that are not finite.
         """
-        tensor = self._source.tensor(name)
-        try:
-            finite(tensor)
-        except ValueError as error:
-            title = f"{name} of the checkpoint holds values that are not finite"
-            raise CheckpointError(title, "", "Download the checkpoint again.") from error
-        return tensor
+        return read_finite(self._source, name)
 
     def rounded(self, stage: int) -> dict[str, str]:
         """What a stage rounds for its inputs: names of linear layers in the model -> their published names."""
@@ -187,6 +179,29 @@ class DensePart:
         for name, own in whole.state_dict(keep_vars=True).items():
             if ".experts." not in name and shapes.get(name) != tuple(own.shape):
                 raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
+
+
+def kept_type(source: Checkpoint, name: str) -> torch.dtype:
+    """The type of a published tensor that a pack stores as numbers: its own, if it is not wider than 16 bits."""
+    place = source.place(name)
+    exact = not (source.wide or source.shelf.rounding) or place.dtype in WHOLE
+    kept = exact or name.endswith(source.family.precise or "\0")
+    return (DTYPES | WHOLE)[place.dtype] if kept else source.float16
+
+
+def read_finite(source: Checkpoint, name: str) -> Tensor:
+    """A published tensor.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds values that are not finite.
+    """
+    tensor = source.tensor(name)
+    try:
+        finite(tensor)
+    except ValueError as error:
+        title = f"{name} of the checkpoint holds values that are not finite"
+        raise CheckpointError(title, "", "Download the checkpoint again.") from error
+    return tensor
 
 
 def _codes_of(file: Tensors, layer: str) -> dict[str, Tensor]:

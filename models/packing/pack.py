@@ -39,6 +39,7 @@ from ..pack.manifest import (
 from ..pack.widths import CALIBRATED
 from . import calibration
 from .dense_part import DensePart
+from .draft_part import draft_part
 from .journal import Settings, text_digest
 from .pack_run import Packing, PackReport
 from .workplace import claimed
@@ -55,7 +56,8 @@ class PackSpec:
     are what lost least for the bytes that a token reads (BENCHMARKS.md). `device` computes the experts'
     codes; those of a GPU differ in a few places from the CPU's. `signal` is the projection by which neurons are
     skipped; with "auto" each layer's is the one that loses less. `up` is the signal's width, `gate` the other one's.
-    `rounding` and `short`: see `Widths`; hqq's scales are float16, as it made them.
+    `rounding` and `short`: see `Widths`; hqq's scales are float16, as it made them. `draft`: whether to pack the head
+    that guesses further tokens, where the source has one.
     """
 
     up: int = 3
@@ -67,6 +69,7 @@ class PackSpec:
     signal: Literal["auto", "up", "gate"] = "auto"
     short: bool = True
     rounding: Literal["calibrated", "hqq"] = CALIBRATED
+    draft: bool = True
 
     def __post_init__(self) -> None:
         for part, bits, valid in (
@@ -119,13 +122,15 @@ def pack(
     dense = DensePart(source, spec.dense)
     small = [path for file in COPIED if (path := source.shelf.small(file)) is not None]
     settings = settings_of(source, spec, tokens)
-    needed = expected_bytes(manifest, dense.nbytes) + working_bytes(manifest)
+    report = progress or _silent
+    draft = draft_part(source, manifest, lambda why: report(why, 0.0, None)) if spec.draft else None
+    needed = expected_bytes(manifest, dense.nbytes + (draft.nbytes if draft else 0)) + working_bytes(manifest)
     try:
         with claimed(folder, source.folder, settings, needed, fresh=fresh) as journal:
             if (folder / FILE_NAME).exists():  # only tidying up was interrupted
                 return Manifest.read(folder)
             with _threads(int(journal.settings["threads"] or 1)):
-                packing = Packing(source, manifest, folder, journal, dense, spec.device, progress or _silent)
+                packing = Packing(source, manifest, folder, journal, dense, spec.device, report, draft=draft)
                 manifest = packing.run(tokens, small)
     except OSError as error:
         raise FloeError(
@@ -162,14 +167,16 @@ def _check_device(device: str) -> None:
 
 
 def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:
-    """The settings that must be the same to continue an interrupted pack."""
-    return {
+    """The settings that must be the same to continue an interrupted pack; the drafting head may come or go."""
+    settings: Settings = {
         "version": f"{VERSION}.{_JOURNAL_VERSION}",
         "weights": source.fingerprint(),
         "text": text_digest(tokens),
         **asdict(spec),
         "threads": torch.get_num_threads(),
     }
+    del settings["draft"]
+    return settings
 
 
 def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Manifest:

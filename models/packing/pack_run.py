@@ -18,13 +18,14 @@ from torch import Tensor
 from ..checkpoint import Checkpoint, loses
 from ..families.derived import Derived
 from ..pack import learned_predictor
-from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
+from ..pack.manifest import COPIED, DRAFT, Manifest, file_entry, layer_file
 from ..pack.quantize import by_hqq, quantize
 from ..pack.table import Table, mapped
 from ..pack.tensor_file import TensorFile, write_tensors
 from ..pack.widths import CALIBRATED
 from .dense_part import FILE as DENSE_FILE
 from .dense_part import DensePart
+from .draft_part import DraftPart
 from .journal import Journal, lost
 from .layer_pass import Called, LayerPass, WholePass
 from .pack_experts import PackingExperts, measures_name, measures_plan
@@ -42,7 +43,8 @@ class Packing:
     """One run of packing: from the start, or from where the journal ends.
 
     Args:
-        device: that quantizes. until: layers to be packed; those after it are finished.
+        device: that quantizes. until: layers to be packed; those after it are finished. draft: the drafting head, if it
+            is to be packed.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class Packing:
         device: str,
         progress: PackReport,
         until: int | None = None,
+        draft: DraftPart | None = None,
     ) -> None:
         self._source, self._manifest, self._folder, self._journal = source, manifest, folder, journal
-        self._dense, self._device = dense, device
+        self._dense, self._device, self._draft = dense, device, draft
         self._layers, self._experts = manifest.architecture.layers, manifest.architecture.experts
         # The decoder's layers, among which some may have no experts.
         self._decoders = source.config.num_hidden_layers
@@ -91,6 +94,9 @@ class Packing:
             hashes.append(self._hash(hashing, DENSE_FILE))
             if PROFILE not in self._journal.files:
                 self._write_profile()
+            if self._draft is not None:
+                self._write_draft(self._draft)
+                hashes.append(self._hash(hashing, DRAFT))
             for path in small:
                 shutil.copyfile(path, self._folder / path.name)
             self._clock.say("Checking what was written", 0.99)
@@ -150,6 +156,8 @@ class Packing:
         for file in files:
             if (self._folder / file).is_file():
                 self._manifest.files[file] = self._journal.files.get(file) or file_entry(self._folder / file)
+        if self._draft is not None:
+            self._manifest.beside[DRAFT] = self._journal.files[DRAFT]
         self._manifest.write(self._folder)
         self._clock.say("Done", 1.0)
 
@@ -163,6 +171,8 @@ class Packing:
                 layer, names = self._packed(stage - 1), self._source.expert_names
                 left = [e for e in range(self._experts) if (layer, e) not in self._journal.experts]
                 steps |= {(layer, expert): names(stage - 1, expert) for expert in left}
+        if self._draft is not None and DRAFT not in self._journal.files:
+            steps |= self._draft.steps()
         return steps
 
     def _packed(self, decoder: int) -> int:
@@ -288,6 +298,18 @@ class Packing:
         names = ("popularity", "router_score")
         stacked = {name: torch.stack([layer[name] for layer in measures if layer]) for name in names}
         write_tensors(self._folder / PROFILE, stacked | self._training.tensors())
+
+    def _write_draft(self, draft: DraftPart) -> None:
+        """From its start, if it was interrupted: it takes about as long as a layer."""
+        if DRAFT in self._journal.files:
+            return
+
+        def read(step: Hashable, share: float) -> None:
+            self._order.finished(step)
+            self._clock.say(f"Packing the drafting head, {share:.0%}", _LAST)
+
+        self._clock.say("Packing the drafting head", _LAST)
+        draft.write(self._folder / DRAFT, read)
 
     def _told(self, layer: int) -> None:
         self._clock.say(f"Training the predictor after layer {layer + 1} of {self._layers}")
