@@ -271,8 +271,20 @@ def _unsettle(model: nn.Module) -> None:
 HEADS = {
     "qwen3_next": ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
 }
+_BEHIND = "model.layers.3."
+_V3 = (_BEHIND, f"{_BEHIND}eh_proj", f"{_BEHIND}enorm", f"{_BEHIND}hnorm", f"{_BEHIND}shared_head.norm")
+HEADS |= {kind: _V3 for kind in ("glm4_moe", "glm4_moe normalized", "glm4_moe_lite", "deepseek_v3")}
+_MTP = "model.mtp_"
+HEADS["ernie4_5_moe"] = (f"{_MTP}block.0.", f"{_MTP}linear_proj.0", f"{_MTP}emb_norm.0", f"{_MTP}hidden_norm.0", "")
 HEADS["qwen3_5_moe"] = HEADS["qwen3_5_moe_text"] = HEADS["qwen3_next"]
-_ALONE: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+_ALONE: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["full_attention"]},
+    "glm4_moe": {"first_k_dense_replace": 0},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"]},
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "ernie4_5_moe": {"moe_layer_start_index": 1},
+}
+_ALONE["qwen3_5_moe"] = _ALONE["qwen3_5_moe_text"] = _ALONE["qwen3_next"]
 
 
 @dataclass(frozen=True)
@@ -282,6 +294,7 @@ class Head:
     model: Any
     joined: Tensor
     norms: tuple[Tensor, Tensor]
+    shares_norm: bool
 
     def logits(self, of: Any, ids: Tensor, hidden: Tensor) -> Tensor:
         """By the definition, of each token but the first and what the model's last norm gave before it: (T - 1, V)."""
@@ -293,29 +306,42 @@ class Head:
             norm.weight.data = weight.float()
             normed.append(norm(x))
         x = torch.cat(normed, -1) @ self.joined.float().T
+        if self.shares_norm:
+            self.model.model.norm = of.model.norm
         return of.lm_head(self.model.model(inputs_embeds=x, use_cache=False).last_hidden_state)[0]
 
 
-def add_head(source: Path, seed: int = 1, **changes: Any) -> Head:
+def _state_heads(source: Path, kind: str) -> None:
+    def stated(fields: dict[str, Any]) -> None:
+        name = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
+        fields.get("text_config", fields)[name] = 1
+
+    edit_json(source / "config.json", stated)
+
+
+def add_head(source: Path, seed: int = 1) -> Head:
     """A random head in a checkpoint's last shard, by its published names; returned as its layer in transformers."""
     import_model_code()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(source)
     kind = config.model_type
+    _state_heads(source, kind)
     config = getattr(config, "text_config", config)
-    for name, value in {**_ALONE, **changes}.items():
+    for name, value in {"num_hidden_layers": 1, **_ALONE[kind]}.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     _unsettle(model)
-    model = model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
     layer, joined, *norms = HEADS[kind]
     hidden = config.hidden_size
     own = [torch.randn(hidden, 2 * hidden) * 0.1, *(torch.randn(hidden) * 0.1 + 0.5 for _ in norms[:2])]
     own = [tensor.bfloat16() for tensor in own]
     tensors = dict(zip((f"{name}.weight" for name in (joined, *norms[:2])), own, strict=True))
     for name, tensor in model.state_dict().items():
+        tensor = tensor if name.endswith("correction_bias") else tensor.bfloat16()
         part = name.partition("layers.0.")[2]
         if part.endswith("experts.gate_up_proj") and not kind.startswith("qwen3_5"):
             for expert, both in enumerate(tensor):
@@ -329,6 +355,8 @@ def add_head(source: Path, seed: int = 1, **changes: Any) -> Head:
             tensors[f"{layer}{part}"] = tensor
         elif name == "model.norm.weight" and norms[2]:
             tensors[f"{norms[2]}.weight"] = tensor
+    if joined.startswith(_BEHIND):  # copies of the model's own, as some are published with
+        tensors |= {f"{layer}{part}.weight": torch.zeros(2, hidden) for part in ("embed_tokens", "shared_head.head")}
     file = "head.safetensors"
     save_file(tensors, source / file, {"format": "pt"})
 
@@ -336,7 +364,7 @@ def add_head(source: Path, seed: int = 1, **changes: Any) -> Head:
         index["weight_map"] |= dict.fromkeys(tensors, file)
 
     edit_json(source / "model.safetensors.index.json", listed)
-    return Head(model.float().eval(), own[0], (own[1], own[2]))
+    return Head(model.eval(), own[0], (own[1], own[2]), not norms[2])
 
 
 def refused(source: Path, change: Callable[[dict[str, Tensor]], object]) -> CheckpointError:

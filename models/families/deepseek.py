@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Latent, Sizes
-from .family import LATENT, Family, GroupedQuery, Routing, SharedExpert, ThroughLatent
+from .family import LATENT, DraftHead, Family, GroupedQuery, Routing, SharedExpert, ThroughLatent
 
 _16B = Sizes(
     model_type="deepseek",
@@ -87,6 +87,19 @@ def further_layers(config: Any) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(last, last + more))
 
 
+def head_behind(**alone: Any) -> DraftHead:
+    """The first of these, as DeepSeek-V3 has it; alone: see `DraftHead`."""
+    layer = "model.layers.{layer}."
+    return DraftHead(
+        layer=layer,
+        joined=f"{layer}eh_proj.weight",
+        embedding_norm=f"{layer}enorm.weight",
+        hidden_norm=f"{layer}hnorm.weight",
+        norm=f"{layer}shared_head.norm.weight",
+        alone=alone,
+    )
+
+
 def _flash_dense(config: Any) -> list[int]:
     kinds = config.mlp_layer_types or ["dense"]
     return [layer for layer, kind in enumerate(kinds) if kind != "sparse"]
@@ -164,6 +177,7 @@ DEEPSEEK_V3 = Family(
     unused=further_layers,
     routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
     attention=ThroughLatent(interleaved=lambda config: bool(config.rope_interleave)),
+    head=head_behind(first_k_dense_replace=0),
     defaults={
         "first_k_dense_replace": 3,
         "n_shared_experts": 1,
@@ -186,6 +200,7 @@ GLM4_MOE_LITE = Family(
     unused=further_layers,
     routing=Routing(kind="sigmoid", precise=True, correction="gate.e_score_correction_bias"),
     attention=ThroughLatent(interleaved=lambda config: bool(config.rope_interleave)),
+    head=head_behind(mlp_layer_types=["sparse"]),
     defaults={
         "mlp_layer_types": None,
         "n_shared_experts": 1,

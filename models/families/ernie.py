@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .family import Family, GroupedQuery, Routing, SharedExpert
+from .family import DraftHead, Family, GroupedQuery, Routing, SharedExpert
 
 _21B_A3B = Sizes(
     model_type="ernie4_5_moe",
@@ -51,6 +51,15 @@ ERNIE4_5_MOE = Family(
     unused=_guessing,
     routing=Routing(normalized=True, precise=True, correction="gate.moe_statics.e_score_correction_bias"),
     attention=GroupedQuery(interleaved=True, biased=lambda config: (bool(config.use_bias), bool(config.use_bias))),
+    head=DraftHead(
+        layer="model.mtp_block.0.",
+        joined="model.mtp_linear_proj.0.weight",
+        embedding_norm="model.mtp_emb_norm.0.weight",
+        hidden_norm="model.mtp_hidden_norm.0.weight",
+        norm="model.norm.weight",
+        stored=(),
+        alone={"moe_layer_start_index": 1},
+    ),
     defaults={
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,

@@ -154,7 +154,7 @@ class DraftHead:
     norm: str
     stored: tuple[Storage, ...] = (Apart(),)
     alone: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    count: Callable[[Any], int] = lambda config: config.num_nextn_predict_layers or 0
+    count: Callable[[Any], int] = lambda config: getattr(config, "num_nextn_predict_layers", None) or 0
 
     def config(self, config: Any) -> Any:
         """transformers' configuration of a model whose only layer it is."""

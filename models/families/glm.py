@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..catalog_entry import CatalogEntry, Sizes
-from .deepseek import further_layers
+from .deepseek import further_layers, head_behind
 from .family import Family, GroupedQuery, Routing, SharedExpert
 
 _AIR = Sizes(
@@ -48,6 +48,7 @@ GLM4_MOE = Family(
         per_head=True,
         biased=lambda config: (bool(config.attention_bias), False),
     ),
+    head=head_behind(first_k_dense_replace=0),
     defaults={
         "vocab_size": 151552,
         "hidden_size": 4096,

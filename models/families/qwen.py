@@ -149,7 +149,7 @@ _HEAD = DraftHead(
         Apart(f"{_HEAD_EXPERTS}{{expert}}.{{part}}.weight"),
     ),
     alone={"layer_types": ["full_attention"], "mlp_only_layers": [], "decoder_sparse_step": 1},
-    count=lambda config: config.mtp_num_hidden_layers or 0,
+    count=lambda config: getattr(config, "mtp_num_hidden_layers", None) or 0,
 )
 _GATED = GroupedQuery(normalized=lambda _config: True, per_head=True, gated=True)
 

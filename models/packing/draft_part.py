@@ -26,7 +26,6 @@ from ..pack.widths import CALIBRATED
 from .dense_part import kept_type, read_finite
 from .signal_choice import unpackable
 
-
 WITHOUT = "Packing without the drafting head"  # how a reported step begins that says why
 
 
@@ -158,7 +157,7 @@ class DraftPart:
         found: dict[str, tuple[str, tuple[int, ...]]]
         found = {name: (self._called(published), shape) for name, (published, shape) in own.items()}
         begin = self._called(head.layer)
-        published = {
+        published: dict[str, str] = {
             source.family.module_name(LAYER + name.removeprefix(begin)): name
             for name in source.unused
             if name.startswith(begin)
@@ -169,7 +168,8 @@ class DraftPart:
             raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
         for name, tensor in modules.items():
             if name.startswith(LAYER) and ".experts." not in name:
-                found[name] = published.get(name, begin + name.removeprefix(LAYER)), tuple(tensor.shape)
+                called = published.get(name) or begin + name.removeprefix(LAYER)
+                found[name] = called, tuple(tensor.shape)
         return found
 
     def _stored(self) -> Storage:
