@@ -1,4 +1,5 @@
-"""Further tokens of an answer, guessed from what its text repeats, and how many of them it pays to compute at once.
+"""Further tokens of an answer, guessed from what its text repeats or by the model's own drafting head, and how many of
+them it pays to compute at once.
 
 The model computes guesses in the pass of the token before them. They count up to the first that is not what it draws
 there, by the same random numbers: tokens stay the same, and a pass of several costs less than as many passes. What a
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from .events import MOST_TOGETHER
@@ -20,16 +23,21 @@ _PLACES = 8  # where they came before: the newest, of which the one that is alik
 _PROMPT = 1 << 14  # tokens of a prompt that are looked at, the last ones: some milliseconds
 _LENGTHS = (4, 8, 16)  # tokens that come again: chances are counted by these classes
 _CHANCES = (0.3, 0.5, 0.7, 0.9)  # at first, that the next token comes again too
+_LIKELY = (0.3, 0.5, 0.7, 0.85, 0.95)  # that a head gives its guess: chances are counted by these classes, too
+_HEADS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97)  # at first, that such a guess is right
 _STEP = 1 / 8  # weight of a new observation
 _UNTRIED = 0.3  # of a token's time, for another one in the same pass, before it was measured
+_GUESSING = 0.1  # likewise, for a head's guess
+_RIGHT = 0.75  # at first, of a head's guesses
 _WORTH = 1.1  # times as many tokens a second, as measured, which is never exact
+_PAUSE, _TRIALS = 256, 4  # tokens after which a head that does not pay is tried again, so many times
 
 
 class Guess(NamedTuple):
-    """What may follow, by a text's last `matched` tokens, which came before."""
+    """What may follow. kinds: of each token, the class of guesses by which its chance is known."""
 
     tokens: list[int]
-    matched: int
+    kinds: list[int]
 
 
 class Repeats:
@@ -59,7 +67,7 @@ class Repeats:
         tokens = list[int]()
         for at in range(place, place + MOST_TOGETHER - 1):  # what repeats itself goes on doing so
             tokens.append(text[at] if at < len(text) else tokens[at - len(text)])
-        return Guess(tokens, matched)
+        return Guess(tokens, [sum(matched >= length for length in _LENGTHS)] * len(tokens))
 
     def _matched(self, place: int) -> int:
         text, length = self._text, _LEAST
@@ -72,33 +80,69 @@ class Depth:
     """What is known of a model's passes and guesses, from answer to answer."""
 
     def __init__(self) -> None:
-        self._pace, self._chances = Pace(), list(_CHANCES)
+        self._pace, self._chances = Pace(), [*_CHANCES, *_HEADS]
+        self._right, self._guessing = _RIGHT, _GUESSING  # of a head: guesses that are right, and what one takes
+        self._paused = self._trials = 0
 
     def took(self, preset: Preset, guessed: int, drawn: int, seconds: float) -> None:
         """How long a pass of a token and some guesses took, or, without those, that of each token that was drawn."""
         self._pace.observed(preset, 1 + guessed, seconds, 1 + guessed if guessed else drawn)
+        self._paused += drawn
 
     def compare(self, guess: Guess, drawn: Sequence[int]) -> None:
         """What was drawn where a guess was made."""
-        kind = self._kind(guess)
-        for guessed, token in zip(guess.tokens, drawn, strict=False):
+        for guessed, kind, token in zip(*guess, drawn, strict=False):
             self._chances[kind] += _STEP * ((guessed == token) - self._chances[kind])
+            if kind >= len(_CHANCES):
+                self._right += _STEP * ((guessed == token) - self._right)
             if guessed != token:
                 break
 
     def worth(self, guess: Guess, preset: Preset) -> list[int]:
         """As many tokens of it as make an answer fastest."""
-        chance, one = self._chances[self._kind(guess)], self._pace.seconds(preset, 1)
         best, most = 0, _WORTH
-        for count in range(1, len(guess.tokens) + 1):
-            tokens, took = sum(chance**i for i in range(count + 1)), self._pace.seconds(preset, count + 1)
-            if one is None:
-                break
-            passes = 1 + _UNTRIED * count if took is None else (count + 1) * took / one
-            if tokens / passes > most:
-                best, most = count, tokens / passes
+        if self._pace.seconds(preset, 1) is not None:
+            for count, tokens in enumerate(self._tokens(guess.kinds), 1):
+                if (each := tokens / self._passes(preset, count)) > most:
+                    best, most = count, each
         return guess.tokens[:best]
 
+    def asks(self, preset: Preset, other: Guess | None) -> bool:
+        """Whether to ask a head, if there is another guess already."""
+        if self._pace.seconds(preset, 1) is None or (other and self._chances[other.kinds[0]] >= self._right):
+            return False
+        for count, tokens in enumerate(self._tokens([None] * (MOST_TOGETHER - 1)), 1):
+            if tokens / (self._passes(preset, count) + count * self._guessing) > _WORTH:
+                return True
+        if self._paused >= _PAUSE:
+            self._paused, self._trials = 0, _TRIALS
+        self._trials -= self._trials > 0
+        return self._trials > 0
+
+    def more(self, preset: Preset, likely: Sequence[float]) -> bool:
+        """Whether another guess of a head pays, after some that it finds so likely; the first is asked for."""
+        if not (count := len(likely)):
+            return True
+        before, after = self._tokens([*map(self.of_head, likely), None])[-2:]
+        now, then = (self._passes(preset, n) + n * self._guessing for n in (count, count + 1))
+        return after / then > before / now
+
+    def asked(self, preset: Preset, guesses: int, seconds: float) -> None:
+        """A head took so long for some guesses."""
+        if (one := self._pace.seconds(preset, 1)) is not None:
+            self._guessing += _STEP * (seconds / guesses / one - self._guessing)
+
     @staticmethod
-    def _kind(guess: Guess) -> int:
-        return sum(guess.matched >= length for length in _LENGTHS)
+    def of_head(likely: float) -> int:
+        """The class of a head's guess that it finds so likely."""
+        return len(_CHANCES) + sum(likely >= least for least in _LIKELY)
+
+    def _tokens(self, kinds: Sequence[int | None]) -> list[float]:
+        """How many tokens a pass gives with one guess of these, with two, ...; None: one that is not made yet."""
+        chances = (self._right if kind is None else self._chances[kind] for kind in kinds)
+        return [1 + given for given in accumulate(accumulate(chances, mul))]
+
+    def _passes(self, preset: Preset, guesses: int) -> float:
+        """How many passes of one token a pass with some guesses takes."""
+        one, took = (self._pace.seconds(preset, count) for count in (1, 1 + guesses))
+        return 1 + _UNTRIED * guesses if one is None or took is None else (1 + guesses) * took / one

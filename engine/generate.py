@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
 from .decoder.decoders import Decoder, LibraryDecoder
 from .decoder.kv_cache import KVCache
-from .drafts import Depth, Repeats
-from .events import Chance, Extras, Sampling
+from .drafts import Depth, Guess, Repeats
+from .events import MOST_TOGETHER, Chance, Extras, Sampling
 from .experts.moe_layer import Control
 from .machine import gpus
 from .outcomes import ran_out
@@ -174,10 +175,10 @@ class Answer:
         if self._logits is not None:
             logits, self._logits = self._logits, None
             return self._took([self._draw(logits)], [telemetry.clock()])
-        guess = None if self._repeats is None else self._repeats.guess()
         began, preset = telemetry.clock(), control.preset
+        guess = self._guess(preset)
         guessed = self._depth.worth(guess, preset) if self._depth and guess else []
-        guessed = guessed[: self._most - 1]
+        guessed, made = guessed[: self._most - 1], telemetry.clock()
         try:
             several = self.decoder.several(self.token, self.kv, self._sampler, self._most, self._stop_ids, guessed)
         except NotNumbersError as error:
@@ -188,14 +189,26 @@ class Answer:
         else:
             tokens, at, checked = several
             self.kv.computed([self.token, *tokens[:-1]], preset)
-        took = telemetry.clock() - began
-        telemetry.decoded(took, len(tokens))
+        took = telemetry.clock() - made
+        telemetry.decoded(telemetry.clock() - began, len(tokens))
         telemetry.drafted(checked, len(tokens) - 1 if checked else 0)
         if self._depth is not None:
             if guess is not None:
                 self._depth.compare(guess, tokens)
             self._depth.took(preset, checked, len(tokens), took)
-        return self._took(tokens, [began + after for after in at])
+        return self._took(tokens, [made + after for after in at])
+
+    def _guess(self, preset: Preset) -> Guess | None:
+        """What may follow, by what the text repeats or by the model's head, whichever is right more often."""
+        depth, head = self._depth, self.decoder.head
+        guess = None if self._repeats is None else self._repeats.guess()
+        if depth is None or head is None or not depth.asks(preset, guess):
+            return guess
+        began, far = self._telemetry.clock(), head.behind > MOST_TOGETHER
+        tokens, likely = head.guess(self.token, self.kv, partial(depth.more, preset))
+        if tokens and not far:
+            depth.asked(preset, len(tokens), self._telemetry.clock() - began)
+        return Guess(tokens, [depth.of_head(one) for one in likely]) if tokens else guess
 
     def _draw(self, logits: Tensor) -> int:
         try:

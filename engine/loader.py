@@ -18,7 +18,7 @@ from ..kernels.backend import BFLOAT16_FROM
 from ..kernels.weights import LinearWeights
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
-from ..models.errors import UsageError, damaged
+from ..models.errors import PackError, UsageError, damaged
 from ..models.families import family_of
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
@@ -29,6 +29,7 @@ from . import quality_presets
 from .decoder import decoders
 from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
+from .decoder.layers import Unsupported
 from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Load, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer, chunk_for
@@ -144,6 +145,8 @@ def load(
     experts = _Experts(pack, offloads, control, telemetry, report, spread)
     model = _build(pack, linears, experts, report, library=library)
     window, decoder = _decoder(model, pack.placement)
+    if advanced.draft and isinstance(decoder, FusedDecoder):
+        _draft(decoder, pack.packed)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
@@ -255,6 +258,21 @@ def _decoder(model: Any, where: Placement) -> tuple[int, Decoder]:
         raise UsageError("This model cannot be divided among cards", f"{decoder.reason}.", "Name one with --device.")
     # The library's cache takes nothing from the pool, and stores 16 bits.
     return max(1, shares.reserved * shares.kv_bits // 16), decoder
+
+
+def _draft(decoder: FusedDecoder, packed: PackedModel) -> None:
+    """Guess further tokens by the pack's drafting head, if it has one that can be used here."""
+    head, why = packed.head(), packed.headless
+    if head is not None:
+        try:
+            decoder.draft_by(head, packed.manifest.widths.dense)
+        except (Unsupported, PackError) as declined:
+            why = str(declined)
+    if decoder.head is not None:
+        decoder.reason += ", with the model's own drafting head"
+    elif why:
+        decoder.reason += f", without the model's drafting head, because {why}"
+        _log.info("no drafting head: %s", why)
 
 
 def _describe(

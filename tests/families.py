@@ -273,7 +273,7 @@ HEADS = {
 }
 _BEHIND = "model.layers.3."
 _V3 = (_BEHIND, f"{_BEHIND}eh_proj", f"{_BEHIND}enorm", f"{_BEHIND}hnorm", f"{_BEHIND}shared_head.norm")
-HEADS |= {kind: _V3 for kind in ("glm4_moe", "glm4_moe normalized", "glm4_moe_lite", "deepseek_v3")}
+HEADS |= dict.fromkeys(("glm4_moe", "glm4_moe normalized", "glm4_moe_lite", "deepseek_v3"), _V3)
 _MTP = "model.mtp_"
 HEADS["ernie4_5_moe"] = (f"{_MTP}block.0.", f"{_MTP}linear_proj.0", f"{_MTP}emb_norm.0", f"{_MTP}hidden_norm.0", "")
 HEADS["qwen3_5_moe"] = HEADS["qwen3_5_moe_text"] = HEADS["qwen3_next"]
@@ -298,6 +298,10 @@ class Head:
 
     def logits(self, of: Any, ids: Tensor, hidden: Tensor) -> Tensor:
         """By the definition, of each token but the first and what the model's last norm gave before it: (T - 1, V)."""
+        return of.lm_head(self.states(of, ids, hidden))
+
+    def states(self, of: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+        """What these logits are of, (T - 1, H)."""
         first = of.model.norm
         both = of.model.embed_tokens(ids[None, 1:]), hidden[None, :-1]
         normed = list[Tensor]()
@@ -308,7 +312,7 @@ class Head:
         x = torch.cat(normed, -1) @ self.joined.float().T
         if self.shares_norm:
             self.model.model.norm = of.model.norm
-        return of.lm_head(self.model.model(inputs_embeds=x, use_cache=False).last_hidden_state)[0]
+        return self.model.model(inputs_embeds=x, use_cache=False).last_hidden_state[0]
 
 
 def _state_heads(source: Path, kind: str) -> None:

@@ -27,6 +27,7 @@ from ...models.catalog_entry import Convolutions, Sizes
 from ...models.errors import FloeError, UsageError
 from ...models.families import Family, family_of
 from ...models.modules import library_model
+from ...models.pack.draft_head import PackedHead
 from ...models.pack.manifest import Architecture, Calibration, Manifest, PackSource, Widths
 from ...models.pack.packed_model import PackedLayer
 from ...models.pack.quantized_linears import layout_of, width_of
@@ -272,7 +273,7 @@ def nbytes(spec: Spec) -> int:
 def dense_bytes(spec: Spec) -> int:
     """Memory of everything but the experts, in bytes."""
     family, total = family_of(spec.manifest().architecture.model_type), 0
-    for name, shape in _dense_shapes(spec).items():
+    for name, shape in _dense_shapes(spec.config()).items():
         bits = _dense_width(name.removesuffix(".weight"), spec, family)
         total += shape[0] * layout_of(shape[1], bits).nbytes if bits < 16 else 4 * shape.numel()
     return total
@@ -425,19 +426,40 @@ def _to(layer: PackedLayer, device: str) -> PackedLayer:
     )
 
 
-def _dense_shapes(spec: Spec) -> dict[str, torch.Size]:
+def _dense_shapes(config: Any) -> dict[str, torch.Size]:
     """Everything but the experts, by the names of transformers' modules."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(spec.config())
+        model: Any = AutoModelForCausalLM.from_config(config)
     return {name: weight.shape for name, weight in model.state_dict().items() if ".experts." not in name}
 
 
-def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
-    """Everything but the experts, as a pack has it."""
+def head(spec: Spec) -> PackedHead | None:
+    """A drafting head of random weights, of a family that is published with one."""
+    config, manifest = spec.config(), spec.manifest()
+    family = family_of(config.model_type)
+    if family.head is None:
+        return None
+    hidden, norms = config.hidden_size, torch.ones(2, config.hidden_size)
+    vector, own = layout_of(2 * hidden, spec.dense), family.head.config(config)
+    q = filled(hidden, vector.nbytes - vector.head)
+    scales = (torch.full((hidden, vector.groups), of(spec.dense)).half() for of in (_scale, _zero))
+    return PackedHead(
+        own,
+        dense_tensors(spec, family, own),
+        _expert_layer(manifest),
+        LinearWeights(vector, q, *scales),
+        *norms,
+    )
+
+
+def dense_tensors(spec: Spec, family: Family, head: Any = None) -> dict[str, Tensor]:
+    """Everything but the experts, as a pack has it. head: configuration of a drafting head, whose layer it is then."""
     tensors: dict[str, Tensor] = {}
-    for name, shape in _dense_shapes(spec).items():
+    for name, shape in _dense_shapes(spec.config() if head is None else head).items():
+        if head is not None and name in ("model.embed_tokens.weight", "lm_head.weight"):
+            continue  # the model's
         layer = name.removesuffix(".weight")
         if (bits := _dense_width(layer, spec, family)) < 16:
             vector = layout_of(shape[1], bits)

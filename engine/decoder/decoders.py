@@ -20,6 +20,7 @@ from ...models.families.derived import Derived
 from ..outcomes import explained
 from ..sampling import Sampler
 from . import finite_check
+from .draft_head import DraftHead
 from .fused_pass import FusedDecoder
 from .kv_cache import KVCache, KVStore, LibraryStore
 from .kv_stores import KvForm
@@ -43,11 +44,12 @@ class Decoder(Protocol):
 
     Attributes:
         reason: in words, what computes the dense part and why. passed: is given the share of the layers that a part of
-            a prompt has been through, after each of them; by some.
+            a prompt has been through, after each of them; by some. head: what guesses further tokens, if anything does.
     """
 
     reason: str
     passed: Callable[[float], None] | None
+    head: DraftHead | None
     device: torch.device
 
     def prepare(self) -> None:
@@ -112,6 +114,7 @@ class LibraryDecoder:
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.passed: Callable[[float], None] | None = None
+        self.head: DraftHead | None = None
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})

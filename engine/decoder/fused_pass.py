@@ -23,6 +23,7 @@ from ...kernels.cpu.native_step import NativeStep
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, Stepped, capped
+from ...models.pack.draft_head import PackedHead
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..machine.hardware import ram
 from ..outcomes import ran_out
@@ -30,6 +31,7 @@ from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
+from .draft_head import DraftHead
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room, room_for_past
@@ -59,9 +61,9 @@ class FusedDecoder:
 
     Attributes:
         reason: in words, what computes the dense part and why. way: how single tokens are computed. layers: all of
-            them. passed: see `Decoder`. rooms: device memory that keys and values may borrow, of each card; None where
-            they have their own. divide: gives the part of a pass of so many tokens that this process computes where
-            other processes compute the rest of it.
+            them. passed, head: see `Decoder`. rooms: device memory that keys and values may borrow, of each card; None
+            where they have their own. divide: gives the part of a pass of so many tokens that this process computes
+            where other processes compute the rest of it.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -94,6 +96,7 @@ class FusedDecoder:
         experts = [layer.experts for layer in self.layers if isinstance(layer.experts, MoELayer)]
         self._apart = not all(layer.alone for layer in experts)
         self.passed: Callable[[float], None] | None = None
+        self.head: DraftHead | None = None
         self.way = Way(self)
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -119,10 +122,23 @@ class FusedDecoder:
         try:
             steps = [NativeStep(layer.dense()) for layer in self.layers]
             self._model.lm_head = self._head = in_planes(self._head)
-            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale, self._cap)
-            return Compiled(self, steps, NativeEnds(ends), self._head)
+            return Compiled(self, steps, NativeEnds(self._ends()), self._head)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
+
+    def draft_by(self, packed: PackedHead, bits: int) -> None:
+        """Guess further tokens by a head of this model. bits: of linear layers in its dense part.
+
+        Raises:
+            Unsupported: a head that is not computed, or tokens that are computed one by one. PackError: its tensors do
+                not fit its configuration.
+        """
+        if self.way.most == 1:
+            raise Unsupported(f"tokens are computed {self.way.how}")
+        self.head = DraftHead(packed, record_of(packed.config), bits, self._ends(), self._window, self._kv.bits)
+
+    def _ends(self) -> ModelEnds:
+        return ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale, self._cap)
 
     def _store(self) -> GrowingStore:
         return made_store(self._layout(self._kv.bits), self._kv.parts, self.rooms, self._states)
@@ -163,8 +179,12 @@ class FusedDecoder:
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
         store = self._room_for(len(ids), kv)
         try:
-            if len(ids) > 1 or (logits := self.way.token(ids[0], self._text(store, 1, kv))) is None:
-                return self._pass(ids, store, kv.length, long=kv.long)
+            if len(ids) == 1 and self.head is not None:
+                stream = self.way.together(ids, [self._text(store, 1, kv)])
+                self.head.saw(kv, ids, stream)
+                logits = self._each(stream)
+            elif len(ids) > 1 or (logits := self.way.token(ids[0], self._text(store, 1, kv))) is None:
+                return self._pass(ids, store, kv.length, long=kv.long, kv=kv)
         finally:
             self._step = None  # its views would keep the store's memory
         store.length = kv.length + 1
@@ -175,14 +195,23 @@ class FusedDecoder:
         start = kv.length
         return Text(store, self._rope.tables(start, start + tokens, long=kv.long), start)
 
-    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int, *, long: bool) -> Tensor:
+    def _pass(
+        self, ids: Sequence[int], store: GrowingStore, start: int, *, long: bool, kv: KVCache | None = None
+    ) -> Tensor:
+        """Logits (1, V) behind `ids`, from `start` on. kv: whose they are, where that has not got them yet."""
         end = start + len(ids)
         rope = self._rope.tables(start, end, long=long)
         alike = all(isinstance(layer.mixer, Heads) for layer in self.layers)
         if self.divide is not None and alike and (part := self.divide(len(ids))) is not None:
             with part as mine:
                 return self._partly(ids, store, rope, start, mine)
-        return self._through(self._by_torch(store, rope, start), self.embedded(ids), store, end)
+        step = self._by_torch(store, rope, start)
+        if self.head is None or kv is None:
+            return self._through(step, self.embedded(ids), store, end)
+        x, added = self.walk(step, self.embedded(ids))
+        stream, store.length = x if added is None else x + added, end
+        self.head.saw(kv, ids, stream)
+        return self.logits(stream[-1:])
 
     def _by_torch(self, store: GrowingStore, rope: Tensor, start: int) -> DenseCall:
         """A pass by torch's operations: the step of each layer. rope: (T, 2, D) of the tokens, from `start` on."""
@@ -263,7 +292,8 @@ class FusedDecoder:
             if guessed:
                 guessed = guessed[: len(text.rope) - 1]
             if alone:
-                drawn = self.way.drawn(token, text, sampler, last, guessed)
+                streamed = self.head is not None
+                drawn = self.way.drawn(token, text, sampler, last, guessed, streamed=streamed)
             else:
                 drawn = self._checked([token, *guessed], text, sampler, last)
         except RuntimeError as error:
@@ -274,23 +304,29 @@ class FusedDecoder:
             self._step = None
         if drawn is None:
             return None
-        store.length = start + len(drawn[0])
-        return *drawn, len(guessed)
+        tokens, at, streams = drawn
+        store.length = start + len(tokens)
+        if self.head is not None and streams is not None:
+            self.head.saw(kv, [token, *tokens[:-1]], streams)
+        return tokens, at, len(guessed)
 
     def _checked(
         self, tokens: Sequence[int], text: Text, sampler: Sampler, last: Sequence[int]
-    ) -> tuple[list[int], list[float]]:
-        """The tokens drawn behind each of these, up to the first that is not the next one, or is one of `last`."""
+    ) -> tuple[list[int], list[float], Tensor]:
+        """The tokens drawn behind each of these, up to the first that is not the next one, or is one of `last`; when,
+        and by which streams (T, H).
+        """
         began, (store, rope, start) = time.perf_counter(), text
         places = [Text(store, rope[i : i + 1], start + i) for i in range(len(tokens))]
         drawn, at = list[int](), list[float]()
-        rows = self._each(self.way.together(tokens, places)).split(1)
+        stream = self.way.together(tokens, places)
+        rows = self._each(stream).split(1)
         for row, following in itertools.zip_longest(rows, tokens[1:]):
             drawn.append(sampler.draw(row))
             at.append(time.perf_counter() - began)
             if drawn[-1] != following or following in last:
                 break
-        return drawn, at
+        return drawn, at, stream[: len(drawn)]
 
     @torch.inference_mode()
     def together(self, tokens: Sequence[int], kvs: Sequence[KVCache]) -> Tensor | None:

@@ -61,14 +61,23 @@ def hooks_of(experts: Sequence[MoELayer | None]) -> list[Mapping[int, Any]]:
 class TokenPass:
     """All layers of a model.
 
+    Args:
+        control: what they go by; None for that of their experts.
+
     Raises:
         Unsupported: a layer whose experts are elsewhere than in RAM.
     """
 
-    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[DecoderLayer], ends: NativeEnds) -> None:
+    def __init__(
+        self,
+        steps: Sequence[NativeStep],
+        layers: Sequence[DecoderLayer],
+        ends: NativeEnds,
+        control: Control | None = None,
+    ) -> None:
         self._experts = in_memory(layers)
         self._hooks = hooks_of(self._experts)
-        self._steps, self._ends, self._control = steps, ends, control_of(self._experts)
+        self._steps, self._ends, self._control = steps, ends, control or control_of(self._experts)
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].first, layers[0].out))
         self._preset: Preset | None = None
         self._token = self._made(self._control.preset)
@@ -99,26 +108,33 @@ class TokenPass:
         return through.stream
 
     def decode(
-        self, token: int, place: Place, sampler: Sampler, last: Sequence[int], guessed: Sequence[int] = ()
-    ) -> tuple[list[int], list[float]]:
-        """The next tokens after `token` at `place`, and when each was drawn; see `Decoder.several`.
+        self,
+        token: int,
+        place: Place,
+        sampler: Sampler,
+        last: Sequence[int],
+        guessed: Sequence[int] = (),
+        *,
+        streamed: bool = False,
+    ) -> tuple[list[int], list[float], Tensor | None]:
+        """The next tokens after `token` at `place`, when each was drawn, and by which stream; see `Decoder.several`.
 
         Args:
-            place: its rope is (N, 2, D), N >= 1: the most tokens to draw.
+            place: its rope is (N, 2, D), N >= 1: the most tokens to draw. streamed: whether streams (T, H) are wanted.
 
         Raises:
             Cancelled: the answer was stopped before the first.
         """
         native, bits = self._in_force()
         uniforms, seen = sampler.uniforms(len(place.rope)), sampler.seen(self._ends.vocabulary)
-        how = Draw(sampler.filters, uniforms, seen, last, guessed)
+        how = Draw(sampler.filters, uniforms, seen, last, guessed, streamed)
         stop = self._control.cancelled.stop
         drawn = native.decode(self._ends, token, place, bits, stop, how, _SECONDS)
         if drawn is None:
             raise Cancelled
         sampler.took(drawn.tokens)
         self._count(drawn.chosen, drawn.counts)
-        return drawn.tokens, drawn.at
+        return drawn.tokens, drawn.at, drawn.streams
 
     def _in_force(self) -> tuple[NativeToken, tuple[int, int]]:
         """The layers under the preset in force, and how much of x's precision it keeps."""

@@ -89,11 +89,18 @@ class Way:
         return 0
 
     def drawn(
-        self, token: int, text: Text, sampler: Sampler, _last: Sequence[int], _guessed: Sequence[int] = ()
-    ) -> tuple[list[int], list[float]] | None:
+        self,
+        token: int,
+        text: Text,
+        sampler: Sampler,
+        _last: Sequence[int],
+        _guessed: Sequence[int] = (),
+        *,
+        streamed: bool = False,
+    ) -> tuple[list[int], list[float], Tensor | None] | None:
         """See `Decoder.several`, of as many tokens as the text has rope for."""
         began, logits = time.perf_counter(), self.token(token, text)
-        return None if logits is None else ([sampler.draw(logits)], [time.perf_counter() - began])
+        return None if logits is None else ([sampler.draw(logits)], [time.perf_counter() - began], None)
 
     def together(self, tokens: Sequence[int], texts: Sequence[Text]) -> Tensor:
         """The stream (N, H) behind a token of each of the texts, or of one text's next places."""
@@ -107,6 +114,8 @@ class Way:
 class Compiled(Way):
     """By a compiled call for each layer, or for all of them."""
 
+    most = MOST_TOGETHER
+
     def __init__(self, model: Walker, steps: Sequence[NativeStep], ends: NativeEnds, head: nn.Module) -> None:
         super().__init__(model)
         self._steps, self._ends, self._head = steps, ends, head
@@ -114,7 +123,6 @@ class Compiled(Way):
         self.how = "one compiled call per token"
         try:
             self._whole = TokenPass(steps, model.layers, ends)
-            self.most = MOST_TOGETHER  # elsewhere the last digits of several are not those of one
         except Unsupported as declined:
             _log.info("a call per layer: %s", declined)
             self.how = "one compiled call per layer and token"
@@ -128,11 +136,19 @@ class Compiled(Way):
         return 0 if self._all_at_once() is None or sampler.alone else MOST
 
     def drawn(
-        self, token: int, text: Text, sampler: Sampler, last: Sequence[int], guessed: Sequence[int] = ()
-    ) -> tuple[list[int], list[float]] | None:
+        self,
+        token: int,
+        text: Text,
+        sampler: Sampler,
+        last: Sequence[int],
+        guessed: Sequence[int] = (),
+        *,
+        streamed: bool = False,
+    ) -> tuple[list[int], list[float], Tensor | None] | None:
         """See `Way`."""
-        whole = self._all_at_once()
-        return None if whole is None else whole.decode(token, self._place(text, text.rope), sampler, last, guessed)
+        if (whole := self._all_at_once()) is None:
+            return None
+        return whole.decode(token, self._place(text, text.rope), sampler, last, guessed, streamed=streamed)
 
     def together(self, tokens: Sequence[int], texts: Sequence[Text]) -> Tensor:
         """See `Way`."""

@@ -387,7 +387,7 @@ FLOE_API int64_t floe_draw(const floe_sampling *sampling, const float *logits, i
 // Tokens to draw behind `token`: `most`, fewer after so many seconds, or with one of `last`. guessed: what the first
 // tokens are likely to be, most - 1 of them or none; they go through the layers with `token`, and it ends with the
 // first that is not drawn. uniforms: `most` numbers from [0, 1). seen: as in floe_draw, kept up to date. Filled:
-// tokens, and at, when each was there in seconds.
+// tokens, at, when each was there in seconds, and streams (most, H), the residual streams that they were drawn from.
 typedef struct {
     int64_t token, most, last_count;
     double seconds;
@@ -397,10 +397,11 @@ typedef struct {
     const double *uniforms;
     int64_t *tokens;
     double *at;
+    FLOE_OPTIONAL float *streams;
 } floe_draws;
 
 // An answer continues: floe_token_step, floe_head and floe_draw, again with the token drawn. place.rope: of positions
-// from place.position on; trace: of one token after the other, or, of those that go together, as floe_token_step's.
+// from place.position on; trace: of one token after the other, or, where some go together, as floe_token_step's.
 // Returns how many tokens were drawn, FLOE_STOPPED if that was none.
 FLOE_API int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe_sampling *sampling,
                              const floe_place *place, const floe_pace *pace, const floe_draws *draws,

@@ -46,6 +46,7 @@ class Draw(NamedTuple):
         uniforms: a number from [0, 1) for each token that may be drawn. seen: as `sampling.draw` takes it, kept up to
             date. last: tokens that end it. guessed: what all tokens but the last one are likely to be, or nothing: then
             they go through the layers together, and it ends with the first that is not drawn.
+        streamed: whether the streams are wanted, too.
     """
 
     filters: Filters
@@ -53,6 +54,7 @@ class Draw(NamedTuple):
     seen: Tensor | None
     last: Sequence[int]
     guessed: Sequence[int] = ()
+    streamed: bool = False
 
 
 class Drawn(NamedTuple):
@@ -61,13 +63,14 @@ class Drawn(NamedTuple):
     Attributes:
         at: when each was drawn, in seconds since the call. chosen: (N, L, K), counts: (N, L, K, 2, 2) as of one token
             in `Through`, of the tokens before them, whose keys and values are there now; and of guesses that were not
-            drawn.
+            drawn. streams: (N, H) behind the last layer, that they were drawn from, if wanted.
     """
 
     tokens: list[int]
     at: list[float]
     chosen: Tensor
     counts: Tensor
+    streams: Tensor | None
 
 
 class NativeToken:
@@ -151,6 +154,7 @@ class NativeToken:
         first, where = self._where([place], most)
         chosen, weights, counts = self._room(most, first.count)
         tokens, at = (c_int64 * most)(), (c_double * most)()
+        streams = torch.empty(most, self._hidden) if how.streamed else None
         draws = records.draws(
             token=token,
             most=most,
@@ -162,6 +166,7 @@ class NativeToken:
             uniforms=(c_double * most)(*how.uniforms),
             tokens=tokens,
             at=at,
+            streams=streams,
         )
         trace = records.trace(index=chosen, weights=weights, counts=counts)
         sampling = sampling_record(how.filters)
@@ -171,8 +176,9 @@ class NativeToken:
         check(found)
         if how.guessed:
             each = [part.view(first.count, most, *part.shape[2:]).transpose(0, 1) for part in (chosen, counts)]
-            return Drawn(tokens[:found], at[:found], *each)
-        return Drawn(tokens[:found], at[:found], chosen[:found], counts[:found])
+        else:
+            each = [chosen[:found], counts[:found]]
+        return Drawn(tokens[:found], at[:found], *each, None if streams is None else streams[:found])
 
     def _where(self, places: Sequence[Place], *more: int) -> tuple[Any, Any]:
         """`floe_layers` of those that the places have keys and values of, and their `floe_place`."""

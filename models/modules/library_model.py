@@ -140,7 +140,7 @@ def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:
     """
     try:
         with torch.device("meta"):
-            return (make or _library)(config, dtype)
+            return (make or library)(config, dtype)
     # transformers looks configuration values up in its tables and passes on whatever that raises.
     except Exception as error:
         raise PackError(
@@ -198,7 +198,8 @@ def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> 
     )
 
 
-def _library(config: Any, dtype: torch.dtype) -> nn.Module:
+def library(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The library's own modules, by the names that most families have."""
     if isinstance(family := family_of(config.model_type), Derived):
         return writing(config, dtype)
     import_model_code()

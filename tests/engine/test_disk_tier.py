@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.planning import disk_tier
 from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.sampling import Sampler
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
-from .driver import answer, open_model, silent
+from .driver import GREEDY, answer, open_model, silent
 from .margins import clear_prompt, prompt_of
 from .offloading import SKIPPING, needs_of
 
@@ -70,7 +74,24 @@ def test_answers_are_those_of_a_pack_in_ram(
     for _ in range(2):
         assert answer(loaded, prompt, max_new_tokens=6).tokens == want
     assert loaded.offload.moved()[0] > 0
+    for guesses in (want, [*want[:2], *((token + 1) % 250 for token in want[2:])]):
+        assert guessed(loaded, prompt, guesses) == want
     loaded.close()
+
+
+@torch.inference_mode()
+def guessed(loaded: LoadedModel, prompt: Sequence[int], guesses: Sequence[int]) -> list[int]:
+    """As many tokens behind a prompt as there are guesses, three of which are computed with each."""
+    decoder, preset, kv, found = loaded.decoder, loaded.control.preset, KVCache(), list[int]()
+    found.append(int(decoder.forward(prompt, kv).argmax()))
+    kv.computed(prompt, preset)
+    while len(found) < len(guesses):
+        further = guesses[len(found) : len(found) + 3]
+        drawn = decoder.several(found[-1], kv, Sampler(GREEDY, prompt), 1 + len(further), (), further)
+        assert drawn is not None and drawn[2] == len(further)
+        kv.computed([found[-1], *drawn[0][:-1]], preset)
+        found += drawn[0]
+    return found[: len(guesses)]
 
 
 def test_how_a_pack_is_opened(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:

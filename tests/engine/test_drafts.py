@@ -46,13 +46,14 @@ def test_what_comes_again_is_what_came_before() -> None:
                 follows = [*text[best[1] : at + 1]]
                 while len(follows) < MOST_TOGETHER - 1:  # where it repeats itself
                     follows.append(follows[len(follows) - (at + 1 - best[1])])
-                assert guess == (follows[: MOST_TOGETHER - 1], best[0])
+                assert guess.tokens == follows[: MOST_TOGETHER - 1]
+                assert guess.kinds == [(best[0] >= 4) + (best[0] >= 8) + (best[0] >= 16)] * len(guess.tokens)
                 seen += 1
     assert seen > 1000
 
 
 def test_as_many_as_pay() -> None:
-    depth, guess, other = Depth(), Guess([7, 8, 9], 32), Guess([7, 8, 9], 3)
+    depth, guess, other = Depth(), Guess([7, 8, 9], [3] * 3), Guess([7, 8, 9], [0] * 3)
     assert not depth.worth(guess, PRESET)  # a token's time is not known
     depth.took(PRESET, 0, 40, 40.0)
     assert depth.worth(guess, PRESET) == [7, 8, 9] and not depth.worth(guess, a_preset("", 0.0))
@@ -69,6 +70,33 @@ def test_as_many_as_pay() -> None:
     for _ in range(20):
         depth.compare(other, [7, 8, 9, 10])
     assert depth.worth(other, PRESET) == [7] and not depth.worth(guess, PRESET)
+
+
+def test_a_head_is_asked_where_that_pays() -> None:
+    depth, sure, other = Depth(), depth_kind(0.99), Guess([7], [3])
+    assert not depth.asks(PRESET, None)  # a token's time is not known
+    depth.took(PRESET, 0, 40, 40.0)
+    assert depth.asks(PRESET, None) and not depth.asks(PRESET, other) and not depth.asks(a_preset("", 0.0), None)
+    assert depth.more(PRESET, []) and depth.more(PRESET, [0.99]) and not depth.more(PRESET, [0.2])
+    for _ in range(40):
+        depth.compare(Guess([7, 8, 9], [sure] * 3), [6])
+    assert not depth.asks(PRESET, None) and not depth.more(PRESET, [0.99])
+    depth.took(PRESET, 0, 220, 220.0)
+    asked = [depth.asks(PRESET, None) for _ in range(40)]
+    assert 1 < sum(asked) < 6 and not any(asked[6:])  # tried again
+    for _ in range(40):
+        depth.compare(Guess([7, 8, 9], [sure] * 3), [7, 8, 9, 1])
+    assert depth.asks(PRESET, None)
+    for _ in range(40):
+        depth.asked(PRESET, 2, 4.0)  # a guess takes as long as two tokens
+    assert not depth.asks(PRESET, None)
+
+
+def depth_kind(likely: float) -> int:
+    """The class of a head's guess that it finds so likely."""
+    kinds = [Depth.of_head(one) for one in (0.0, 0.4, 0.6, 0.8, 0.9, likely)]
+    assert kinds == sorted(set(kinds)) and min(kinds) > 3  # none is a class of what comes again
+    return kinds[-1]
 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_next", "lfm2_moe", "gpt_oss", "gemma4", "deepseek_v2"])
@@ -110,7 +138,7 @@ def answered(
     if given is not None:
         repeats = answer._repeats  # pyright: ignore[reportPrivateUsage]
         assert repeats is not None
-        repeats.guess = lambda: Guess([], 3)
+        repeats.guess = lambda: Guess([], [])
     while not answer.end:
         for one in answer.step():
             if one.token is not None:

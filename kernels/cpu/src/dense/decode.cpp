@@ -54,6 +54,7 @@ int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe
         if (code == FLOE_STOPPED && n > 0) return n;
         if (code == FLOE_OK) code = floe_head(ends, at_once, x, reach, pace->expert_digits, pace->threads, logits);
         if (code != FLOE_OK) return code;
+        if (d.streams != nullptr) std::copy_n(x, at_once * hidden, d.streams + n * hidden);
         for (int64_t t = 0; t < at_once; t++) {
             token = floe_draw(sampling, logits + t * vocabulary, vocabulary, d.seen, d.uniforms[n]);
             if (token < 0) return token;

@@ -1,0 +1,132 @@
+"""A model's drafting head: what it guesses is what its definition gives, whatever way the text came to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder.draft_head import DraftHead
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.events import MOST_TOGETHER, Extras
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.sampling import Sampler
+from floe_chat.models.packing.pack import EXACT
+
+from .. import families
+from ..helpers import make_pack, reference_model
+from .driver import GREEDY, open_model
+
+PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7, 11, 60, 61, 3, 42]
+
+
+@dataclass
+class Case:
+    """A model with a head, and the library's models of both."""
+
+    loaded: LoadedModel
+    whole: Any
+    theirs: families.Head
+
+    @property
+    def head(self) -> DraftHead:
+        assert self.loaded.decoder.head is not None
+        return self.loaded.decoder.head
+
+    def defined(self, text: Sequence[int], count: int, seen: int = 100) -> list[int]:
+        """The first guesses behind a text, by the definition: what is seen of it goes through the head at once."""
+        model = self.whole
+        hidden = model.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0][-seen:]
+        ids, found = torch.tensor(text[-len(hidden) - 1 :]), list[int]()
+        for _ in range(count):
+            own = self.theirs.states(model, ids, torch.cat([hidden, hidden[:1]]))[-1:]
+            found.append(int(model.lm_head(own).argmax()))
+            ids, hidden = torch.cat([ids, torch.tensor(found[-1:])]), torch.cat([hidden, own])
+        return found
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("head")
+    source = families.make(request.param, folder / "source")
+    theirs = families.add_head(source)
+    make_pack(source, folder / "pack", EXACT)
+    loaded = open_model(folder / "pack", "Exact")
+    assert "with the model's own drafting head" in loaded.decoder.reason
+    return Case(loaded, reference_model(source), theirs)
+
+
+def guessed(case: Case, token: int, kv: KVCache, count: int = MOST_TOGETHER - 1) -> list[int]:
+    tokens, likely = case.head.guess(token, kv, lambda so_far: len(so_far) < count)
+    assert len(tokens) == len(likely) and all(0 < one <= 1 for one in likely)
+    return tokens
+
+
+def read(case: Case, ids: Sequence[int], kv: KVCache, *sizes: int) -> int:
+    """The prompt's tokens that are not there yet, in parts of these sizes and a last one -> the token behind them."""
+    logits = None
+    for size in (*sizes, len(ids)):
+        some = list(ids)[kv.length :][:size]
+        logits = case.loaded.decoder.forward(some, kv)
+        kv.computed(some, case.loaded.control.preset)
+    assert logits is not None
+    return int(logits.argmax())
+
+
+def follow(case: Case, token: int, kv: KVCache, guess: Sequence[int], extras: Extras | None = None) -> int:
+    """A pass with these guesses -> the last token that was drawn."""
+    sampler = Sampler(GREEDY, PROMPT, extras)
+    drawn = case.loaded.decoder.several(token, kv, sampler, MOST_TOGETHER, (), guess)
+    if drawn is None:
+        return read(case, [*kv.tokens, token], kv)
+    kv.computed([token, *drawn[0][:-1]], case.loaded.control.preset)
+    return drawn[0][-1]
+
+
+@torch.inference_mode()
+def test_guesses_are_those_of_the_definition(case: Case) -> None:
+    """Behind prompts in one part and in some, right and wrong guesses, passes without any, and each way to draw."""
+    for sizes in ((), (1, 2, 7)):
+        kv = KVCache()
+        token = read(case, PROMPT, kv, *sizes)
+        for turn, count in enumerate((3, 1, 2, 3, 3, 0, 0, 3, 3)):
+            guess = guessed(case, token, kv, count) if count else []
+            assert guess == case.defined([*kv.tokens, token], count)
+            wrong = [*guess[:1], *((one + 1) % 259 for one in guess[1:])]
+            extras = Extras(likeliest=1) if turn % 3 == 2 else None
+            token = follow(case, token, kv, wrong if turn % 2 else guess, extras)
+
+
+@torch.inference_mode()
+def test_a_text_goes_on_and_back(case: Case) -> None:
+    preset, kv, other = case.loaded.control.preset, KVCache(), KVCache()
+    token = read(case, PROMPT, kv)
+    for _ in range(3):
+        token = follow(case, token, kv, guessed(case, token, kv))
+    longer = [*kv.tokens, token, 8, 9, 10, 11, 12, 13]
+    kept = kv.keep(longer, preset)  # the next prompt: layers with a state may have to begin again
+    token = read(case, longer, kv)
+    if kept:
+        assert guessed(case, token, kv) == case.defined([*longer, token], 3)
+    short = [*longer[:-4], 50, 51, 52, 53, 54, 55]  # another one from its middle on: all but one token's entry
+    kv.keep(short, preset)
+    token = read(case, short, kv)
+    assert len(guessed(case, token, kv)) == 3
+    read(case, short[::-1], other)  # of a text that it does not follow any more, it guesses nothing
+    assert not guessed(case, token, kv)
+    token = follow(case, token, kv, [])
+    assert len(guessed(case, token, kv)) == 3
+
+
+@torch.inference_mode()
+def test_long_prompts_and_the_first_part_of_a_vocabulary(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, kv = [*PROMPT] * 3, KVCache()
+    monkeypatch.setattr("floe_chat.engine.decoder.draft_head._MOST", 13)
+    token = read(case, ids, kv, 16, 16)
+    text = [*ids, token]
+    assert guessed(case, token, kv) == case.defined(text, 3, seen=13)
+    kv = KVCache()
+    token = read(case, [one % 64 for one in ids], kv)
+    assert all(one < 259 // 4 for one in guessed(case, token, kv))
