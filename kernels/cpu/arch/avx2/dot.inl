@@ -108,86 +108,122 @@ struct Sum {
     __m256 total, shift;
 };
 
-// Whole sections `from`..`to` (in chunks) of one vector with one token: what a decode step consists of. Like
-// add_section with a scale per chunk, but few enough numbers are alive that all of them stay in registers.
-template <int BITS, int DIGITS, int SIZE>
-FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, int64_t to, Sum &sum_so_far, Pace &pace) {
+// Whole sections `from`..`to` (in chunks) of one vector with a few tokens: what a decode step consists of. Like
+// add_section with a scale per chunk, but few enough numbers are alive that all of them stay in registers, and each
+// token's are added up as if it were alone.
+template <int BITS, int DIGITS, int SIZE, int TOKENS>
+FLOE_NOINLINE void add_few(const Stored &w, const Token *const *tokens, int64_t from, int64_t to, Sum *so_far,
+                           Pace &pace) {
     constexpr int64_t kChunks = Width<BITS>::kChunks, kRegister = BITS == 8 ? 1 : Width<BITS>::kPlanes;
     constexpr int kDigits = BITS == 8 ? 1 : DIGITS;
     const uint8_t *p = chunk_at<BITS>(w.codes, from), *scales = w.scale + SIZE * from;
     const uint8_t *zeros = w.zero + SIZE * from;
-    const int8_t *digits = token.digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
-    const float *steps = token.scale + from, *sums = token.sums + from, *const end = token.scale + to;
-    __m256 total = sum_so_far.total, shift = sum_so_far.shift;
-    while (steps < end) {
-        __m256 scale = eight_scales<SIZE>(placed<BITS, SIZE>(scales));
+    const int8_t *digits[TOKENS];
+    const float *steps[TOKENS], *sums[TOKENS];
+    __m256 total[TOKENS], shift[TOKENS];
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+        digits[t] = tokens[t]->digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
+        steps[t] = tokens[t]->scale + from;
+        sums[t] = tokens[t]->sums + from;
+        total[t] = so_far[t].total;
+        shift[t] = so_far[t].shift;
+    }
+    const float *const end = tokens[0]->scale + to;
+    while (steps[0] < end) {
+        const __m256 scale = eight_scales<SIZE>(placed<BITS, SIZE>(scales));
         const __m256 zero = eight_zeros<SIZE>(placed<BITS, SIZE>(zeros), (float)(1 << BITS) / 256);
-        shift = _mm256_fmadd_ps(_mm256_mul_ps(scale, zero), _mm256_loadu_ps(sums), shift);
-        scale = _mm256_mul_ps(scale, _mm256_loadu_ps(steps));
+        const __m256 share = _mm256_mul_ps(scale, zero);
+        __m256 own[TOKENS];
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+            shift[t] = _mm256_fmadd_ps(share, _mm256_loadu_ps(sums[t]), shift[t]);
+            own[t] = _mm256_mul_ps(scale, _mm256_loadu_ps(steps[t]));
+        }
         pace.step();
         // Addresses of registers of digits, and in their middle: displacements that take one byte, since Zen's cache of
         // decoded instructions has few places for longer ones.
         FLOE_UNROLL for (int64_t c = 0; c < kSection; c += kRegister) {
             const uint8_t *codes_at = chunk_at<BITS>(p, c);
             FLOE_ADDRESS(codes_at);
-            const int8_t *at[kDigits];
-            FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
-                at[d] = digits + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
-                FLOE_ADDRESS(at[d]);
+            const int8_t *at[TOKENS][kDigits];
+            FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
+                at[t][d] = digits[t] + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
+                FLOE_ADDRESS(at[t][d]);
             }
             FLOE_UNROLL for (int64_t i = 0; i < kRegister; i += kChunks) {
                 __m256i codes[4];
                 step_codes<BITS, true>(codes_at, i, kSection, codes);
-                const __m256 sum = step_sum<BITS, DIGITS>(
-                    codes, [&](int d, int k) { return at[d] + k * plane_stride<BITS>() + i / kChunks * 32 - 128; });
                 const int64_t place = kChunks == 1 ? c + i : (c + i) / 2;
-                total = _mm256_fmadd_ps(sum, spread<kChunks == 1>(scale, place), total);
+                FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+                    const __m256 sum = step_sum<BITS, DIGITS>(codes, [&](int d, int k) {
+                        return at[t][d] + k * plane_stride<BITS>() + i / kChunks * 32 - 128;
+                    });
+                    total[t] = _mm256_fmadd_ps(sum, spread<kChunks == 1>(own[t], place), total[t]);
+                }
             }
         }
         p = chunk_at<BITS>(p, kSection);
-        digits += step_digits<BITS, DIGITS>(kSection);
         scales += SIZE * kSection;
         zeros += SIZE * kSection;
-        steps += kSection;
-        sums += kSection;
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+            digits[t] += step_digits<BITS, DIGITS>(kSection);
+            steps[t] += kSection;
+            sums[t] += kSection;
+        }
     }
-    sum_so_far = {total, shift};
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) so_far[t] = {total[t], shift[t]};
 }
 
-// Up to kBatch vectors with token t, one after the other; those of records, which lie scattered, side by side,
-// section by section: so they arrive sooner.
+using AddFew = void (*)(const Stored &, const Token *const *, int64_t, int64_t, Sum *, Pace &);
+
+// add_few, by how many tokens there are.
+template <int BITS, int DIGITS, int SIZE> inline AddFew add_so_many(int count) {
+    constexpr AddFew kAll[kAlone] = {add_few<BITS, DIGITS, SIZE, 1>, add_few<BITS, DIGITS, SIZE, 2>,
+                                     add_few<BITS, DIGITS, SIZE, 3>, add_few<BITS, DIGITS, SIZE, 4>};
+    return kAll[count - 1];
+}
+
+// Up to kBatch vectors with up to kAlone tokens, one after the other; those of records, which lie scattered, side by
+// side, section by section: so they arrive sooner.
 template <int BITS, int DIGITS>
-void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, int t, const uint8_t *wanted,
-             float (*out)[kBatch], const Ahead *ahead) {
+void dot_few(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+             const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
-    const bool scattered = w->codes == w->scale + head_bytes(v);
-    const auto add = BITS < 8 && v.scale_bytes == 1 ? add_one<BITS, DIGITS, 1> : add_one<BITS, DIGITS, 2>;
+    const bool scattered = w->codes == w->scale + head_bytes(v), bytes = BITS < 8 && v.scale_bytes == 1;
     const int64_t span = scattered ? kSection : whole;
-    Sum sums[kBatch];
+    const Token *own[kBatch][kAlone]; // each vector meets its own tokens
+    int counts[kBatch];
+    Sum sums[kBatch][kAlone];
     Pace paces[kBatch];
-    for (int r = 0; r < rows; r++) sums[r] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int r = 0; r < rows; r++) {
+        paces[r] = Pace(ahead[r], chunks / kSection);
+        counts[r] = 0;
+        for (int t = 0; t < count; t++) {
+            if (!is_wanted(wanted, r, t)) continue;
+            sums[r][counts[r]] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+            own[r][counts[r]++] = tokens[t];
+        }
+    }
     for (int64_t from = 0; from < whole; from += span)
         for (int r = 0; r < rows; r++) {
-            if (!is_wanted(wanted, r, t)) continue;
-            if (from == 0) paces[r] = t == 0 ? Pace(ahead[r], chunks / kSection) : Pace();
-            add(w[r], token, from, from + span, sums[r], paces[r]);
+            if (counts[r] == 0) continue;
+            const auto add = bytes ? add_so_many<BITS, DIGITS, 1>(counts[r]) : add_so_many<BITS, DIGITS, 2>(counts[r]);
+            add(w[r], own[r], from, from + span, sums[r], paces[r]);
         }
-    const Token *const tokens = &token;
-    for (int r = 0; r < rows; r++) {
-        if (!is_wanted(wanted, r, t)) continue;
-        __m256 total = _mm256_sub_ps(sums[r].total, sums[r].shift);
-        if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w[r], &tokens, whole, &total);
-        out[r][t] = sum8(total);
-    }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0, i = 0; t < count; t++) {
+            if (!is_wanted(wanted, r, t)) continue;
+            __m256 total = _mm256_sub_ps(sums[r][i].total, sums[r][i].shift);
+            if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w[r], own[r] + i, whole, &total);
+            out[r][t] = sum8(total);
+            i++;
+        }
 }
 
 template <int BITS, int DIGITS>
 void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    if (count <= kAlone && v.group == kChunk) {
-        for (int t = 0; t < count; t++) dot_one<BITS, DIGITS>(v, w, rows, *tokens[t], t, wanted, out, ahead);
-        return;
-    }
+    if (count <= kAlone && v.group == kChunk)
+        return dot_few<BITS, DIGITS>(v, w, rows, tokens, count, wanted, out, ahead);
     __m256 sums[kBatch][kBatch];
     const Token *own[kBatch][kBatch]; // each vector meets its own tokens
     int counts[kBatch];
