@@ -10,7 +10,9 @@ import pytest
 import torch
 from floe_chat.engine.decoder.draft_head import DraftHead
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.events import MOST_TOGETHER, Extras
+from floe_chat.engine.drafts import Depth, Guess
+from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
+from floe_chat.engine.generate import Answer
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.sampling import Sampler
 from floe_chat.models.packing.pack import EXACT
@@ -19,6 +21,7 @@ from .. import families
 from ..helpers import make_pack, reference_model
 from .driver import GREEDY, open_model
 
+WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=5)
 PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7, 11, 60, 61, 3, 42]
 
 
@@ -130,3 +133,37 @@ def test_long_prompts_and_the_first_part_of_a_vocabulary(case: Case, monkeypatch
     kv = KVCache()
     token = read(case, [one % 64 for one in ids], kv)
     assert all(one < 259 // 4 for one in guessed(case, token, kv))
+
+
+class Asking(Depth):
+    """Asks the head before every pass, and computes all that it guesses."""
+
+    def asks(self, preset: object, other: object) -> bool:
+        return True
+
+    def more(self, preset: object, likely: object) -> bool:
+        return True
+
+    def worth(self, guess: Guess, preset: object) -> list[int]:
+        return guess.tokens
+
+
+def test_answers_stay_the_same(case: Case) -> None:
+    loaded = case.loaded
+
+    def answered(sampling: Sampling, depth: Depth | None, extras: Extras | None) -> list[int]:
+        loaded.telemetry.begin(1, len(PROMPT), 0.0)
+        given = loaded.decoder, KVCache(), PROMPT, sampling
+        how = {"window": loaded.window, "control": loaded.control, "telemetry": loaded.telemetry, "extras": extras}
+        answer = Answer(*given, max_new_tokens=40, stop_ids=(), depth=depth, **how)
+        found = list[int]()
+        while not answer.end:
+            found += [one.token for one in answer.step() if one.token is not None]
+        return found
+
+    for sampling, extras in ((GREEDY, None), (WARM, None), (WARM, Extras(presence_penalty=0.3))):
+        wanted = answered(sampling, None, extras)
+        assert answered(sampling, Asking(), extras) == wanted
+        counts = loaded.telemetry.answer
+        assert counts.drafted > 60 > counts.accepted
+        assert answered(sampling, Depth(), extras) == wanted
