@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ..settings.settings import Settings
 
 
-_HERE = ("preset", "device", "vram", "placement", "predictor", "parallel", "balance")  # options of this machine's
+_HERE = ("preset", "device", "vram", "placement", "predictor", "draft", "parallel", "balance")  # of this machine's
+_CALLED = {"placement": "mix", "draft": "no-draft"}  # those whose option has another name
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class _Local(Protocol):
 def _engine(options: dict[str, Any], settings: Settings, *, think: bool) -> _Local:
     """What makes an engine for models of this machine, by the options about that, which are taken out."""
     device, vram, kept = (options.pop(name, None) for name in ("device", "vram", "kv_memory"))
-    named = {name: value for name in ("placement", "predictor") if (value := options.pop(name)) is not None}
+    named = {name: value for name in ("placement", "predictor", "draft") if (value := options.pop(name)) is not None}
     advanced = replace(settings.advanced, **named)
     Wanted.of(advanced.placement)
     parked, most = 0 if kept == "0" else memory_size(kept), memory_size(vram)
@@ -155,7 +156,7 @@ def _connected(
     from ..client.remote.client import RemoteClient
     from ..settings.servers import SavedServer, is_name, server
 
-    here = [f"--{'mix' if name == 'placement' else name}" for name in _HERE if name in given]
+    here = [f"--{_CALLED.get(name, name)}" for name in _HERE if name in given]
     if here:
         raise click.UsageError(f"{here[0]} is for models of this machine. A server decides that itself.")
     kept = server(address) if is_name(address) else SavedServer("", address)

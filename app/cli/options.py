@@ -60,6 +60,14 @@ MODEL = (
         help="What names the rows of a pool to fetch ahead.  [default: auto]",
     ),
     click.option(
+        "--no-draft",
+        "draft",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Compute token by token, without guessing further ones.",
+    ),
+    click.option(
         "--parallel",
         default="",
         metavar="PATTERN",

@@ -66,6 +66,16 @@ def prompt_tokens(ran: Ran) -> int:
     return int(json.loads(ran.out)["prompt_tokens"])
 
 
+def test_guesses_can_be_left_out() -> None:
+    """The demo repeats its answer where it is asked again, so that there is something to guess."""
+    asked = ("ask", "What is an expert?", "--temperature", "0", "--json")
+    run_cli(*asked)
+    other, one = (json.loads(run_cli(*asked, "--chat", "1", *more).out) for more in (("--no-draft", "--no-save"), ()))
+    assert one["accepted_tokens"] > 0 and other["drafted_tokens"] == 0 and other["answer"] == one["answer"]
+    server = ("--connect", "http://127.0.0.1:9", "--no-draft")
+    assert "--no-draft is for models of this machine" in explained(run_cli("ask", "hi", *server), 2)
+
+
 def test_words_file_and_pipe_make_the_question_in_this_order(tiny_pack: Path, tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("from a file\n", encoding="utf-8")
     whole = "two words\n\nfrom a file\n\nfrom a pipe"
