@@ -89,6 +89,11 @@ class Depth:
         self._pace.observed(preset, 1 + guessed, seconds, 1 + guessed if guessed else drawn)
         self._paused += drawn
 
+    def alone(self, preset: Preset, tokens: int) -> float | None:
+        """Seconds of some tokens that are computed one by one, if that is known."""
+        one = self._pace.seconds(preset, 1)
+        return None if one is None else tokens * one
+
     def compare(self, guess: Guess, drawn: Sequence[int]) -> None:
         """What was drawn where a guess was made."""
         for guessed, kind, token in zip(*guess, drawn, strict=False):

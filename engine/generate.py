@@ -189,10 +189,13 @@ class Answer:
         else:
             tokens, at, checked = several
             self.kv.computed([self.token, *tokens[:-1]], preset)
-        took = telemetry.clock() - made
-        telemetry.decoded(telemetry.clock() - began, len(tokens))
-        telemetry.drafted(checked, len(tokens) - 1 if checked else 0)
+        ended = telemetry.clock()
+        took = ended - made
+        telemetry.decoded(ended - began, len(tokens))
         if self._depth is not None:
+            alone = took if not checked else self._depth.alone(preset, len(tokens))
+            saved = None if alone is None else alone - (ended - began)
+            telemetry.drafted(checked, len(tokens) - 1 if checked else 0, saved)
             if guess is not None:
                 self._depth.compare(guess, tokens)
             self._depth.took(preset, checked, len(tokens), took)

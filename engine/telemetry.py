@@ -122,7 +122,8 @@ class AnswerCounts:
     Attributes:
         asked_at, recent: by the telemetry's clock, when it was sent, and when its last tokens were drawn. prefill_s,
             decode_s: seconds, with those in which others were computed. decoded: tokens of that. drafted, accepted:
-            tokens that were computed before they were drawn, and how many of them were drawn.
+            tokens that were computed before they were drawn, and how many of them were drawn. saved_s: seconds that
+            this took less than its tokens one by one, None where the time of one is not known.
     """
 
     request: int
@@ -136,6 +137,7 @@ class AnswerCounts:
     reused: int = 0
     drafted: int = 0
     accepted: int = 0
+    saved_s: float | None = 0.0
     recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=4096))
 
 
@@ -226,10 +228,12 @@ class Telemetry:
         self.answer.decoded += tokens
         self._decoded += tokens
 
-    def drafted(self, tokens: int, accepted: int) -> None:
-        """So many tokens were guessed and computed, of which the first ones were drawn."""
+    def drafted(self, tokens: int, accepted: int, saved_s: float | None) -> None:
+        """So many tokens were guessed and computed, of which the first ones were drawn; see `AnswerCounts`."""
         self.answer.drafted += tokens
         self.answer.accepted += accepted
+        before = self.answer.saved_s
+        self.answer.saved_s = None if before is None or saved_s is None else before + saved_s
 
     def token(self, at: float) -> None:
         """A token of the answer was drawn at time `at`."""
@@ -296,7 +300,14 @@ class Telemetry:
             vram_budget=self.budget,
             drafted=answer.drafted,
             accepted=answer.accepted,
+            draft_speedup=self._draft_speedup(),
         )
+
+    def _draft_speedup(self) -> float | None:
+        answer = self.answer
+        if not answer.drafted or answer.saved_s is None:
+            return None
+        return _rate(answer.decode_s + answer.saved_s, answer.decode_s)
 
     def _card(self, card: CardRows) -> CardRows:
         """One of several cards, of this answer's decode."""
@@ -366,5 +377,5 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _rate(count: int, seconds: float) -> float | None:
+def _rate(count: float, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None

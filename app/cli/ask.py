@@ -206,6 +206,7 @@ class _Output:
             "bytes_per_token": stats.bytes_per_token,
             "drafted_tokens": stats.drafted,
             "accepted_tokens": stats.accepted,
+            "draft_speedup": stats.draft_speedup,
             "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
         }
         sys.stdout.write(json_text(fields) + "\n")

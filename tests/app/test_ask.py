@@ -35,7 +35,7 @@ FIGURES = {
     **dict.fromkeys(("seed", "prompt_tokens", "reused_tokens", "new_tokens", "thinking_tokens"), int),
     **dict.fromkeys(("drafted_tokens", "accepted_tokens"), int),
     **dict.fromkeys(("first_token_s", "decode_tokens_per_s", "active_neurons", "bytes_per_token"), float),
-    **dict.fromkeys(("remote", "rows"), type(None)),
+    **dict.fromkeys(("remote", "rows", "draft_speedup"), type(None)),
 }
 
 
@@ -71,7 +71,8 @@ def test_guesses_can_be_left_out() -> None:
     asked = ("ask", "What is an expert?", "--temperature", "0", "--json")
     run_cli(*asked)
     other, one = (json.loads(run_cli(*asked, "--chat", "1", *more).out) for more in (("--no-draft", "--no-save"), ()))
-    assert one["accepted_tokens"] > 0 and other["drafted_tokens"] == 0 and other["answer"] == one["answer"]
+    assert one["accepted_tokens"] > 0 and one["draft_speedup"] > 0 and other["answer"] == one["answer"]
+    assert other["drafted_tokens"] == 0 and other["draft_speedup"] is None
     server = ("--connect", "http://127.0.0.1:9", "--no-draft")
     assert "--no-draft is for models of this machine" in explained(run_cli("ask", "hi", *server), 2)
 

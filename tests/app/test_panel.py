@@ -225,6 +225,21 @@ def figures(rows: Rows | None, *, vram_bytes: int | None = None, reused_tokens: 
     return PanelFigures(LOADED, made)
 
 
+def test_what_became_of_guesses_fits_the_column() -> None:
+    for accepted, gained, wanted in (
+        (25, 1.44, "drafts accepted"),
+        (2500, 1.44, "drafts"),
+        (25, 0.86, "drafts accepted"),
+    ):
+        shown = figures(None)
+        assert shown.stats is not None
+        shown.stats = dataclasses.replace(shown.stats, drafted=accepted + 1, accepted=accepted, draft_speedup=gained)
+        assert value(draw.speed_course, shown, wanted) == f"{accepted} of {accepted + 1}, {gained:.1f}x"
+        assert all(len(line) <= 32 for line in rows_of(draw.speed_course, shown))
+        shown.stats = dataclasses.replace(shown.stats, draft_speedup=None)
+        assert value(draw.speed_course, shown, "drafts accepted") == f"{accepted} of {accepted + 1}"
+
+
 def rows_of(drawing: Draw, shown: PanelFigures, width: int = 32) -> list[str]:
     return drawing(shown, width).plain.split("\n")
 

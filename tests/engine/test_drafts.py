@@ -13,6 +13,7 @@ from floe_chat.engine.drafts import Depth, Guess, Repeats
 from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
 from floe_chat.engine.generate import Answer
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.packing.pack import PackSpec
 
 from .. import families
@@ -114,6 +115,11 @@ class Given(Depth):
     def __init__(self, answer: Sequence[int], seed: int) -> None:
         super().__init__()
         self._answer, self._random, self.at = answer, random.Random(seed), 0
+        self.alone_s = 0.0  # what all tokens take one by one
+
+    def took(self, preset: Preset, guessed: int, drawn: int, seconds: float) -> None:
+        self.alone_s += self.alone(preset, drawn) or 0.0 if guessed else seconds
+        super().took(preset, guessed, drawn, seconds)
 
     def worth(self, guess: Guess, preset: object) -> list[int]:
         right = self._answer[self.at : self.at + self._random.randrange(MOST_TOGETHER)]
@@ -165,6 +171,19 @@ def test_tokens_are_the_same(loaded: LoadedModel) -> None:
                 assert torch.equal(ours, theirs)
             found, _, _, end = answered(loaded, sampling, Given(wanted, seed), extras, [stop])
             assert found == wanted[: wanted.index(stop)] and end == "stop"
+
+
+def test_what_guesses_gained_is_measured(loaded: LoadedModel) -> None:
+    loaded.control.preset = PRESET
+    wanted, *_ = answered(loaded, GREEDY, None)
+    for known in (False, True):
+        given = Given(wanted, 1)
+        if known:
+            given.took(PRESET, 0, 16, 0.0016)
+            given.alone_s = 0.0
+        answered(loaded, GREEDY, given)
+        gained = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=0).draft_speedup
+        assert gained == (pytest.approx(given.alone_s / loaded.telemetry.answer.decode_s) if known else None)
 
 
 def stored(kv: KVCache) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ def speed_beside(figures: PanelFigures, width: int) -> Content:
     """The lines beside the big figure, which is `speed`."""
     stats = figures.stats
     value = units.seconds(stats and stats.first_token_s)
-    first = "first token" if len(f"first token {value}") <= width else "first"
+    first = _shorter("first token", value, width)
     prefill = stats.prefill_tps if stats else None
     lines = [muted("tokens/s"), row(figures, first, value, width)]
     if not figures.remote:
@@ -115,7 +115,9 @@ def speed_course(figures: PanelFigures, width: int) -> Content:
     if stats and stats.reused_tokens and not figures.dense:
         lines.append(row(figures, "prompt reused", f"{stats.reused_tokens} of {stats.prompt_tokens}", width))
     if stats and stats.drafted and not figures.dense:
-        lines.append(row(figures, "drafts accepted", f"{stats.accepted} of {stats.drafted}", width))
+        gained = "" if stats.draft_speedup is None else f", {stats.draft_speedup:.1f}x"
+        became = f"{stats.accepted} of {stats.drafted}{gained}"
+        lines.append(row(figures, _shorter("drafts accepted", became, width), became, width))
     return Content("\n").join(lines)
 
 
@@ -293,6 +295,11 @@ def row(figures: PanelFigures, label: str, value: str, width: int) -> Content:
         value = f"{value} not known" if figures.remote else f"{value} not yet"
     gap = max(1, width - len(label) - len(value))
     return Content.assemble((label, MUTED), " " * gap, value)
+
+
+def _shorter(label: str, value: str, width: int) -> str:
+    """A figure's name, or its first word if both would not fit."""
+    return label if len(f"{label} {value}") <= width else label.split()[0]
 
 
 def gauge(figures: PanelFigures, label: str, value: float | None, width: int) -> Content:

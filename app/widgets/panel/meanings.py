@@ -12,7 +12,8 @@ MEANINGS = {
     "speed": "Tokens per second: how fast the answer is written, from its first token to its last. The bars show the "
     "last minute, second by second. Prefill: tokens of the prompt read per second. First token: the time from Enter to "
     "the first piece of the answer. Prompt reused: the part whose keys and values were kept. Drafts: tokens guessed "
-    "from what the text repeats, and computed together; those accepted are what the model writes anyway.",
+    "from what the text repeats, and computed together; those accepted are what the model writes anyway. 1.4x: how "
+    "many times as fast that was as one after the other.",
     "origins": "Split: layers are whole on the GPU, or computed by the CPU. Rows are the weights of neurons. "
     "A part of them is in GPU memory, the rest in RAM. Ready: in GPU memory when needed, also if "
     "prefetched. Coming: prefetched, and still on the way. Copied: fetched when needed. On CPU: computed by the CPU "
@@ -40,7 +41,7 @@ TERMS = (
     ("prefill", "tokens of your question and the chat before it, read per second"),
     ("first token", "the time from Enter to the first piece of the answer"),
     ("prompt reused", "the part of the prompt whose keys and values were kept, and cost next to no time"),
-    ("drafts accepted", "of the tokens guessed from what the text repeats, how many the model wrote"),
+    ("drafts accepted", "of the tokens guessed, how many the model wrote, and how many times as fast it was"),
     ("expert", "one of several small networks in each layer; the model picks a few for every token"),
     ("neuron", "one unit of an expert; inactive ones are skipped, which is what makes this fast"),
     ("active share", "the share of the picked experts' neurons that were computed"),
