@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...kernels.rule import Rule
+from ...models.pack.manifest import Manifest
 from ..machine.conditions import backend, computing, facts
 from ..machine.load import Others, own_seconds
 from ..machine.random_weights import last_level_cache
@@ -72,6 +73,15 @@ class SpeedRun:
     published_layers: int | None = None
     rule: Rule | None = None
 
+    def chosen(self, manifest: Manifest) -> list[Preset]:
+        """The presets to measure.
+
+        Raises:
+            UsageError: see `choose_presets`.
+        """
+        names = self.presets or ((DEFAULT,) if self.quick and self.rule is None else ())
+        return choose_presets(names, manifest, self.rule)
+
 
 def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: MeasureReport) -> ResultTable:
     """Measure.
@@ -79,10 +89,8 @@ def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Measure
     Raises:
         UsageError: a preset that the model cannot run, more threads than cores, or a prompt too long for the window.
     """
-    presets = choose_presets(
-        plan.presets or ((DEFAULT,) if plan.quick and plan.rule is None else ()), subject.manifest, plan.rule
-    )
-    a, title = subject.manifest.architecture, f"{plan.bench} of {subject.name}"
+    presets, a = plan.chosen(subject.manifest), subject.manifest.architecture
+    title = f"{plan.bench} of {subject.name}"
     chosen = backend(subject.device)
     with computing(plan.threads, a.hidden, a.intermediate) as threads:
         parts = _parts(subject, plan, presets, peers)

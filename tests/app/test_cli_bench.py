@@ -18,6 +18,8 @@ from floe_chat.engine.bench import synthetic, transfer
 from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.bench.subject import from_pack
+from floe_chat.engine.decoder.layers import Unsupported
+from floe_chat.engine.events import MOST_TOGETHER
 from floe_chat.engine.machine import gpus, read_floor
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.engine.quality import text_windows
@@ -208,6 +210,33 @@ def test_a_synthetic_model_is_measured(bench: str) -> None:
     assert "% active" in ran.out or bench == "prefill"
 
 
+def test_passes_of_several_tokens_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("floe_chat.engine.bench.drafts.WARM", 0)
+    options = ("--synthetic", "tiny", "--layers", "2", "--device", "cpu", "--preset", "Fast", *ONCE)
+    ran = run_cli("bench", "decode", "--draft", *options)
+    assert (ran.code, ran.err) == (0, "") and max(map(len, ran.out.splitlines()[:-1])) <= 100
+    fields = json.loads(ran.out.splitlines()[-1])
+    assert fields["bench"] == "draft" and len(fields["sections"]) == 2
+    measured, calculated = (section["rows"] for section in fields["sections"])
+    assert len(measured) == MOST_TOGETHER and len(calculated) == 9
+    one, two = measured[:2]
+    assert two["note"] == f"{2 * one['ms'] / two['ms']:.2f}x the tokens"
+    assert calculated[1]["name"] == "2 in a pass, 80 % right"
+    assert calculated[1]["ms"] == pytest.approx(two["ms"] / 1.8, rel=1e-3)
+    assert calculated[1]["speedup"] == pytest.approx(1.8 * one["ms"] / two["ms"], rel=1e-3)
+    families.make("olmoe", tmp_path / "source")
+    make_pack(tmp_path / "source", tmp_path / "pack", PackSpec())
+    monkeypatch.setattr("floe_chat.engine.decoder.decoders.FusedDecoder", declined)
+    ran = run_cli("bench", "decode", "--draft", str(tmp_path / "pack"), "--device", "cpu", "-p", "Fast", *ONCE)
+    fields = json.loads(ran.out.splitlines()[-1])
+    assert len(fields["sections"]) == 1 and [row["name"] for row in fields["sections"][0]["rows"]] == ["one"]
+    assert "one token in a pass here" in fields["notes"][0] and "because a test says so" in fields["notes"][0]
+
+
+def declined(*_arguments: object) -> None:
+    raise Unsupported("a test says so")
+
+
 def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
     (tmp_path / "gguf.py").write_text(FAKE_GGUF)
@@ -289,6 +318,7 @@ BAD = [
     (f"{DECODE} --sparsity 140%", "not a share"),
     (f"{DECODE} --tokens 100000", "leaves no room"),
     (f"{DECODE} --threads 9999", "9999 threads"),
+    (f"{DECODE} --draft --peer python", "Leave out --peer"),
     (f"{DECODE} --peer /nonesuch/python", "cannot be run"),
     (f"{DECODE} --peer {sys.executable}", "cannot run llama.cpp"),
     ("share demo --prompt 100000", "do not fit the window"),

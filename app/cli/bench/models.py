@@ -55,8 +55,12 @@ _SPEED: tuple[Option, ...] = (
 @with_options(*_SPEED)
 @with_dials(*_SPARED)
 @click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Length of the prompt, in tokens.")
+@click.option("--draft", is_flag=True, help="Time passes of several tokens instead: what guessing them may gain.")
 def decode(**options: Any) -> None:
     """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
+
+    With --draft, how long a pass of 1 to 4 tokens takes, and how many times as many tokens that makes where guesses
+    are right always, or less often.
 
     A synthetic Mixtral takes 0.8 GB of memory per layer and 1 GB more; llama.cpp takes another 7.4 GB. --quick measures
     only the default preset.
@@ -96,8 +100,11 @@ def _speed(
     peer: str | None,
     peer_files: Path | None,
     as_json: bool,
+    draft: bool = False,
     **given: Any,
 ) -> None:
+    if draft and peer:
+        raise UsageError("--draft times passes without a peer", "", "Leave out --peer.")
     from ....engine.bench.speed import SpeedRun
 
     rule = rule_of({name: given.pop(name) for name in _SPARED})
@@ -106,7 +113,12 @@ def _speed(
     published = spec.published_layers if spec else None
     plan = SpeedRun(bench, presets, tokens, threads, runs or 5, quick, published, rule)
     with measuring() as report:
-        table = _measured(model, spec, place, plan, peer, peer_files, report)
+        if draft:
+            from ....engine.bench import drafts
+
+            table = drafts.run(_subject(model, spec, place, report), plan, report)
+        else:
+            table = _measured(model, spec, place, plan, peer, peer_files, report)
     finish(table, as_json=as_json)
 
 
@@ -119,7 +131,7 @@ def _measured(
     files: Path | None,
     report: MeasureReport,
 ) -> ResultTable:
-    from ....engine.bench import speed, synthetic
+    from ....engine.bench import speed
     from ....engine.bench.peer import llama as peer
     from ....engine.bench.peer.recipes import PeerSizes
     from ....engine.machine import conditions
@@ -128,11 +140,8 @@ def _measured(
         peer.version_of(python)
     compared = python or (sys.executable if find_spec("llama_cpp") and find_spec("gguf") else None)
     with ExitStack() as stack:
-        if spec:
-            beside = peer.memory_bytes(PeerSizes.of(spec.config())) if compared else 0
-            subject = synthetic.make(spec, device, lambda step: report(step, 0, 1), beside=beside)
-        else:
-            subject = _pack(model, device)
+        beside = peer.memory_bytes(PeerSizes.of(spec.config())) if spec and compared else 0
+        subject = _subject(model, spec, device, report, beside)
         peers: Sequence[Peer] = ()
         if compared and (python or PeerSizes.possible(subject.model.config)):
             a = subject.manifest.architecture
@@ -160,8 +169,11 @@ def _spec(name: str | None, model: str | None, widths: dict[str, int | None]) ->
     return Spec(name, **{"layers": usual_layers(name), **given})
 
 
-def _pack(model: str | None, device: str) -> Subject:
-    from ....engine.bench.subject import from_pack
+def _subject(model: str | None, spec: Spec | None, device: str, report: MeasureReport, beside: int = 0) -> Subject:
+    """The model: of random weights if there is a `spec`. beside: bytes of memory that others need."""
+    from ....engine.bench import subject, synthetic
     from ....models.catalog import DEMO, asset, find
 
-    return from_pack(find(model or DEMO), device, asset("calibration.txt").read_text(encoding="utf-8"))
+    if spec:
+        return synthetic.make(spec, device, lambda step: report(step, 0, 1), beside=beside)
+    return subject.from_pack(find(model or DEMO), device, asset("calibration.txt").read_text(encoding="utf-8"))
