@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
 from floe_chat.engine.generate import Answer
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.engine.sampling import Sampler
 from floe_chat.models.packing.pack import PackSpec
 
 from .. import families
@@ -21,7 +25,7 @@ from ..helpers import make_pack
 from .driver import GREEDY, a_preset, open_model
 
 PRESET = a_preset("", 0.3, 0.8, drop=0.3, major=0.3)
-WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=5)
+WARM = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
 PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7]
 
 
@@ -184,6 +188,98 @@ def test_what_guesses_gained_is_measured(loaded: LoadedModel) -> None:
         answered(loaded, GREEDY, given)
         gained = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=0).draft_speedup
         assert gained == (pytest.approx(given.alone_s / loaded.telemetry.answer.decode_s) if known else None)
+
+
+class Distribution:
+    """What is drawn of the first two tokens after `PROMPT`, by logits of one pass each, computed in float64.
+
+    Attributes:
+        guess: the likeliest pair, or the least likely of frequent ones that begin with another token.
+    """
+
+    def __init__(self, loaded: LoadedModel, sampling: Sampling, answers: int, *, likely: bool) -> None:
+        self.answers, filters = answers, Sampler(sampling, PROMPT).filters
+        kv = KVCache()
+
+        def shares(ids: list[int]) -> list[float]:
+            kv.cut(0)
+            logits = loaded.decoder.forward(ids, kv).double()
+            return filters.warpers()(torch.tensor([ids]), logits).softmax(-1)[0].tolist()
+
+        self.shares = {
+            (first, second): part * share
+            for first, part in enumerate(shares(PROMPT))
+            if part * answers >= 5  # rarer ones are counted as one
+            for second, share in enumerate(shares([*PROMPT, first]))
+            if part * share * answers >= 5
+        }
+        best, chance = max(self.shares, key=self.shares.__getitem__), self.shares.__getitem__
+        self.guess = best if likely else min((pair for pair in self.shares if pair[0] != best[0]), key=chance)
+
+    def fits(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Whether Pearson's chi-square is within five standard deviations of what the distribution itself gives."""
+        counts, shares = Counter(pairs), self.shares
+        cells = [(counts[pair], self.answers * share) for pair, share in shares.items()]
+        others = self.answers * (1 - sum(shares.values()))
+        if others >= 5:
+            cells.append((self.answers - sum(counts[pair] for pair in shares), others))
+        freedom = len(cells) - 1
+        return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells) < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def check_distribution(loaded: LoadedModel, sampling: Sampling, answers: int, *, likely: bool) -> None:
+    loaded.control.preset = PRESET
+    wanted, kv = Distribution(loaded, sampling, answers, likely=likely), KVCache()
+    pairs, right = list[tuple[int, int]](), 0
+    loaded.decoder.forward(PROMPT[:-1], kv)
+    kv.computed(PROMPT[:-1], PRESET)
+    for seed in range(answers):
+        sampler, tokens = Sampler(replace(sampling, seed=seed), PROMPT), [PROMPT[-1]]
+        while len(tokens) < 3:
+            guessed = wanted.guess[len(tokens) - 1 :]
+            found = loaded.decoder.several(tokens[-1], kv, sampler, MOST_TOGETHER, (), guessed)
+            assert found is not None and found[2] == len(guessed)
+            kv.computed([tokens[-1], *found[0][:-1]], PRESET)
+            tokens += found[0]
+        kv.cut(len(PROMPT) - 1)
+        pairs.append((tokens[1], tokens[2]))
+        right += tokens[1] == wanted.guess[0]
+    assert wanted.fits(pairs) and (right > answers / 4 if likely else 0 < right < answers / 4)
+    # Where guesses count by a coin, or are drawn again by their own chance, it does not fit.
+    by_chance = random.Random(1)
+    for chance in (0.5, wanted.shares[wanted.guess]) if likely else (0.5,):
+        assert not wanted.fits([wanted.guess if by_chance.random() < chance else pair for pair in pairs])
+
+
+@pytest.fixture(scope="module")
+def small(tiny_pack: Path) -> LoadedModel:
+    return open_model(tiny_pack)
+
+
+COLD = Sampling(temperature=0.5, min_p=0.0)
+FILTERS = {
+    "temperature": COLD,
+    "top-p": replace(COLD, top_p=0.8),
+    "min-p": replace(COLD, min_p=0.1),
+    "top-k": replace(COLD, top_k=5),
+    "penalty": replace(COLD, repetition_penalty=0.4),
+}
+each_filter = pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("likely", [True, False], ids=["right", "wrong"])
+@each_filter
+def test_guesses_change_no_distribution(small: LoadedModel, sampling: Sampling, likely: bool) -> None:
+    check_distribution(small, sampling, 600, likely=likely)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("likely", [True, False], ids=["right", "wrong"])
+@each_filter
+def test_guesses_change_no_distribution_of_many(small: LoadedModel, sampling: Sampling, likely: bool) -> None:
+    """10^5 tokens."""
+    check_distribution(small, sampling, 5000, likely=likely)
 
 
 def stored(kv: KVCache) -> list[torch.Tensor]:
