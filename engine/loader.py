@@ -145,7 +145,7 @@ def load(
     experts = _Experts(pack, offloads, control, telemetry, report, spread)
     model = _build(pack, linears, experts, report, library=library)
     window, decoder = _decoder(model, pack.placement)
-    if advanced.draft and isinstance(decoder, FusedDecoder):
+    if advanced.draft and spread is None and isinstance(decoder, FusedDecoder):
         _draft(decoder, pack.packed)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
