@@ -1,27 +1,39 @@
-"""How much faster answers come with guessed tokens than without.
+"""How much faster answers come with guessed tokens than without, with as many as the engine finds worth it: the ratio
+of their seconds, in turns. What a pass of several tokens costs is `floe-chat bench decode --draft`.
 
     python tests/bench/drafts.py PACK [--rounds 5]
 
-The answers to held-out questions, and to each of them asked again in the same chat, which repeats the answer, with as
-many guesses as the engine finds worth it and without, in turns: the ratio of their seconds. What a pass of several
-tokens costs is `floe-chat bench decode --draft`.
+The answers to held-out questions, and to each of them asked again in the same chat, which repeats the answer.
+
+    python tests/bench/drafts.py --synthetic qwen3.6-35b-a3b [--layers 16] [--right 0.88 0.8 0.7] [--preset Balanced]
+
+A model of full width and random weights, with a drafting head that computes all that it would, but whose first, second
+and third guesses are right as often as said. It has too few layers, so that the head takes a larger share of a
+token than it would: seconds of a guess, in those of a token, are printed for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from floe_chat.assets.demo.make.facts import read_heldout
+from floe_chat.engine import quality_presets
+from floe_chat.engine.bench import synthetic
+from floe_chat.engine.bench.subject import Subject
+from floe_chat.engine.decoder.draft_head import DraftHead
+from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.drafts import Depth
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import Answer, Progress
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.machine.conditions import computing
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 GREEDY = Sampling(temperature=0.0)
@@ -34,8 +46,11 @@ class Answered(NamedTuple):
     seconds: float
 
 
-def answered(loaded: LoadedModel, prompt: Sequence[int], stop: Sequence[int], depth: Depth | None) -> Answered:
+def answered(
+    loaded: LoadedModel | Subject, prompt: Sequence[int], stop: Sequence[int], depth: Depth | None
+) -> Answered:
     """A greedy answer."""
+    loaded.telemetry.begin(1, len(prompt), 0.0)
     answer = Answer(
         *(loaded.decoder, KVCache(), prompt, GREEDY),
         max_new_tokens=300,
@@ -76,12 +91,64 @@ def of_pack(folder: Path, rounds: int) -> None:
         print(f"{name}: {median(found):.2f}x ({min(found):.2f} to {max(found):.2f})", flush=True)
 
 
+class SetHead(DraftHead):
+    """Guesses by the model's answer, right as often as set, once the head itself has guessed."""
+
+    def begin(self, prompt: int, answer: Sequence[int], right: Sequence[float], seed: int) -> None:
+        """answer: what the model draws behind so many tokens of a prompt."""
+        self._whole = self._part  # random text is not of a vocabulary's first part
+        self._set = prompt, answer, right, random.Random(seed)
+
+    def guess(self, token: int, kv: KVCache, more: Callable[[list[float]], bool]) -> tuple[list[int], list[float]]:
+        """See `DraftHead`."""
+        tokens, likely = super().guess(token, kv, more)
+        prompt, answer, right, drawn = self._set
+        following = answer[kv.length + 1 - prompt :][: len(tokens)]
+        return [one + (drawn.random() > chance) for one, chance in zip(following, right, strict=False)], likely
+
+
+def synthetic_model(spec: synthetic.Spec, preset: str, right: Sequence[float], rounds: int) -> None:
+    """Print how much faster answers come."""
+    subject, head = synthetic.make(spec, "cpu", lambda _step: None), synthetic.head(spec)
+    decoder, a = subject.decoder, subject.manifest.architecture
+    assert head is not None and isinstance(decoder, FusedDecoder)
+    decoder.draft_by(head, spec.dense)
+    own = decoder.head
+    assert own is not None
+    own.__class__ = SetHead
+    assert isinstance(own, SetHead)
+    subject.control.preset = quality_presets.get(preset, subject.manifest)
+    prompt, depth = subject.prompt(32), Depth()
+    with computing(None, a.hidden, a.intermediate):
+        for number in range(rounds):
+            decoder.head = None
+            plain = answered(subject, prompt, (), None)
+            decoder.head = own
+            own.begin(len(prompt), plain.tokens, right, number)
+            drafted = answered(subject, prompt, (), depth)
+            assert drafted.tokens == plain.tokens
+            counts = subject.telemetry.answer
+            guess = depth._guessing  # pyright: ignore[reportPrivateUsage]
+            print(
+                f"{preset}: {plain.seconds / drafted.seconds:.2f}x {plain.seconds / len(plain.tokens) * 1e3:.1f} ms a"
+                f" token, {counts.accepted} of {counts.drafted} accepted, a guess takes {guess:.2f} of a token",
+                flush=True,
+            )
+
+
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pack", type=Path)
+    parser.add_argument("pack", type=Path, nargs="?")
+    parser.add_argument("--synthetic", default="qwen3.6-35b-a3b", choices=synthetic.MODELS)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--right", type=float, nargs=3, default=(0.88, 0.8, 0.7))
+    parser.add_argument("--preset", default="Balanced")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
+    if asked.pack is None:
+        synthetic_model(synthetic.Spec(asked.synthetic, asked.layers), asked.preset, asked.right, asked.rounds)
+        return
     of_pack(asked.pack, asked.rounds)
 
 
