@@ -101,10 +101,11 @@ class SetHead(DraftHead):
 
     def guess(self, token: int, kv: KVCache, more: Callable[[list[float]], bool]) -> tuple[list[int], list[float]]:
         """See `DraftHead`."""
-        tokens, likely = super().guess(token, kv, more)
         prompt, answer, right, drawn = self._set
+        tokens, _ = super().guess(token, kv, lambda likely: more(list(right[: len(likely)])))
         following = answer[kv.length + 1 - prompt :][: len(tokens)]
-        return [one + (drawn.random() > chance) for one, chance in zip(following, right, strict=False)], likely
+        wrong = [drawn.random() > chance for chance in right]
+        return [one + missed for one, missed in zip(following, wrong, strict=False)], list(right[: len(following)])
 
 
 def synthetic_model(spec: synthetic.Spec, preset: str, right: Sequence[float], rounds: int) -> None:
