@@ -134,6 +134,24 @@ template <int SIZE> inline __m128i eight_at(const uint8_t *p) {
     return SIZE == 1 ? _mm_loadl_epi64((const __m128i *)p) : load128(p);
 }
 
+template <class Word> inline uint64_t word_at(const uint8_t *p) {
+    Word word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
+
+// 1 to 15 bytes, and zeros behind them; nothing behind them is read.
+inline __m128i bytes_at(const uint8_t *p, int64_t bytes) {
+    if (bytes > 8)
+        return _mm_set_epi64x((int64_t)(word_at<uint64_t>(p + bytes - 8) >> (8 * (16 - bytes))),
+                              (int64_t)word_at<uint64_t>(p));
+    uint64_t low = p[0];
+    if (bytes == 8) low = word_at<uint64_t>(p);
+    else if (bytes >= 4) low = word_at<uint32_t>(p) | word_at<uint32_t>(p + bytes - 4) << (8 * (bytes - 4));
+    else if (bytes >= 2) low = word_at<uint16_t>(p) | word_at<uint16_t>(p + bytes - 2) << (8 * (bytes - 2));
+    return _mm_cvtsi64_si128((int64_t)low);
+}
+
 // Of groups g to g + 7.
 inline __m256 scales8(const floe_vector &v, const Stored &w, int64_t g) {
     return v.scale_bytes == 1 ? eight_scales<1>(eight_at<1>(w.scale + g))
@@ -146,12 +164,13 @@ inline __m256 zeros8(const floe_vector &v, const Stored &w, int64_t g) {
 }
 
 // Those of a section whose chunks have one each, in the chunks' places.
-template <int BITS, int SIZE> inline __m128i placed(const uint8_t *p) {
-    const __m128i raw = eight_at<SIZE>(p);
+template <int BITS, int SIZE> inline __m128i placed(__m128i raw) {
     if (Width<BITS>::kChunks != 2) return raw;
     if (SIZE == 1) return _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 0, 2, 4, 6, 1, 3, 5, 7));
     return _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
 }
+
+template <int BITS, int SIZE> inline __m128i placed(const uint8_t *p) { return placed<BITS, SIZE>(eight_at<SIZE>(p)); }
 
 // Scales and zeros of the groups that a section's chunks belong to, in the chunks' places; zero behind the last chunk.
 template <int BITS>
@@ -166,18 +185,22 @@ FLOE_NOINLINE void gather_scales(const floe_vector &v, const Stored &w, int64_t 
     *zero = _mm256_loadu_ps(zeros);
 }
 
-// Scales of a section's chunks in their places, and scale · zero.
+// Scales and zeros of a section whose chunks have one each.
+template <int BITS, int SIZE, bool FULL>
+inline void read_scales(const floe_vector &v, const Stored &w, int64_t start, __m256 *scale, __m256 *zero) {
+    const uint8_t *const scales = w.scale + SIZE * start, *const zeros = w.zero + SIZE * start;
+    const int64_t bytes = SIZE * (v.n / kChunk - start); // if not FULL
+    *scale = eight_scales<SIZE>(placed<BITS, SIZE>(FULL ? eight_at<SIZE>(scales) : bytes_at(scales, bytes)));
+    *zero = eight_zeros<SIZE>(placed<BITS, SIZE>(FULL ? eight_at<SIZE>(zeros) : bytes_at(zeros, bytes)), zero_step(v));
+}
+
+// Scales of a section's chunks in their places, and scale · zero. What stands behind the last chunk is finite: the
+// token's tables have zeros there.
 template <int BITS, bool FULL>
 inline void section_scales(const floe_vector &v, const Stored &w, int64_t start, __m256 *scale, __m256 *zero) {
-    if (!FULL || v.group != kChunk) {
-        gather_scales<BITS>(v, w, start, scale, zero);
-    } else if (v.scale_bytes == 1) {
-        *scale = eight_scales<1>(placed<BITS, 1>(w.scale + start));
-        *zero = eight_zeros<1>(placed<BITS, 1>(w.zero + start), zero_step(v));
-    } else {
-        *scale = eight_scales<2>(placed<BITS, 2>(w.scale + 2 * start));
-        *zero = eight_zeros<2>(placed<BITS, 2>(w.zero + 2 * start), 0);
-    }
+    if (v.group != kChunk) gather_scales<BITS>(v, w, start, scale, zero);
+    else if (v.scale_bytes == 1) read_scales<BITS, 1, FULL>(v, w, start, scale, zero);
+    else read_scales<BITS, 2, FULL>(v, w, start, scale, zero);
     *zero = _mm256_mul_ps(*scale, *zero);
 }
 

@@ -108,9 +108,9 @@ struct Sum {
     __m256 total, shift;
 };
 
-// Whole sections `from`..`to` (in chunks) of one vector with a few tokens: what a decode step consists of. Like
-// add_section with a scale per chunk, but few enough numbers are alive that all of them stay in registers, and each
-// token's are added up as if it were alone.
+// Whole sections `from`..`to` (in chunks) of one vector with a few tokens: what a decode step consists of. Codes and
+// scales are unpacked once, and each token is added up as if it were alone. Like add_section with a scale per chunk,
+// but with few enough numbers alive: all of one token stay in registers.
 template <int BITS, int DIGITS, int SIZE, int TOKENS>
 FLOE_NOINLINE void add_few(const Stored &w, const Token *const *tokens, int64_t from, int64_t to, Sum *so_far,
                            Pace &pace) {
@@ -118,25 +118,27 @@ FLOE_NOINLINE void add_few(const Stored &w, const Token *const *tokens, int64_t 
     constexpr int kDigits = BITS == 8 ? 1 : DIGITS;
     const uint8_t *p = chunk_at<BITS>(w.codes, from), *scales = w.scale + SIZE * from;
     const uint8_t *zeros = w.zero + SIZE * from;
-    const int8_t *digits[TOKENS];
-    const float *steps[TOKENS], *sums[TOKENS];
+    const int8_t *digits = tokens[0]->digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
+    const float *steps = tokens[0]->scale + from, *sums = tokens[0]->sums + from, *const end = tokens[0]->scale + to;
+    int64_t apart[TOKENS]; // of the first token's tables and another's: one number serves all of them
     __m256 total[TOKENS], shift[TOKENS];
     FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
-        digits[t] = tokens[t]->digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
-        steps[t] = tokens[t]->scale + from;
-        sums[t] = tokens[t]->sums + from;
-        total[t] = so_far[t].total;
-        shift[t] = so_far[t].shift;
+        apart[t] = tokens[t]->digits - tokens[0]->digits;
+        if (t) FLOE_ADDRESS(apart[t]);
+        total[t] = from ? so_far[t].total : _mm256_setzero_ps();
+        shift[t] = from ? so_far[t].shift : _mm256_setzero_ps();
     }
-    const float *const end = tokens[0]->scale + to;
-    while (steps[0] < end) {
+    const auto of = [&](const float *table, int t) {
+        return _mm256_loadu_ps((const float *)((const char *)table + apart[t]));
+    };
+    while (steps < end) {
         const __m256 scale = eight_scales<SIZE>(placed<BITS, SIZE>(scales));
         const __m256 zero = eight_zeros<SIZE>(placed<BITS, SIZE>(zeros), (float)(1 << BITS) / 256);
         const __m256 share = _mm256_mul_ps(scale, zero);
         __m256 own[TOKENS];
         FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
-            shift[t] = _mm256_fmadd_ps(share, _mm256_loadu_ps(sums[t]), shift[t]);
-            own[t] = _mm256_mul_ps(scale, _mm256_loadu_ps(steps[t]));
+            shift[t] = _mm256_fmadd_ps(share, of(sums, t), shift[t]);
+            own[t] = _mm256_mul_ps(scale, of(steps, t));
         }
         pace.step();
         // Addresses of registers of digits, and in their middle: displacements that take one byte, since Zen's cache of
@@ -144,10 +146,10 @@ FLOE_NOINLINE void add_few(const Stored &w, const Token *const *tokens, int64_t 
         FLOE_UNROLL for (int64_t c = 0; c < kSection; c += kRegister) {
             const uint8_t *codes_at = chunk_at<BITS>(p, c);
             FLOE_ADDRESS(codes_at);
-            const int8_t *at[TOKENS][kDigits];
-            FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
-                at[t][d] = digits[t] + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
-                FLOE_ADDRESS(at[t][d]);
+            const int8_t *at[kDigits];
+            FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
+                at[d] = digits + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
+                FLOE_ADDRESS(at[d]);
             }
             FLOE_UNROLL for (int64_t i = 0; i < kRegister; i += kChunks) {
                 __m256i codes[4];
@@ -155,20 +157,19 @@ FLOE_NOINLINE void add_few(const Stored &w, const Token *const *tokens, int64_t 
                 const int64_t place = kChunks == 1 ? c + i : (c + i) / 2;
                 FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
                     const __m256 sum = step_sum<BITS, DIGITS>(codes, [&](int d, int k) {
-                        return at[t][d] + k * plane_stride<BITS>() + i / kChunks * 32 - 128;
+                        return at[d] + apart[t] + k * plane_stride<BITS>() + i / kChunks * 32 - 128;
                     });
                     total[t] = _mm256_fmadd_ps(sum, spread<kChunks == 1>(own[t], place), total[t]);
+                    if (TOKENS > 1) FLOE_AFTER(total[t], at[0]);
                 }
             }
         }
         p = chunk_at<BITS>(p, kSection);
+        digits += step_digits<BITS, DIGITS>(kSection);
         scales += SIZE * kSection;
         zeros += SIZE * kSection;
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
-            digits[t] += step_digits<BITS, DIGITS>(kSection);
-            steps[t] += kSection;
-            sums[t] += kSection;
-        }
+        steps += kSection;
+        sums += kSection;
     }
     FLOE_UNROLL for (int t = 0; t < TOKENS; t++) so_far[t] = {total[t], shift[t]};
 }
@@ -182,6 +183,18 @@ template <int BITS, int DIGITS, int SIZE> inline AddFew add_so_many(int count) {
     return kAll[count - 1];
 }
 
+// The chunks behind whole sections, from `start` on, of one vector with a few tokens, added to total[token].
+template <int BITS, int DIGITS>
+FLOE_NOINLINE void add_rest(const floe_vector &v, const Stored &w, const Token *const *tokens, int count, int64_t start,
+                            __m256 *total) {
+    switch (count) {
+    case 4: return add_section<BITS, DIGITS, 4, false>(v, w, tokens, start, total);
+    case 3: return add_section<BITS, DIGITS, 3, false>(v, w, tokens, start, total);
+    case 2: return add_section<BITS, DIGITS, 2, false>(v, w, tokens, start, total);
+    case 1: return add_section<BITS, DIGITS, 1, false>(v, w, tokens, start, total);
+    }
+}
+
 // Up to kBatch vectors with up to kAlone tokens, one after the other; those of records, which lie scattered, side by
 // side, section by section: so they arrive sooner.
 template <int BITS, int DIGITS>
@@ -189,34 +202,38 @@ void dot_few(const floe_vector &v, const Stored *w, int rows, const Token *const
              const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
     const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
     const bool scattered = w->codes == w->scale + head_bytes(v), bytes = BITS < 8 && v.scale_bytes == 1;
+    const auto add_of = [bytes](int n) {
+        return bytes ? add_so_many<BITS, DIGITS, 1>(n) : add_so_many<BITS, DIGITS, 2>(n);
+    };
     const int64_t span = scattered ? kSection : whole;
-    const Token *own[kBatch][kAlone]; // each vector meets its own tokens
-    int counts[kBatch];
     Sum sums[kBatch][kAlone];
     Pace paces[kBatch];
+    struct {
+        const Token *const *tokens, *some[kAlone];
+        int count;
+        AddFew add;
+    } mine[kBatch]; // each vector meets its own tokens
     for (int r = 0; r < rows; r++) {
         paces[r] = Pace(ahead[r], chunks / kSection);
-        counts[r] = 0;
-        for (int t = 0; t < count; t++) {
-            if (!is_wanted(wanted, r, t)) continue;
-            sums[r][counts[r]] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-            own[r][counts[r]++] = tokens[t];
+        mine[r].tokens = tokens, mine[r].count = count;
+        if (wanted != nullptr) {
+            mine[r].tokens = mine[r].some, mine[r].count = 0;
+            for (int t = 0; t < count; t++)
+                if (is_wanted(wanted, r, t)) mine[r].some[mine[r].count++] = tokens[t];
         }
+        if (mine[r].count > 0) mine[r].add = add_of(mine[r].count);
     }
     for (int64_t from = 0; from < whole; from += span)
-        for (int r = 0; r < rows; r++) {
-            if (counts[r] == 0) continue;
-            const auto add = bytes ? add_so_many<BITS, DIGITS, 1>(counts[r]) : add_so_many<BITS, DIGITS, 2>(counts[r]);
-            add(w[r], own[r], from, from + span, sums[r], paces[r]);
-        }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0, i = 0; t < count; t++) {
-            if (!is_wanted(wanted, r, t)) continue;
-            __m256 total = _mm256_sub_ps(sums[r][i].total, sums[r][i].shift);
-            if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w[r], own[r] + i, whole, &total);
-            out[r][t] = sum8(total);
-            i++;
-        }
+        for (int r = 0; r < rows; r++)
+            if (mine[r].count > 0) mine[r].add(w[r], mine[r].tokens, from, from + span, sums[r], paces[r]);
+    for (int r = 0; r < rows; r++) {
+        __m256 total[kAlone];
+        for (int i = 0; i < mine[r].count; i++)
+            total[i] = whole ? _mm256_sub_ps(sums[r][i].total, sums[r][i].shift) : _mm256_setzero_ps();
+        if (whole < chunks) add_rest<BITS, DIGITS>(v, w[r], mine[r].tokens, mine[r].count, whole, total);
+        for (int t = 0, i = 0; t < count; t++)
+            if (is_wanted(wanted, r, t)) out[r][t] = sum8(total[i++]);
+    }
 }
 
 template <int BITS, int DIGITS>
@@ -259,10 +276,10 @@ void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *con
             if (is_wanted(wanted, r, t)) out[r][t] = sum8(sums[r][i++]);
 }
 
-// 8-bit codes of a chunked vector with up to kTokens tokens in floats.
-template <int TOKENS>
+// 8-bit codes of a chunked vector with up to kTokens tokens in floats. kLanes: sums of a token, so that none waits for
+// the one before.
+template <int TOKENS, int kLanes>
 void dot_bytes(const floe_vector &v, const Stored &w, const Token *const *tokens, float *out, Ahead ahead) {
-    constexpr int kLanes = TOKENS == 1 ? 4 : 2; // sums of a token, so that none waits for the one before
     Pace pace(ahead, v.n / v.group);
     __m256 sums[TOKENS];
     float zeros[TOKENS] = {};
@@ -319,20 +336,26 @@ void dot_halves(const floe_vector &v, const Stored &w, const Token *const *token
     FLOE_UNROLL for (int t = 0; t < TOKENS; t++) out[t] = rest[t] + sum8(_mm256_add_ps(sums[t][0], sums[t][1]));
 }
 
-// Vectors that go through floats.
+// Vectors that go through floats. Few tokens have the sums of one alone, for which there are registers three times.
 void dot_floats(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                 const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    const auto one = v.bits == 16 ? dot_halves<1> : dot_bytes<1>, four = v.bits == 16 ? dot_halves<4> : dot_bytes<4>;
+    using Dot = void (*)(const floe_vector &, const Stored &, const Token *const *, float *, Ahead);
+    constexpr Dot kHalves[] = {dot_halves<1>, dot_halves<2>, dot_halves<3>, dot_halves<4>};
+    constexpr Dot kFew[] = {dot_bytes<1, 4>, dot_bytes<2, 4>, dot_bytes<3, 4>};
+    const bool halves = v.bits == 16;
+    const int most = halves || count > kAlone ? 4 : 3;
     for (int r = 0; r < rows; r++) {
         const Token *own[kBatch];
         float found[kBatch];
-        int mine = 0, done = 0;
+        int mine = 0;
         for (int t = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) own[mine++] = tokens[t];
         Ahead rest = ahead[r];
-        for (; count > kAlone && done + 4 <= mine; done += 4, rest.lines = 0)
-            four(v, w[r], own + done, found + done, rest);
-        for (; done < mine; done++, rest.lines = 0) one(v, w[r], own + done, found + done, rest);
+        for (int done = 0, now = 0; done < mine; done += now, rest.lines = 0) {
+            now = mine - done < most ? mine - done : most;
+            const Dot dot = halves ? kHalves[now - 1] : now == 4 ? dot_bytes<4, 2> : kFew[now - 1];
+            dot(v, w[r], own + done, found + done, rest);
+        }
         for (int t = 0, i = 0; t < count; t++)
             if (is_wanted(wanted, r, t)) out[r][t] = found[i++];
     }

@@ -12,11 +12,14 @@
 #define FLOE_ADDRESS(p) __asm__("" : "+r"(p))
 // Added up now: the compiler would rather make all products first, for which there are no registers.
 #define FLOE_NOW(x) __asm__("" : "+x"(x))
+// What is read from p on is read after x is there: else products of all tokens are made side by side.
+#define FLOE_AFTER(x, p) __asm__("" : "+x"(x), "+r"(p))
 #else
 #define FLOE_UNROLL
 #define FLOE_NOINLINE
 #define FLOE_ADDRESS(p)
 #define FLOE_NOW(x)
+#define FLOE_AFTER(x, p)
 #endif
 
 #include "codes.inl"
