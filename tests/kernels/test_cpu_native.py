@@ -58,6 +58,26 @@ def test_results_do_not_depend_on_the_thread_count(bits: int, size: Size, x_bits
 
 @every_isa
 @covering(
+    {"isa": native.ISAS, "bits": [2, 3, 4, 8], "columns": [64, 256, 448, 1216], "x_bits": [22, 15, 8]},
+    {"group": [64, 32]},
+)
+def test_a_few_tokens_are_each_alone(bits: int, columns: int, x_bits: int, group: int) -> None:
+    layer, x = make_layer((2, 21, columns, group), (bits, bits, 4)), make_x(4, columns, torch.float32)
+    alone = [native.linear(row, linear_of(layer), x_bits) for row in x.split(1)]
+    limits = torch.full((4,), 0.2)
+    for order in ([0, 1], [3, 0, 2], [0, 1, 2, 3], [0, 3]):  # of tokens that lie in any order and distance
+        together = native.linear(x[order].contiguous(), linear_of(layer), x_bits)
+        assert torch.equal(together, torch.cat([alone[t] for t in order])), "to the last bit"
+        calls = make_calls(order, [1] * len(order))
+        found = native.signal_gemv(x, layer.stored, calls, limits[: len(order)], x_bits)
+        for place, token in enumerate(order):
+            one = native.signal_gemv(x, layer.stored, make_calls([token], [1]), limits[:1], x_bits)
+            mine = slice(int(found.offsets[place]), int(found.offsets[place + 1]))
+            assert torch.equal(found.neurons[mine], one.neurons) and torch.equal(found.values[mine], one.values)
+
+
+@every_isa
+@covering(
     {"isa": native.ISAS, "up": [2, 3, 4, 8, 16], "size": [(3, 300, 1152, 64), (2, 1100, 128, 64), (5, 37, 130, 26)]},
     {"x_bits": [22, 15, 8], "limits": [(0.0, 0.0), (0.2, 0.05), (1.0, 0.5)], "tokens": [1, 9, 70]},
 )
