@@ -60,6 +60,8 @@ struct Ahead {
 // one, which rounds x to 8 bits. One 32-bit sum of a register of codes takes 16 products at up to 4 bits, 4 at 8 bits,
 // of a code and three digits: below 2^31 in each case (4 · 255 · 127 · 2^14 is the largest), so it is exact. Digits lie
 // as the codes do: for each register of codes and each digit, the planes of all chunks in it.
+//
+// The three tables of a token lie as far apart as those of any other that is prepared for the same layout.
 struct Token {
     const float *x;
     int8_t *digits;  // (registers, digit_count, planes, 64), zero where the last register has no chunk
