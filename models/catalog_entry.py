@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from .quantities import size
 
@@ -142,6 +143,7 @@ class Sizes:
         windowed: how many of the other layers see only the last `sees` tokens.
         counted: instead of all that says something about what is not experts; None for the usual models.
         gated: whether experts have a gate. latent_experts: how many numbers they see, if not `hidden`; else 0.
+        draft: what the layer of the head has that guesses further tokens; "" where no head is known of.
     """
 
     model_type: str
@@ -172,6 +174,7 @@ class Sizes:
     counted: Counted | None = None
     gated: bool = True
     latent_experts: int = 0
+    draft: Literal["", "experts", "dense"] = ""
 
     @property
     def decoder_layers(self) -> int:
@@ -224,6 +227,13 @@ class Sizes:
         found += self.layers * self._swiglu(self.shared)
         return found + self.dense_layers * self._swiglu(self.dense_intermediate)
 
+    def in_draft(self) -> list[Matrix]:
+        """The drafting head's matrices besides experts; nothing without one."""
+        if not self.draft:
+            return []
+        neurons = self.shared if self.draft == "experts" else self.dense_intermediate
+        return [(self.hidden, 2 * self.hidden), *self.projections(), *self._swiglu(neurons)]
+
     def _swiglu(self, neurons: int) -> list[Matrix]:
         return [(2 * neurons, self.hidden), (self.hidden, neurons)] if neurons else []
 
@@ -247,14 +257,28 @@ class Sizes:
         """Numbers of 16 bits of all routers, norms and biases, which every pack stores as they are."""
         if self.counted is not None:
             return self.counted.small
-        router = self.experts * (self.hidden + (2 if self.router_bias else 0)) + (
-            self.hidden if self.shared_gate else 0
-        )
-        latent = self.latent.queries + self.latent.keys if self.latent else 0
+        router, latent = self._router, self._latent_norms
         norms = self.attending * (self.head_norms + latent) + self.decoder_layers * 2 * self.hidden + self.hidden
         norms += self.wide.layers * (2 * self.wide.head_dim - self.head_norms) if self.wide else 0
         state = self.recurrent.layers * self.recurrent.small(self.hidden) if self.recurrent else 0
         return self.layers * router + norms + self.biases + state
+
+    @property
+    def small_of_draft(self) -> int:
+        """The same of the drafting head."""
+        if not self.draft:
+            return 0
+        router = self._router if self.draft == "experts" else 0
+        return router + self.head_norms + self._latent_norms + 5 * self.hidden + self.biases // self.decoder_layers
+
+    @property
+    def _router(self) -> int:
+        """One layer's."""
+        return self.experts * (self.hidden + (2 if self.router_bias else 0)) + (self.hidden if self.shared_gate else 0)
+
+    @property
+    def _latent_norms(self) -> int:
+        return self.latent.queries + self.latent.keys if self.latent else 0
 
     @property
     def tables(self) -> tuple[tuple[int, int, int], ...]:
@@ -305,7 +329,7 @@ class ReadyPack:
         place: its repository (owner/name), address or folder. bytes: of all files. up, gate, down, dense, group, short:
             see `PackSpec`. by: who offers it, "" for a folder. commit: of its repository. digest: the sha256 of its
             manifest.json; "" of a listed one that has not been looked up.
-        source, source_commit: what it was packed from. presets: those that were measured on it, with their KL in nats.
+        source, source_commit: what it was packed from. draft: whether it has a drafting head. presets: those that were measured on it, with their KL in nats.
     """
 
     place: str
@@ -321,6 +345,7 @@ class ReadyPack:
     digest: str = ""
     source: str = ""
     source_commit: str = ""
+    draft: bool = False
     presets: tuple[tuple[str, float], ...] = ()
 
 
@@ -402,8 +427,19 @@ class CatalogEntry:
             return None
         nbytes = round(GGUF_BITS[label] / 8 * self.sizes.parameters)
         return replace(
-            self, repo=f"{self.gguf}:{label}", rounding=label, file_bytes=nbytes, gated=False, fp8="", ready=None
+            self.headless,
+            repo=f"{self.gguf}:{label}",
+            rounding=label,
+            file_bytes=nbytes,
+            gated=False,
+            fp8="",
+            ready=None,
         )
+
+    @property
+    def headless(self) -> CatalogEntry:
+        """The same model without its drafting head."""
+        return replace(self, sizes=replace(self.sizes, draft=""))
 
     @property
     def as_pack(self) -> CatalogEntry | None:

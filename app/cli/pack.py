@@ -51,6 +51,7 @@ from ..setup.packing_progress import TooShortError, time_left, tokens_of
 @click.option(
     "--device", default="cpu", show_default=True, metavar="NAME", help="Device that quantizes: cpu, cuda or cuda:N."
 )
+@click.option("--no-draft", is_flag=True, help="Leave out the head that guesses further tokens, where there is one.")
 @click.option("--fresh", is_flag=True, help="Start again instead of continuing an interrupted pack.")
 def pack(
     source: Path,
@@ -65,6 +66,7 @@ def pack(
     name: str | None,
     text_file: Path | None,
     device: str,
+    no_draft: bool,
     fresh: bool,
 ) -> None:
     """Pack the checkpoint SOURCE into folder DESTINATION.
@@ -88,18 +90,20 @@ def pack(
     with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False, show_eta=False) as bar:
         shown = 0
         from ...models.pack.widths import CALIBRATED
+        from ...models.packing.draft_part import WITHOUT
         from ...models.packing.pack import PackSpec
         from ...models.packing.pack_run import CONTINUES
 
         def progress(step: str, share: float, left: float | None) -> None:
             nonlocal shown
-            if step == CONTINUES:
-                note(f"{CONTINUES}.")
+            if step == CONTINUES or step.startswith(WITHOUT):
+                note(f"{step.removesuffix('.')}.")
             bar.label = step if left is None else f"{step}, {time_left(left)}"
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
-        spec = PackSpec(up, gate, down, dense, device=device, signal=signal, rounding=rounding or CALIBRATED)
+        widths, by = (up, gate, down, dense), rounding or CALIBRATED
+        spec = PackSpec(*widths, device=device, signal=signal, rounding=by, draft=not no_draft)
         called = name or destination.resolve().name
         manifest, size = pack_folder(
             *(source, destination, spec, called, progress, text_file), fresh=fresh, text_needed=rounding == CALIBRATED
@@ -143,4 +147,4 @@ def pack_folder(
             tokens, spec = tokens_of(checkpoint.folder, None), replace(spec, rounding=HQQ)
             note(f"{error.title}: {error.cause} The weights are rounded by HQQ, and thresholds use the built-in text.")
         manifest = write_pack(checkpoint, destination, spec, tokens, name, progress, fresh=fresh)
-    return manifest, sum(entry.size for entry in manifest.files.values())
+    return manifest, sum(entry.size for entry in {**manifest.files, **manifest.beside}.values())

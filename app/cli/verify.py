@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...models.errors import FloeError, UsageError
+from ...models.errors import FloeError
 from .. import progress
+from ..setup.adding import source_of
 from ..text import units
 from ..text.plain_text import printable
 
 if TYPE_CHECKING:
     from ...models.checking.verify import Compared, Damage
-    from ...models.checkpoint import Checkpoint
     from ...models.pack.manifest import Manifest
 
 
@@ -107,57 +104,33 @@ def _compared(folder: Path, manifest: Manifest, source: Path) -> list[Compared]:
         return compare(PackedModel(folder, manifest), checkpoint, few, _step)
 
 
-@contextmanager
-def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Generator[Checkpoint]:
-    """The packed checkpoint: in a folder, or on the hub at the manifest's commit."""
-    from ...models.catalog import FETCHED
-    from ...models.checkpoint import Checkpoint
-    from ...models.gguf.shelf import opened
-    from ...models.hub.places import look_up
-    from ...models.hub.remote_gguf import remote
-    from ...models.pack.manifest import COPIED
-    from ...models.packing.workplace import is_ours
-
-    if source is not None:
-        with opened(source) as checkpoint:
-            yield checkpoint
-        return
-    progress.note(f"Fetching the needed files of {manifest.source.name} from the hub.")
-    fetched = folder.with_name(folder.name + FETCHED)
-    if not is_ours(fetched):
-        raise UsageError(
-            f"{fetched} holds other files",
-            "The repair would download into this folder and delete it at the end.",
-            "Rename or move it, or give the checkpoint with --source.",
-        )
-    with remote(look_up(manifest.source.name, manifest.source.commit or "main")[0], fetched) as shelf:
-        for name in COPIED:
-            shelf.small(name)
-        yield Checkpoint(shelf)
-    shutil.rmtree(fetched)  # left there after an error, for the next try
-
-
 def _repair(
     folder: Path, manifest: Manifest, source: Path | None, text_file: Path | None, damaged: list[Damage]
 ) -> list[str]:
-    from ...models.checking.repair import repair
+    from ...models.checking.repair import add_draft, repair
+    from ...models.pack.manifest import DRAFT
     from ..setup.packing_progress import tokens_of
 
     names = [damage.file for damage in damaged if damage.file in manifest.files]
-    if not names:
+    drafts = any(damage.file == DRAFT for damage in damaged)
+    if not names and not drafts:
         return []
 
     def told(step: str, share: float, _left: float | None) -> None:
         _step(step, share)
 
-    with _checkpoint(folder, manifest, source) as checkpoint:
-        changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
+    with source_of(folder, manifest, source) as checkpoint:
+        changed = list[str]()
+        if names:
+            changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
+        if drafts:
+            add_draft(checkpoint, folder, told)
     for name in changed:
         progress.note(
             f"{name} was packed again and differs from before: the text or the number of threads differs. "
             "The pack is intact."
         )
-    return names
+    return names + [DRAFT] * drafts
 
 
 def _take_again(folder: Path, manifest: Manifest, pack: str, damaged: list[Damage]) -> list[str]:
@@ -211,13 +184,14 @@ def _lines(
 ) -> list[str]:
     from ...models.catalog import name_of
     from ...models.checking.verify import unrecorded
+    from ...models.pack.manifest import DRAFT
 
     size = units.size(sum(entry.size for entry in manifest.files.values()))
     lines = [f"repaired  {name}" for name in repaired]
     if damaged:
         lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]
         lines += [f"{len(damaged)} of {_count(manifest)} files are damaged; the others are intact.", ""]
-        if any(damage.file in manifest.files for damage in damaged):
+        if any(damage.file in {*manifest.files, DRAFT} for damage in damaged):
             here = source is None and manifest.source.commit
             lines += [f"Pack these files again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
             given = "" if here else f" --source {shlex.quote(str(source)) if source else 'FOLDER'}"

@@ -319,9 +319,10 @@ class Setup:
         from ...models.hub.download import check_room
         from ...models.hub.remote_checkpoint import HubShelf
         from ...models.hub.remote_gguf import HubGgufShelf
+        from ...models.packing.draft_part import has_head
 
         sizes = catalog.described(checkpoint.config.to_dict()).sizes
-        self._peak = Footprint.of(sizes, spec).disk
+        self._peak = Footprint.of(sizes, dataclasses.replace(spec, draft=spec.draft and has_head(checkpoint))).disk
         if isinstance(self._shelf, (HubShelf, HubGgufShelf)):
             self._peak += self._shelf.most_unread
         check_room(self.wish.folder, max(0, self._peak - self.wish.taken))
@@ -332,10 +333,11 @@ class Setup:
         self._state = state
 
     def _told(self, step: str, share: float, left: float | None) -> None:
+        from ...models.packing.draft_part import WITHOUT
         from ...models.packing.pack_run import CONTINUES
 
-        if step == CONTINUES:
-            self._notices.append(f"{CONTINUES}.")
+        if step == CONTINUES or step.startswith(WITHOUT):
+            self._notices.append(f"{step.removesuffix('.')}.")
         self._reported(step, share, left)
 
     def _reported(self, step: str, share: float, left: float | None = None) -> None:

@@ -100,8 +100,9 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         others = tuple((one.label, one.bytes) for one in every(repo.files) if one != repo.gguf)
         read = catalog.of_gguf(described(repo, repo.gguf))
         known = catalog.with_gguf(repo.name)
-        if known is None or known.sizes != read.sizes:
+        if known is None or known.headless.sizes != read.headless.sizes:
             known = read
+        known = replace(known, sizes=read.sizes)
         place = wanted.model if "://" in wanted.model else f"{repo.name}:{repo.gguf.label}"
         rounded = replace(known, rounding=read.rounding, coarse=read.coarse, file_bytes=repo.gguf.bytes, others=others)
         return replace(rounded, name=wanted.name, repo=place, gated=repo.gated, ready=None)

@@ -35,7 +35,8 @@ class Wish:
     Attributes:
         model: a hub id (owner/name, with ":Q4_K_M" for such a GGUF file), the folder of a checkpoint or of a pack, a
             GGUF file, or an address on another host. name: what it will be called here.
-        up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
+        up, gate, down, dense, draft: bits per weight, and whether to pack the drafting head, see `PackSpec`. commit: of
+            the hub's repository; "" until it is known.
         pack: the sha256 of a ready pack's manifest.json; "" for a checkpoint, and until it is known.
         to: a folder on another disk that stores the pack, to which the models folder then has a link; "" for none.
         home: its models folder, even if another one is chosen later for other models.
@@ -47,6 +48,7 @@ class Wish:
     gate: int = 4
     down: int = 4
     dense: int = 4
+    draft: bool = True
     commit: str = ""
     pack: str = ""
     to: str = ""
@@ -91,7 +93,7 @@ class Wish:
         """Raises: UsageError: a width that packs do not have."""
         from ...models.packing.pack import PackSpec
 
-        return PackSpec(self.up, self.gate, self.down, self.dense)
+        return PackSpec(self.up, self.gate, self.down, self.dense, draft=self.draft)
 
 
 def wish(
@@ -220,13 +222,15 @@ def _read(path: Path) -> Wish | BadNote:
 
 def _checked(fields: Any) -> dict[str, Any]:
     """The fields of a note, types checked; the models folder is not among them."""
-    kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Wish)}
+    named = {"int": int, "bool": bool, "str": str}
+    kinds = {field.name: named.get(str(field.type), str) for field in dataclasses.fields(Wish)}
     del kinds["home"]
     if not isinstance(fields, dict) or not {"model", "name"} <= fields.keys() <= kinds.keys():
         raise ValueError("its fields are not those of a setup note")
     for name, value in fields.items():
         if type(value) is not kinds[name]:
-            raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'text'}")
+            words = {int: "a number", bool: "true or false", str: "text"}
+            raise ValueError(f"its {name} is not {words[kinds[name]]}")
     if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
         raise ValueError("its name cannot be a model's")
     if not (re.fullmatch(f"{_HUB_ID}|{_ADDRESS}", fields["model"]) or Path(fields["model"]).is_absolute()):
@@ -294,6 +298,8 @@ def discard(note: BadNote) -> None:
 def write_note(begun: Wish) -> None:
     """Record a setup, in place of an earlier note."""
     fields = {name: value for name, value in dataclasses.asdict(begun).items() if name != "home"}  # disks move
+    if begun.draft:
+        del fields["draft"]  # which earlier versions do not know
     private_file.replace(begun.note, json.dumps(fields, indent=2))
 
 

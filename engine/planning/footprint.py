@@ -16,7 +16,7 @@ from ...models.catalog_entry import Counted, Recurrent, Sizes
 from ...models.families import family_of
 from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor, table
-from ...models.pack.manifest import Manifest
+from ...models.pack.manifest import DRAFT, Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
 from ...models.packing.pack import PackSpec
 from ..decoder.kv_stores import kept, room_for_past
@@ -30,7 +30,7 @@ class Footprint:
         attention: the linear layers beside the experts, for each layer with experts: projections, shared experts, and a
             share of the layers without experts. head: of the whole model. kept: embedding, routers and norms of the
             whole model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record. tables: of the
-            whole model (`models/pack/table.py`).
+            whole model (`models/pack/table.py`). draft: the head that guesses further tokens, with its experts, as loaded.
     """
 
     sizes: Sizes
@@ -41,6 +41,7 @@ class Footprint:
     up: int
     row: int
     tables: int = 0
+    draft: int = 0
 
     @classmethod
     def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
@@ -52,6 +53,12 @@ class Footprint:
         )
         biased, kind = family_of(sizes.model_type).biased, "silu" if sizes.gated else UNGATED
         beside = sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.beside())
+        up_bytes = sizes.intermediate * (up.nbytes_apart + (4 if biased else 0))
+        row = RowLayout(gate, down, torch.bfloat16, activation=kind, biased=biased).nbytes
+        draft = (
+            sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.in_draft()) + 2 * sizes.small_of_draft
+        )
+        draft += sizes.experts * (up_bytes + sizes.intermediate * row) if sizes.draft == "experts" else 0
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
             sizes,
@@ -59,16 +66,19 @@ class Footprint:
             attention=-(-beside // sizes.layers),
             head=0 if sizes.tied and spec.dense == 16 else head,
             kept=2 * (sizes.embedding + sizes.small),
-            up=sizes.intermediate * (up.nbytes_apart + (4 if biased else 0)),
-            row=RowLayout(gate, down, torch.bfloat16, activation=kind, biased=biased).nbytes,
+            up=up_bytes,
+            row=row,
             tables=sum(rows * table.vector(columns, spec.dense).nbytes for rows, columns, _ in sizes.tables),
+            draft=draft if spec.draft else 0,
         )
 
     @classmethod
     def of_pack(cls, manifest: Manifest, config: Any) -> Footprint:
         """Of a pack; `config`: as config.json has it."""
         w = manifest.widths
-        return cls.of(sizes_of(manifest, config), PackSpec(w.up, w.gate, w.down, w.dense, w.group, short=w.short))
+        widths = w.up, w.gate, w.down, w.dense, w.group
+        draft = DRAFT in manifest.beside
+        return cls.of(sizes_of(manifest, config), PackSpec(*widths, short=w.short, draft=draft))
 
     @property
     def dense(self) -> int:
@@ -99,7 +109,7 @@ class Footprint:
         for layer in range(sizes.layers - 1):
             width = learned_predictor.width(layer, sizes.layers, sizes.expert_hidden, sizes.experts)
             predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
-        return self.dense + self.tables + self.ups + self.rows + predictors
+        return self.dense + self.tables + self.ups + self.rows + predictors + self.draft
 
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:

@@ -329,15 +329,16 @@ def _all(on: Sequence[_On]) -> Mix:
 
 
 def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str, int]:
-    """Bytes on the disk afterwards, and the peak meanwhile."""
+    """Bytes on the disk afterwards, the peak meanwhile, and what the drafting head has of that, if there is one."""
+    draft = {"draft": takes.draft} if takes.draft else {}
     if entry.packed:
-        return {"pack": 0, "peak": 0}
+        return {"pack": 0, "peak": 0, **draft}
     if entry.only_pack:
-        return dict.fromkeys(("pack", "peak"), entry.only_pack.bytes)
+        return {**dict.fromkeys(("pack", "peak"), entry.only_pack.bytes), **draft}
     source = 0
     if entry.folder is None:
         source = entry.checkpoint_bytes if keep_source else entry.most_unread
-    return {"pack": takes.disk, "peak": takes.disk + source}
+    return {"pack": takes.disk, "peak": takes.disk + source, **draft}
 
 
 def _work(entry: CatalogEntry) -> TokenWork:

@@ -15,7 +15,7 @@ from ...models import catalog, quantities
 from ...models.catalog import CatalogEntry
 from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
-from ...models.pack.manifest import Manifest
+from ...models.pack.manifest import DRAFT, Manifest
 from ...models.packing.pack import PackSpec
 from ...models.published import PUBLISHED
 from ..context import CONTEXT
@@ -204,11 +204,14 @@ def _unskipped(packed: Manifest | None) -> list[str]:
 def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
     if (ready := entry.only_pack) is not None:
-        return (PackSpec(ready.up, ready.gate, ready.down, ready.dense, ready.group, short=ready.short),)
+        return (
+            PackSpec(ready.up, ready.gate, ready.down, ready.dense, ready.group, short=ready.short, draft=ready.draft),
+        )
     if packed is None:
         return WIDTHS
     widths = packed.widths
-    return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group, short=widths.short),)
+    given = widths.up, widths.gate, widths.down, widths.dense, widths.group
+    return (PackSpec(*given, short=widths.short, draft=DRAFT in packed.beside),)
 
 
 def _packing_s(sizes: Sizes) -> float:

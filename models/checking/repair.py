@@ -1,4 +1,4 @@
-"""Pack only the damaged files of a finished pack again.
+"""Pack only the damaged files of a finished pack again, or add the head that it lacks.
 
 A repair is treated as an interrupted pack whose other files are finished: calibration text passes through the packed
 layers up to the last damaged one, so the same text and source give the same bytes.
@@ -7,21 +7,27 @@ layers up to the last damaged one, so the same text and source give the same byt
 from __future__ import annotations
 
 import shutil
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from .. import private_file
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FloeError
 from ..pack import learned_predictor
-from ..pack.manifest import COPIED, UNFINISHED, Manifest, layer_file
+from ..pack.manifest import COPIED, DRAFT, FETCHING, UNFINISHED, Manifest, file_entry, layer_file
 from ..pack.packed_model import PackedModel
 from ..packing.dense_part import FILE as DENSE_FILE
 from ..packing.dense_part import DensePart
+from ..packing.draft_part import DraftPart, has_head
 from ..packing.journal import FOLDER, Journal
 from ..packing.pack import PackSpec, make_manifest, settings_of
 from ..packing.pack_experts import measures_name
 from ..packing.pack_run import PROFILE, Packing, PackReport, ahead_name
+from ..packing.reading_order import ReadingOrder
 from ..packing.workplace import locked
 
 
@@ -40,17 +46,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
         CheckpointError: the source is another model, or cannot be read. TryAgainError: another process uses the folder.
     """
     before = Manifest.read(folder)
-    w = before.widths
-    spec = PackSpec(
-        w.up, w.gate, w.down, w.dense, w.group, short=w.short, rounding=w.rounding
-    )  # signals, and what is not skipped, are as they were
-    manifest = make_manifest(source, spec, tokens, before.name)
-    if (manifest.architecture, manifest.widths) != (before.architecture, w):
-        raise CheckpointError(
-            f"{source.folder} is not the source of this pack",
-            f"The pack was made from {before.source.name}.",
-            "Give the checkpoint that this pack was made from.",
-        )
+    w, spec = before.widths, _need_source(source, before, tokens)
     marker, old = folder / UNFINISHED, dict(before.files)
     with locked(marker, f"Another floe-chat is packing into {folder}"):
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
@@ -65,6 +61,58 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
             shutil.rmtree(folder / FOLDER)
     marker.unlink()
     return [name for name in files if before.files[name].sha256 != old[name].sha256]
+
+
+def add_draft(source: Checkpoint, folder: Path, progress: PackReport) -> None:
+    """Pack the drafting head of a finished pack's source, and add it to the pack, which can be used meanwhile.
+
+    Its bytes are those that packing the model with it gives; a damaged one is replaced.
+
+    Raises:
+        CheckpointError: the source is another model, has no head, or cannot be read. TryAgainError: another process
+        adds one. FloeError: the disk is too small or fails.
+    """
+    before = Manifest.read(folder)
+    _need_source(source, before, torch.empty(0, dtype=torch.long))
+    if not has_head(source):
+        raise CheckpointError(f"{source.shelf.name} has no drafting head", "Its publisher left it out.")
+    part = DraftPart(source, before)
+    order = ReadingOrder(source, part.steps())
+
+    def read(step: Hashable, share: float) -> None:
+        order.finished(step)
+        progress("Packing the drafting head", share, None)
+
+    marker = folder / FETCHING  # a pack that is not finished has UNFINISHED
+    try:
+        with locked(marker, f"Another floe-chat is writing into {folder}"):
+            if (free := shutil.disk_usage(folder).free) < part.nbytes:
+                cause = f"The head takes {part.nbytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+                raise FloeError(f"The disk of {folder} is too small", cause, "Free some space.")
+            with private_file.replacing(folder / DRAFT, private_file.SHARED) as new:
+                part.write(new, read)
+            now = Manifest.read(folder)  # which may have been written since
+            replace(now, beside={**now.beside, DRAFT: file_entry(folder / DRAFT)}).write(folder)
+        marker.unlink(missing_ok=True)
+    except OSError as error:
+        cause = f"{error.strerror or error}."
+        raise FloeError("The drafting head could not be added", cause, "The pack is as it was.") from error
+
+
+def _need_source(source: Checkpoint, before: Manifest, tokens: Tensor) -> PackSpec:
+    """Raises: CheckpointError: the pack was made from something else. Else how it was made."""
+    w = before.widths
+    spec = PackSpec(
+        w.up, w.gate, w.down, w.dense, w.group, short=w.short, rounding=w.rounding
+    )  # signals, and what is not skipped, are as they were
+    manifest = make_manifest(source, spec, tokens, before.name)
+    if (manifest.architecture, manifest.widths) != (before.architecture, w):
+        raise CheckpointError(
+            f"{source.folder} is not the source of this pack",
+            f"The pack was made from {before.source.name}.",
+            "Give the checkpoint that this pack was made from.",
+        )
+    return spec
 
 
 def _declare(

@@ -19,8 +19,8 @@ from ..checkpoint import Checkpoint, read_config
 from ..errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
 from ..families import family_of
 from ..modules import library_model
-from ..pack import quantized_linears
-from ..pack.manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
+from ..pack import draft_head, quantized_linears
+from ..pack.manifest import DRAFT, FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from ..pack.packed_model import PackedLayer, PackedModel
 from ..pack.table import put
 from ..tokenizer.chat_process import ChatProcess, largest_token
@@ -88,7 +88,10 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
                 causes[name] = cause
     for name, entry in manifest.beside.items():
         if (cause := _changed(folder / name, entry)) is not None:
-            causes[name] = f"{cause} The model runs without it; `floe-chat tune` writes it again."
+            again = "`floe-chat verify --repair`" if name == DRAFT else "`floe-chat tune`"
+            causes[name] = f"{cause} The model runs without it; {again} writes it again."
+        elif name == DRAFT and not causes.keys() & {"config.json"} and (cause := _bad_draft(folder, manifest)):
+            causes[name] = f"{cause} The model runs without it."
     return [Damage(name, causes[name]) for name in (*manifest.files, *manifest.beside) if name in causes]
 
 
@@ -96,6 +99,8 @@ def senseless(folder: Path, manifest: Manifest, report: Report) -> Damage | None
     """The first file of a pack with impossible values. The files have the manifest's hashes; it need not be written."""
     whole = max(1, sum(entry.size for entry in manifest.files.values()))
     done = 0
+    if DRAFT in manifest.beside and (cause := _bad_draft(folder, manifest)) is not None:
+        return Damage(DRAFT, cause)
     for name, entry in manifest.files.items():
         report(f"Looking through {name}", done / whole)
         if (cause := _senseless(folder, manifest, name)) is not None:
@@ -238,6 +243,28 @@ def _bad_dense(packed: PackedModel) -> str | None:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return f"{name} has infinite or NaN values."
     return None
+
+
+def _bad_draft(folder: Path, manifest: Manifest) -> str | None:
+    """What is wrong with the drafting head, whose hash is right."""
+    family = manifest.family
+    try:
+        head = draft_head.load(folder, manifest)
+        model = library_model.empty(head.config, torch.bfloat16)
+        for block in family.blocks(model):
+            block.experts = nn.Identity()
+        model.model.embed_tokens = model.lm_head = nn.Identity()
+        bits = manifest.widths.dense
+        library_model.furnish(
+            model, "", family, head.dense, bits, lambda _weights, _bias: nn.Identity(), torch.bfloat16, "meta"
+        )
+    except FloeError as error:
+        return error.cause or error.title
+    numbers = {"joined": head.joined} if isinstance(head.joined, Tensor) else {}
+    for name, tensor in {**head.dense, **numbers}.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return f"{name} has infinite or NaN values."
+    return None if head.experts is None else _bad_layer(head.experts)
 
 
 def _bad_table(folder: Path, manifest: Manifest, name: str) -> str | None:

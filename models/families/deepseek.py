@@ -59,6 +59,7 @@ _FLASH = Sizes(
     shared=1536,
     router_bias=True,
     latent=Latent(queries=768, keys=512, rope=64, value=256),
+    draft="experts",
 )
 
 

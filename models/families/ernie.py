@@ -24,6 +24,7 @@ _21B_A3B = Sizes(
     dense_intermediate=12288,
     shared=2 * 1536,
     router_bias=True,
+    draft="dense",
 )
 
 _TURNS = "User: and Assistant: turns, from its own chat template"

@@ -156,6 +156,11 @@ class DraftHead:
     alone: Mapping[str, Any] = field(default_factory=dict[str, Any])
     count: Callable[[Any], int] = lambda config: getattr(config, "num_nextn_predict_layers", None) or 0
 
+    def begins(self, config: Any) -> tuple[str, ...]:
+        """How the published names of all its tensors begin."""
+        each = (self.layer, self.joined, self.embedding_norm, self.hidden_norm, self.norm)
+        return tuple(name.format(layer=config.num_hidden_layers).removesuffix("weight") for name in each)
+
     def config(self, config: Any) -> Any:
         """transformers' configuration of a model whose only layer it is."""
         own = copy.deepcopy(config)

@@ -27,6 +27,7 @@ _AIR = Sizes(
     shared=1408,
     router_bias=True,
     biases=46 * 128 * (96 + 2 * 8),
+    draft="experts",
 )
 
 

@@ -198,6 +198,7 @@ _QWEN3_5 = Sizes(
     shared_gate=True,
     recurrent=Recurrent(layers=30, keys=16 * 128, values=32 * 128, heads=32, key_dim=128, taps=4),
     gated_heads=True,
+    draft="experts",
 )
 
 _NESTED = "model.language_model."  # what published checkpoints have for "model.": they see, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from ..catalog_entry import Convolutions, Latent, Recurrent, Sizes
 from .derived import Derived
@@ -77,7 +77,14 @@ def sizes_of(family: Family, config: Any) -> Sizes:
         wide=wide,
         windowed=windowed,
         sees=sees,
+        draft=_draft(family, config),
     )
+
+
+def _draft(family: Family, config: Any) -> Literal["", "experts", "dense"]:
+    if family.head is None or not family.head.count(config):
+        return ""
+    return "experts" if family.head.stored else "dense"
 
 
 def _windows(family: Family, config: Any) -> tuple[int, int]:

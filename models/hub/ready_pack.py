@@ -19,11 +19,11 @@ from ..catalog_entry import CatalogEntry, ReadyPack, Sizes
 from ..errors import FloeError, HubError, PackError
 from ..pack import manifest as manifests
 from ..pack import table
-from ..pack.manifest import AHEAD, COPIED, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
+from ..pack.manifest import AHEAD, COPIED, DRAFT, FILE_NAME, FRONTIER, LARGEST, FileEntry, Manifest
 from ..visible import as_name
 from .repository import Repo
 
-_OURS = frozenset({"dense.safetensors", "profile.safetensors", AHEAD, FRONTIER, *COPIED})
+_OURS = frozenset({"dense.safetensors", "profile.safetensors", AHEAD, DRAFT, FRONTIER, *COPIED})
 _ALIKE = {"dense.safetensors", "profile.safetensors"}  # which no checkpoint has
 _SPARE = 64 << 20  # bytes: more than headers, tables of predictors' figures, or a tokenizer take
 _HEADER = 1 << 20  # bytes: more than the header of a layer's file takes
@@ -70,6 +70,7 @@ class Offer:
             digest=self.digest,
             source=m.source.name,
             source_commit=m.source.commit or "",
+            draft=DRAFT in m.beside,
             presets=tuple((as_name(preset.name), preset.kl) for preset in m.tuned),
         )
 
@@ -187,6 +188,9 @@ def check_config(place: str, offer: Offer, content: bytes) -> CatalogEntry:
         raise _refused(place, "Its manifest and its config.json describe models of different sizes.")
     if offer.manifest.files["dense.safetensors"].size > _most_dense(sizes):
         raise _refused(place, "dense.safetensors is larger than all that the model has besides its experts.")
+    draft = offer.manifest.beside.get(DRAFT)
+    if draft is not None and draft.size > _most(offer.manifest, "layer_00") + _most_dense(sizes) + 8 * sizes.hidden**2:
+        raise _refused(place, f"{DRAFT} is larger than a layer and all that the model has besides its experts.")
     vectors = [(rows, table.vector(columns, offer.manifest.widths.dense)) for rows, columns, _ in sizes.tables]
     for name, (rows, vector) in zip(sorted(offer.manifest.tables), vectors, strict=False):
         if not 0 <= offer.manifest.files[name].size - rows * vector.nbytes <= _HEADER:
@@ -208,7 +212,7 @@ def _most(manifest: Manifest, name: str) -> int:
         return whole + _HEADER
     if name in ("profile.safetensors", AHEAD):
         return _SPARE + 8 * a.layers * a.experts * (a.hidden + manifest.calibration.quantiles)
-    if name == "dense.safetensors" or name in manifest.tables:
+    if name in ("dense.safetensors", DRAFT) or name in manifest.tables:
         return 1 << 40  # `check_config` knows better
     return 2 * _SPARE
 

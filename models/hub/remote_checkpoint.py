@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 from .. import private_file
+from ..catalog_entry import STRETCH
 from ..checkpoint_files import Shards, TensorPlace
 from ..errors import CheckpointError
 from ..tokenizer import tiktoken
@@ -16,6 +18,7 @@ from .fetch_loop import Patience
 from .fetch_part import is_intact
 from .fetch_progress import DownloadProgress
 from .repository import Repo
+from .repository_files import RepoFile
 
 _AT_ONCE = 8  # headers requested at the same time
 _LARGEST = 4 << 20  # bytes of a tokenizer_config.json
@@ -119,3 +122,55 @@ class HubShelf(Shards):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class HubTensors(HubShelf):
+    """A `HubShelf` that fetches only those tensors whose published names begin in some way, not their shards. As of
+    GGUF files (remote_gguf.py), what arrives is not compared with the hub's hash, which is of a whole shard.
+
+    Args:
+        begins: of the names.
+    """
+
+    def __init__(self, repo: Repo, folder: Path, begins: tuple[str, ...], *, tuning: Patience | None = None) -> None:
+        super().__init__(repo, folder, tuning=tuning)
+        self._begins = begins
+        self._stretches: dict[str, list[RepoFile]] = {}  # of a shard, in its order
+        self._places: dict[str, TensorPlace] = {}
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `HubShelf.headers`."""
+        found = super().headers()
+        for shard, places in found.items():
+            self._places |= {name: place for name, place in places.items() if name.startswith(self._begins)}
+            begun: list[tuple[int, int]] = []
+            wanted = [place for name, place in places.items() if name in self._places]
+            for place in sorted(wanted, key=lambda place: place.start):
+                if begun and begun[-1][1] == place.start and place.end - begun[-1][0] <= STRETCH:
+                    begun[-1] = begun[-1][0], place.end
+                elif place.end > place.start:
+                    begun.append((place.start, place.end))
+            if begun and (file := self._repo.file(shard)) is not None and self._repo.cached(file) is None:
+                self._stretches[shard] = [file.stretch(start, end) for start, end in begun]
+                for stretch in self._stretches[shard]:
+                    self._repo.cut(stretch)
+        return found
+
+    def files(self, name: str, file: str) -> list[str]:
+        """See `Shelf.files`."""
+        stretch = self._stretch(name, file)
+        return [file if stretch is None else stretch.name]
+
+    def read(self, name: str, file: str, place: TensorPlace, index: int | None, into: memoryview) -> None:
+        """See `Shelf.read`."""
+        if (stretch := self._stretch(name, file)) is None:
+            super().read(name, file, place, index, into)
+            return
+        moved = TensorPlace(place.dtype, place.shape, place.start - stretch.start, place.end - stretch.start)
+        super().read(name, stretch.name, moved, index, into)
+
+    def _stretch(self, name: str, file: str) -> RepoFile | None:
+        if name not in self._places or not (stretches := self._stretches.get(file)):
+            return None
+        at = bisect_right(stretches, self._places[name].start, key=lambda each: each.start)
+        return stretches[at - 1] if at else None

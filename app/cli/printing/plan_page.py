@@ -179,6 +179,7 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         ("GPU", uses(dict(chosen.vram))),
         ("RAM", uses(dict(chosen.ram))),
         ("disk", _disk(chosen, plan)),
+        ("drafting", f"a head of {size(draft)} in the pack" if (draft := chosen.disk.get("draft")) else ""),
         ("download", download),
         ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from ....models.errors import AccessError, FloeError, UsageError
 from ....models.paths import expanded
 from ....models.quantities import fetching
 from ...progress import clear, note, step
+from ...setup.adding import lacks_head, source_of
 from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
 from ...setup.setups import look_up
@@ -46,6 +48,7 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
     default=None,
     help="Look for a copy in the folders of LM Studio, Ollama and llama.cpp, and pack that.  [default: ask]",
 )
+@click.option("--no-draft", is_flag=True, help="Leave out the head that guesses further tokens, where there is one.")
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
     "--tune/--no-tune",
@@ -62,6 +65,7 @@ def setup(
     pack_here: bool,
     to: str | None,
     look: bool | None,
+    no_draft: bool,
     yes: bool,
     tuning: bool | None,
     forgetting: bool,
@@ -75,6 +79,9 @@ def setup(
 
     MODEL can also be a ready pack, which is fetched as it is: a repository, a folder, or the address of a folder on a
     web server, with a pack's manifest.json in it.
+
+    Where MODEL is set up already, without the head for guessing further tokens that it was published with, that head
+    is fetched and added.
 
     You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
     with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
@@ -93,9 +100,15 @@ def setup(
     wanted = _begun(begun, model, name)
     given = {part: count for part, count in bits.items() if count is not None}
     token: str | None = None
+    if wanted is None and not no_draft and (lacking := _headless(model, name)) is not None:
+        _add_head(*lacking, ask=not yes)
+        click.echo(printable(str(lacking[0])))
+        return
     if wanted is None:
         called = model or _recommended(begun, ask=not yes)
-        wanted, token = _planned(called, name, given, to=to, here_only=pack_here, look=look, ask=not yes)
+        wanted, token = _planned(
+            called, name, given, to=to, here_only=pack_here, look=look, ask=not yes, draft=not no_draft
+        )
     else:
         _check_same(wanted, given, model)
         if to is not None and expanded(to).absolute() != wanted.beside:
@@ -196,6 +209,50 @@ def _check_same(wanted: Wish, given: dict[str, int], model: str | None) -> None:
         )
 
 
+def _headless(model: str | None, name: str | None) -> tuple[Path, Path | None] | None:
+    """The folder of a pack that is set up and lacks its drafting head, and that of its checkpoint, if it is named."""
+    usual = _meaning(model)[1]
+    folders = [catalog.models_folder() / called for called in (name, model if name is None else None, usual) if called]
+    try:
+        folder = next((each for each in folders if (each / "manifest.json").is_file() and lacks_head(each)), None)
+        local = catalog.source(model).folder if model and _meaning(model)[1] else None
+    except (OSError, ValueError):
+        return None  # too long a name
+    return None if folder is None or (name is not None and folder.name != name) else (folder, local)
+
+
+def _add_head(folder: Path, source: Path | None, *, ask: bool) -> None:
+    """Add the drafting head of a model that is set up."""
+    from ....engine.planning.footprint import Footprint
+    from ....models.checking.repair import add_draft
+    from ....models.pack.manifest import Manifest
+
+    manifest = Manifest.read(folder)
+    w = manifest.widths
+    takes = Footprint.of(catalog.described(folder).sizes, Wish("", "", w.up, w.gate, w.down, w.dense).spec())
+    place = source or manifest.source.name
+    if source is None and manifest.source.commit is None:
+        raise UsageError(
+            f"{folder.name} is set up, without the head that guesses further tokens",
+            "It was packed from a folder or a GGUF file.",
+            f"To add it, give the checkpoint: floe-chat setup FOLDER --name {folder.name}",
+        )
+    note(f"{folder.name} is set up, without the head that guesses further tokens, which makes answers faster.")
+    note(f"It comes from {printable(str(place))} and takes {units.size(takes.draft)}. The model can be used meanwhile.")
+    if ask:
+        if not sys.stdin.isatty():
+            hint = "Add --yes to start without one."
+            raise UsageError("Adding it needs a confirmation", "Standard input is not a terminal.", hint)
+        if not click.confirm("Add it?", default=True, err=True):
+            raise click.Abort
+    try:
+        with source_of(folder, manifest, source, head=True) as checkpoint:
+            add_draft(checkpoint, folder, lambda what, share, _left: step(f"{what}, {share:.0%}"))
+    finally:
+        clear()
+    note(f"{folder.name} has its drafting head now.")
+
+
 def _recommended(begun: list[Wish], *, ask: bool) -> str:
     """The model to offer where none is named: the first of `floe-chat plan` that is not here yet.
 
@@ -237,6 +294,7 @@ def _planned(
     here_only: bool,
     look: bool | None,
     ask: bool,
+    draft: bool,
 ) -> tuple[Wish, str | None]:
     """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
     from ....engine.planning.plan import make
@@ -261,6 +319,7 @@ def _planned(
         taken = offered(machine, wanted, entry, _looked_up, ask=ask)
         if taken is not None:
             return taken[0], token or taken[1]
+    entry = entry if draft else entry.headless
     plan = make(machine, entry)
     if plan.chosen is None and not given:
         raise FloeError(
@@ -276,7 +335,7 @@ def _planned(
         "down": rows or (spec.down if spec else 4),
         "dense": given.get("dense", spec.dense if spec else 4),
     }
-    wanted = dataclasses.replace(wanted, **bits)
+    wanted = dataclasses.replace(wanted, **bits, draft=draft)
     for line in _told(plan, wanted, named=bool(catalog.source(model).file)):
         note(line)
     if ask:
@@ -329,6 +388,8 @@ def _told(plan: Plan, wanted: Wish, *, named: bool) -> list[str]:
         takes = fetching(plan.entry.checkpoint_bytes)
         lines.append(f"It downloads {fetched} ({takes}) and needs up to {peak} of disk meanwhile.")
         lines += filter(None, (smaller(plan.entry), shorter_file(plan.entry)))
+    if draft := made.disk.get("draft"):
+        lines.append(f"Its head that guesses further tokens takes {units.size(draft)} of it; --no-draft leaves it out.")
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines
