@@ -329,7 +329,8 @@ class ReadyPack:
         place: its repository (owner/name), address or folder. bytes: of all files. up, gate, down, dense, group, short:
             see `PackSpec`. by: who offers it, "" for a folder. commit: of its repository. digest: the sha256 of its
             manifest.json; "" of a listed one that has not been looked up.
-        source, source_commit: what it was packed from. draft: whether it has a drafting head. presets: those that were measured on it, with their KL in nats.
+        source, source_commit: what it was packed from. draft: whether it has a drafting head. presets: those that were
+            measured on it, with their KL in nats.
     """
 
     place: str

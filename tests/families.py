@@ -371,6 +371,14 @@ def add_head(source: Path, seed: int = 1) -> Head:
     return Head(model.eval(), own[0], (own[1], own[2]), not norms[2])
 
 
+def drop(source: Path, name: str) -> None:
+    """Take a tensor out of a checkpoint."""
+    index = "model.safetensors.index.json"
+    file = source / json.loads((source / index).read_text())["weight_map"][name]
+    save_file({part: tensor for part, tensor in load_file(file).items() if part != name}, file, {"format": "pt"})
+    edit_json(source / index, lambda fields: fields["weight_map"].pop(name))
+
+
 def refused(source: Path, change: Callable[[dict[str, Tensor]], object]) -> CheckpointError:
     """What is said of a checkpoint's dense part after a change of its weights, which are then in one shard."""
     weights = load_file(one_shard(source) / "model.safetensors")

@@ -30,7 +30,7 @@ class Footprint:
         attention: the linear layers beside the experts, for each layer with experts: projections, shared experts, and a
             share of the layers without experts. head: of the whole model. kept: embedding, routers and norms of the
             whole model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record. tables: of the
-            whole model (`models/pack/table.py`). draft: the head that guesses further tokens, with its experts, as loaded.
+            whole model (`models/pack/table.py`). draft: the head that guesses further tokens, on the disk and in RAM.
     """
 
     sizes: Sizes

@@ -203,15 +203,15 @@ def _unskipped(packed: Manifest | None) -> list[str]:
 
 def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
+    none = not entry.sizes.draft  # then it may be packed or not
     if (ready := entry.only_pack) is not None:
-        return (
-            PackSpec(ready.up, ready.gate, ready.down, ready.dense, ready.group, short=ready.short, draft=ready.draft),
-        )
+        given = ready.up, ready.gate, ready.down, ready.dense, ready.group
+        return (PackSpec(*given, short=ready.short, draft=ready.draft or none),)
     if packed is None:
         return WIDTHS
     widths = packed.widths
     given = widths.up, widths.gate, widths.down, widths.dense, widths.group
-    return (PackSpec(*given, short=widths.short, draft=DRAFT in packed.beside),)
+    return (PackSpec(*given, short=widths.short, draft=DRAFT in packed.beside or none),)
 
 
 def _packing_s(sizes: Sizes) -> float:
