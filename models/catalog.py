@@ -406,4 +406,4 @@ def _look(name: str, folder: Path) -> Installed:
         manifest = Manifest.read(folder)
     except FloeError as error:
         return Installed(name, folder, 0, error.title)
-    return Installed(name, folder, sum(entry.size for entry in manifest.files.values()), None)
+    return Installed(name, folder, manifest.nbytes, None)

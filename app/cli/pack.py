@@ -147,4 +147,4 @@ def pack_folder(
             tokens, spec = tokens_of(checkpoint.folder, None), replace(spec, rounding=HQQ)
             note(f"{error.title}: {error.cause} The weights are rounded by HQQ, and thresholds use the built-in text.")
         manifest = write_pack(checkpoint, destination, spec, tokens, name, progress, fresh=fresh)
-    return manifest, sum(entry.size for entry in {**manifest.files, **manifest.beside}.values())
+    return manifest, manifest.nbytes

@@ -166,7 +166,7 @@ def _fields(
         "folder": str(folder),
         "good": good,
         "files": _count(manifest),
-        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "bytes": manifest.nbytes,
         "damaged": [dataclasses.asdict(damage) for damage in damaged],
         "repaired": repaired,
         "unrecorded": unrecorded(folder, manifest),
@@ -186,7 +186,7 @@ def _lines(
     from ...models.checking.verify import unrecorded
     from ...models.pack.manifest import DRAFT
 
-    size = units.size(sum(entry.size for entry in manifest.files.values()))
+    size = units.size(manifest.nbytes)
     lines = [f"repaired  {name}" for name in repaired]
     if damaged:
         lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]

@@ -241,6 +241,11 @@ class Manifest:
         }
 
     @property
+    def nbytes(self) -> int:
+        """Of all files but the manifest's own."""
+        return sum(entry.size for entry in {**self.files, **self.beside}.values())
+
+    @property
     def tables(self) -> list[str]:
         """Files of tables (table.py)."""
         return [name for name in self.files if name.startswith("table_")]

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models import catalog
+from floe_chat.models.pack.manifest import DRAFT, Manifest
 from floe_chat.models.pack.packed_model import PackedModel
 
+from .. import families
 from ..helpers import edit_json, explained, make_checkpoint, run_cli
 
 
@@ -124,3 +126,21 @@ def test_what_cannot_be_transformed_is_explained(tiny_checkpoint: Path, tiny_pac
         explained(run_cli("transform", same, str(tmp_path / "out"), *options.split()), 2)
     assert "into its source" in explained(run_cli("transform", same, same, "--parts", "2"), 2)
     assert not (tmp_path / "out").exists()
+
+
+def test_setup_adds_a_drafting_head_to_a_model_that_is_set_up(tmp_path: Path) -> None:
+    source = families.make("ernie4_5_moe", tmp_path / "source")
+    families.add_head(source)
+    made = run_cli("setup", str(source), "--name", "tiny", "--yes", "--no-draft", "--no-tune")
+    assert made.code == 0, made.err
+    folder = catalog.find("tiny")
+    assert not (folder / DRAFT).exists()
+    added = run_cli("setup", str(source), "--name", "tiny", "--yes")
+    assert added.code == 0 and "without the head" in added.err and "has its drafting head now" in added.err
+    assert run_cli("verify", "tiny").code == 0 and DRAFT in Manifest.read(folder).beside
+    assert "drafting  a head of" in run_cli("plan", "tiny").out
+    (folder / DRAFT).write_bytes(b"")
+    repaired = run_cli("verify", "tiny", "--repair", "--source", str(source))
+    assert repaired.code == 0 and f"repaired  {DRAFT}" in repaired.out
+    again = run_cli("setup", str(source), "--name", "tiny", "--yes")
+    assert again.code != 0 and "already a model called tiny" in again.err

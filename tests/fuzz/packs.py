@@ -1,8 +1,8 @@
 """Packs by a hostile author: weights, headers, manifest, configuration, tokenizer, template. All checksums are right.
 
 Each is opened by the chat's own client and asked a short question, at temperature 0 and sampled; some are verified and
-planned for. Four small packs are made once, one with tables; an attempt links their files and writes what it
-changes. Some tables become shorter while their pack is open.
+planned for. Five small packs are made once, one with tables and one with a drafting head; an attempt links their files
+and writes what it changes. Some tables become shorter while their pack is open.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from floe_chat.models import catalog
 from floe_chat.models.checking import verify
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.pack.manifest import FILE_NAME, Manifest
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.visible import visible
 
+from .. import families
 from ..engine.test_tables import with_tables
 from ..helpers import make_checkpoint, make_pack
 from ._hostile_chat import run_one_process
@@ -40,6 +42,7 @@ _PACKS: dict[str, tuple[str, PackSpec]] = {
     "even": ("mixtral", PackSpec(4, 4, 4, 8)),
     "olmoe": ("olmoe", PackSpec(up=16, gate=16, down=16, dense=16)),
     "tables": ("qwen4_exp", PackSpec()),
+    "head": ("qwen3_next", PackSpec()),
 }
 _SIZES: dict[str, Any] = {  # of its tables, both of which have as many rows
     "hidden_size": 32,
@@ -63,6 +66,8 @@ def _good(scratch: Path) -> dict[str, Made]:
             source, folder = scratch / "source" / name, scratch / "good" / name
             if name == "tables":
                 with_tables(source, **_SIZES)
+            elif name == "head":
+                families.add_head(families.make(family, source, hidden_size=32, moe_intermediate_size=32))
             else:
                 make_checkpoint(source, family=family, hidden=32, intermediate=32, window=128)
             make_pack(source, folder, spec)
@@ -92,7 +97,7 @@ def attempt(seed: int, scratch: Path) -> str:
         changed.setdefault(shrinks, tables[shrinks])  # no link to the good one, which is to stay as it is
     folder = _written(scratch / "pack", made, changed, fields, rng)
     torch.manual_seed(seed)
-    if rng.random() < 0.1:
+    if rng.random() < (0.5 if "draft.safetensors" in made.files else 0.1):
         _looked_at(folder)
     device = rng.choice(("cpu", "cpu", "cpu", "throttled:8gb"))
     return _asked(folder, rng, device, shrinks)
@@ -103,6 +108,9 @@ def _looked_at(folder: Path) -> None:
     catalog.installed()
     try:
         manifest = Manifest.read(folder)
+        packed = PackedModel(folder, manifest)
+        packed.head()
+        _check(packed.headless)
         verify.damages(folder, manifest, lambda _step, _share: None)
         entry = catalog.described(str(folder))
         assert Footprint.of(entry.sizes, PackSpec()).disk > 0
@@ -175,12 +183,14 @@ def _written(folder: Path, made: Made, changed: Changed, fields: Any, rng: Rando
     folder.mkdir(parents=True)
     for name in made.files.keys() - changed.keys():
         os.link(made.folder / name, folder / name)
-    entries = fields.get("files") if isinstance(fields, dict) else None
+    listed = fields.get("files") if isinstance(fields, dict) else None
+    besides = fields.get("beside") if isinstance(fields, dict) else None
     for name, content in changed.items():
+        entries = besides if isinstance(besides, dict) and name in besides else listed
         if isinstance(content, Path):
             (folder / name).symlink_to(content)
             if isinstance(entries, dict) and content.is_file() and content.name in made.files:
-                entries[name] = made.manifest["files"][content.name]
+                entries[name] = {**made.manifest["files"], **made.manifest.get("beside", {})}[content.name]
         elif content is not None:
             (folder / name).write_bytes(content)
             if isinstance(entries, dict):

@@ -193,6 +193,20 @@ def test_a_head_of_other_shapes_is_refused_though_its_hash_is_right(copy: Path, 
     assert part == "q_a_proj.q" or (model.head() is None and name.removesuffix(".q") in model.headless)
 
 
+def test_a_rounded_head_is_packed_as_what_its_codes_stand_for(source: Path, tmp_path: Path) -> None:
+    from .test_quantized import rounded
+
+    expected = rounded(source, tmp_path / "copy", "FP8 of makers")
+    assert any(name.startswith("model.layers.3.") for name in expected)
+    plain = Path(shutil.copytree(source, tmp_path / "plain"))
+    for file in plain.glob("*.safetensors"):
+        save_file({key: expected.get(key, tensor) for key, tensor in load_file(file).items()}, file)
+    for name in ("copy", "plain"):
+        make_pack(tmp_path / name, tmp_path / "packs" / name, LOW)
+    ours, wanted = (load_file(tmp_path / "packs" / name / DRAFT) for name in ("copy", "plain"))
+    assert ours.keys() == wanted.keys() and all(torch.equal(ours[name], wanted[name]) for name in wanted)
+
+
 def test_a_ready_pack_brings_it(packed: Path) -> None:
     offer = in_folder(packed)
     assert offer is not None and DRAFT in offer.files and offer.described(str(packed), "").draft
