@@ -267,16 +267,15 @@ def _unsettle(model: nn.Module) -> None:
             buffer.fill_(0.9)
 
 
+_BEHIND, _MTP = "model.layers.3.", "model.mtp_"
+_V3 = (_BEHIND, f"{_BEHIND}eh_proj", f"{_BEHIND}enorm", f"{_BEHIND}hnorm", f"{_BEHIND}shared_head.norm")
+_NEXT = ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 # Of a head: the beginning of its layer's names, and the names of what joins its inputs, both norms and the last one.
 HEADS = {
-    "qwen3_next": ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NEXT),
+    **dict.fromkeys(("glm4_moe", "glm4_moe normalized", "glm4_moe_lite", "deepseek_v3"), _V3),
+    "ernie4_5_moe": (f"{_MTP}block.0.", f"{_MTP}linear_proj.0", f"{_MTP}emb_norm.0", f"{_MTP}hidden_norm.0", ""),
 }
-_BEHIND = "model.layers.3."
-_V3 = (_BEHIND, f"{_BEHIND}eh_proj", f"{_BEHIND}enorm", f"{_BEHIND}hnorm", f"{_BEHIND}shared_head.norm")
-HEADS |= dict.fromkeys(("glm4_moe", "glm4_moe normalized", "glm4_moe_lite", "deepseek_v3"), _V3)
-_MTP = "model.mtp_"
-HEADS["ernie4_5_moe"] = (f"{_MTP}block.0.", f"{_MTP}linear_proj.0", f"{_MTP}emb_norm.0", f"{_MTP}hidden_norm.0", "")
-HEADS["qwen3_5_moe"] = HEADS["qwen3_5_moe_text"] = HEADS["qwen3_next"]
 _ALONE: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": ["full_attention"]},
     "glm4_moe": {"first_k_dense_replace": 0},

@@ -137,6 +137,12 @@ _RECURRENT_FIELDS = {
     "linear_num_value_heads": 32,
 }
 
+
+def _one(_config: Any) -> int:
+    """No field of Qwen3-Next's says it."""
+    return 1
+
+
 _HEAD_EXPERTS = "mtp.layers.0.mlp.experts."
 _HEAD = DraftHead(
     layer="mtp.layers.0.",
@@ -167,7 +173,7 @@ QWEN3_NEXT = Family(
     centred=True,
     states=True,
     attention=_GATED,
-    head=replace(_HEAD, count=lambda _config: 1),  # which no field says
+    head=replace(_HEAD, count=_one),
     defaults={
         **_SHARED_FIELDS,
         **_RECURRENT_FIELDS,
