@@ -327,10 +327,10 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        if takes.draft:
-            uses["drafting head"] = takes.draft
         kv = kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense, takes.sizes))
         uses["context"] = kv.of(context) + kv.past(context, ram)
+        if takes.draft:  # which attends, too
+            uses["drafting head"] = takes.draft + kv.of(context) // takes.sizes.attending
     return uses
 
 
