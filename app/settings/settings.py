@@ -331,8 +331,8 @@ class Settings:
     draft: bool = _key(
         "advanced.draft",
         True,
-        "Guess further words where a text repeats itself, and compute them together where that is faster. Answers stay "
-        "the same.",
+        "Guess further words, by what a text repeats or by a model's drafting head, and compute them together where "
+        "that is faster. Answers stay the same.",
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])

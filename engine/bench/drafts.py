@@ -24,7 +24,8 @@ _ANSWER = 12  # tokens: whole passes of each size
 _RIGHT = (0.7, 0.8, 0.88)  # how often each further token is; Qwen3.6's own head is reported to reach the last two
 _CALCULATED = (
     "Calculated: a pass of 3 takes as long as was measured, and counts 1 + a + a² tokens where each guess is right "
-    "with chance a. Making the guesses is not counted: looking up what a text repeats takes microseconds."
+    "with chance a. Making the guesses is not counted: looking up what a text repeats takes microseconds, "
+    "a drafting head a share of a token's time."
 )
 _ONE = "{name} computes one token in a pass here, so that no guess can gain anything: {device}, {reason}."
 
