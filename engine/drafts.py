@@ -26,10 +26,12 @@ _CHANCES = (0.3, 0.5, 0.7, 0.9)  # at first, that the next token comes again too
 _LIKELY = (0.3, 0.5, 0.7, 0.85, 0.95)  # that a head gives its guess: chances are counted by these classes, too
 _HEADS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97)  # at first, that such a guess is right
 _STEP = 1 / 8  # weight of a new observation
+_SLOWLY = 1 / 32  # likewise, of whether a head's guess was right: what it gains in all is less than one guess tells
 _UNTRIED = 0.3  # of a token's time, for another one in the same pass, before it was measured
 _GUESSING = 0.1  # likewise, for a head's guess
 _RIGHT = 0.75  # at first, of a head's guesses
 _WORTH = 1.1  # times as many tokens a second, as measured, which is never exact
+_PAYS = 1.03  # likewise, for a head to be asked
 _PAUSE, _TRIALS = 256, 4  # tokens after which a head that does not pay is tried again, so many times
 
 
@@ -99,7 +101,7 @@ class Depth:
         for guessed, kind, token in zip(*guess, drawn, strict=False):
             self._chances[kind] += _STEP * ((guessed == token) - self._chances[kind])
             if kind >= len(_CHANCES):
-                self._right += _STEP * ((guessed == token) - self._right)
+                self._right += _SLOWLY * ((guessed == token) - self._right)
             if guessed != token:
                 break
 
@@ -117,7 +119,7 @@ class Depth:
         if self._pace.seconds(preset, 1) is None or (other and self._chances[other.kinds[0]] >= self._right):
             return False
         for count, tokens in enumerate(self._tokens([None] * (MOST_TOGETHER - 1)), 1):
-            if tokens / (self._passes(preset, count) + count * self._guessing) > _WORTH:
+            if tokens / (self._passes(preset, count) + count * self._guessing) > _PAYS:
                 return True
         if self._paused >= _PAUSE:
             self._paused, self._trials = 0, _TRIALS
@@ -135,7 +137,8 @@ class Depth:
     def asked(self, preset: Preset, guesses: int, seconds: float) -> None:
         """A head took so long for some guesses."""
         if (one := self._pace.seconds(preset, 1)) is not None:
-            self._guessing += _STEP * (seconds / guesses / one - self._guessing)
+            each = min(seconds / guesses / one, 2 * self._guessing)  # the first ones read memory for the first time
+            self._guessing += _STEP * (each - self._guessing)
 
     @staticmethod
     def of_head(likely: float) -> int:

@@ -53,6 +53,7 @@ _LIST = "list"
     help="Bits of the chat's keys and values.  [default: 16, or 8 where that is clearly worth it]",
 )
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
+@click.option("--no-draft", is_flag=True, help="Without the head that guesses further tokens.")
 @click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -68,6 +69,7 @@ def plan(
     context: int | None,
     kv_bits: str | None,
     keep_source: bool,
+    no_draft: bool,
     as_json: bool,
     **rates: float | None,
 ) -> None:
@@ -113,7 +115,7 @@ def plan(
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
-    found = make(_machine(said, among), entry, **wanted)
+    found = make(_machine(said, among), entry.headless if no_draft else entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
 

@@ -161,6 +161,13 @@ def test_a_context_beyond_the_models_is_told() -> None:
     assert ran.code == 0 and "context of 1,024 tokens" in ran.err
 
 
+def test_a_drafting_head_counts_unless_it_is_left_out() -> None:
+    given = "qwen3.6-35b-a3b", "--card", "none", "--ram", "64", "--cpu-gbs", "30"
+    whole, without = planned(*given)["chosen"], planned(*given, "--no-draft")["chosen"]
+    head = whole["disk"]["draft"]
+    assert head > 1e8 and whole["disk"]["pack"] == without["disk"]["pack"] + head and "draft" not in without["disk"]
+
+
 def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
     fields = planned(str(tiny_checkpoint), *DESCRIBED)
     assert fields["entry"]["folder"] == str(tiny_checkpoint) and fields["download_s"] is None
