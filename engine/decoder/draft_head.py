@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.native_ends import NativeEnds
-from ...kernels.cpu.native_step import NativeStep, Place
+from ...kernels.cpu.native_step import NativeStep, Place, placed
 from ...kernels.step import ModelEnds
 from ...kernels.weights import LinearWeights, Planes, Projection
 from ...models.families import Family
@@ -34,9 +34,9 @@ from .passes import TorchPass
 from .quantized_linear import PackedLinear, through
 from .token_pass import TokenPass
 
-# Guesses are of the first part of a vocabulary alone, a quarter, where nearly all of a text is: vocabularies begin with
-# what is frequent, and the output layer would take most of a guess's time (FR-Spec, arXiv 2502.14856).
-_PART, _NEARLY, _RECENT = 4, 0.95, 256
+# Guesses are of the first part of a vocabulary alone in which nearly all of a text is: vocabularies begin with what is
+# frequent, and the output layer would take most of a guess's time (FR-Spec, arXiv 2502.14856).
+_PARTS, _NEARLY, _RECENT = (8, 4, 1), 0.95, 256
 _MOST = 512  # tokens that the head may be behind the model: going through them costs about a token's time
 _PRESET = Preset("Draft", x_bits=X_BITS_COARSE)
 
@@ -66,15 +66,15 @@ class DraftHead:
         self._norms = packed.embedding_norm.float(), packed.hidden_norm.float()
         self._joined = _linear(packed.joined, control)
         vocabulary = len(ends.embedding)
-        self._part, self._whole = (
+        self._ends = [
             NativeEnds(ModelEnds(ends.embedding[:rows], stream.norm, stream.eps, _first(ends.head, rows), cap=ends.cap))
-            for rows in (max(1, vocabulary // _PART), vocabulary)
-        )
+            for rows in (max(1, vocabulary // part) for part in _PARTS)
+        ]
         try:
-            step = NativeStep(self._layers[0].dense())
+            self._step = NativeStep(self._layers[0].dense())
         except ValueError as error:
             raise Unsupported(str(error)) from error
-        self._pass = TokenPass([step], self._layers, self._whole, control)
+        self._pass = TokenPass([self._step], self._layers, self._ends[-1], control)
         dtype = kept_dtype(tree, family, kv_bits)
         self._store = GrowingStore(Layout((heads.entry,), window, dtype, torch.device("cpu")))
         self._kv: KVCache | None = None
@@ -104,7 +104,7 @@ class DraftHead:
         if kv is not self._kv or kv.length != len(self._ids) or not behind or full:
             return tokens, chances
         following = [*self._ids[len(self._ids) - behind + 1 :], token]
-        ends = self._part if self._is_frequent() else self._whole
+        ends = self._nearest()
         with torch.inference_mode():
             hidden = self._model.norm(torch.cat(self._streams), self._model.eps)
             stream = self._follow(self._given(following, hidden))
@@ -112,7 +112,7 @@ class DraftHead:
             while len(tokens) < MOST_TOGETHER - 1 and more(chances):
                 if tokens:
                     given = self._given(tokens[-1:], self._norm(stream, self._eps))
-                    stream = self._few(given, self._length + len(tokens) - 1)
+                    stream = self._token(given, self._length + len(tokens) - 1)
                 logits = ends.logits(stream, X_BITS_COARSE)[0]
                 best = logits.max(0)
                 tokens.append(int(best.indices))
@@ -136,10 +136,12 @@ class DraftHead:
             self._streams = []
         self._kv, self._ids = kv, before
 
-    def _is_frequent(self) -> bool:
-        """Whether nearly all of the text lies in the first part of the vocabulary."""
+    def _nearest(self) -> NativeEnds:
+        """Of the smallest part of the vocabulary in which nearly all of the text is."""
         recent = self._ids[-_RECENT:]
-        return sum(token < self._part.vocabulary for token in recent) >= _NEARLY * len(recent)
+        return next(
+            one for one in self._ends if sum(token < one.vocabulary for token in recent) >= _NEARLY * len(recent)
+        )
 
     def _given(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """What enters the layer, (T, H), by tokens and what is before each of them, (T, H)."""
@@ -148,8 +150,8 @@ class DraftHead:
         return through(self._joined, torch.cat(normed, -1))
 
     def _follow(self, x: Tensor) -> Tensor:
-        """What enters the layer next, (T, H) -> the stream (1, H) behind the last; of all but a few, keys and values
-        are enough.
+        """What enters the layer next, (T, H) -> the stream (1, H) behind the last; of the others, keys and values are
+        enough.
         """
         store, start, end = self._store, self._length, self._length + len(x)
         store.crop(start)
@@ -157,14 +159,19 @@ class DraftHead:
         if early := max(0, len(x) - MOST_TOGETHER):
             rope = self._rope.tables(start, start + early)
             TorchPass(self._layers, (store, rope, start)).step(0, x[:early], None)
-        stream = self._few(x[early:], start + early)
+        if len(few := x[early:-1]):
+            places = [self._place(place) for place in range(start + early, end - 1)]
+            self._step.together(0, few, None, placed([self._step], places), X_BITS_COARSE)
+        stream = self._token(x[-1:], end - 1)
         store.length = end
         return stream
 
-    def _few(self, x: Tensor, start: int) -> Tensor:
-        """A few tokens through the layer, (T, H), from the place `start` on -> the last one's stream (1, H)."""
-        kv, rope = self._store.layers(), self._rope.tables(start, start + len(x))
-        return self._pass.run(x, [Place(rope[at], kv, start + at) for at in range(len(x))])[-1:]
+    def _token(self, x: Tensor, place: int) -> Tensor:
+        """A token through the layer, (1, H) -> its stream (1, H)."""
+        return self._pass.run(x, [self._place(place)])
+
+    def _place(self, place: int) -> Place:
+        return Place(self._rope.tables(place, place + 1)[0], self._store.layers(), place)
 
 
 def _modules(packed: PackedHead, family: Family, bits: int, embedding: Tensor, control: Control) -> Any:

@@ -34,6 +34,7 @@ from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import Answer, Progress
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.machine.conditions import computing
+from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 GREEDY = Sampling(temperature=0.0)
@@ -96,8 +97,11 @@ class SetHead(DraftHead):
 
     def begin(self, prompt: int, answer: Sequence[int], right: Sequence[float], seed: int) -> None:
         """answer: what the model draws behind so many tokens of a prompt."""
-        self._whole = self._part  # random text is not of a vocabulary's first part
         self._set = prompt, answer, right, random.Random(seed)
+
+    def _nearest(self) -> NativeEnds:
+        """Of a quarter of the vocabulary, as if the text were in it, which is random."""
+        return self._ends[1]
 
     def guess(self, token: int, kv: KVCache, more: Callable[[list[float]], bool]) -> tuple[list[int], list[float]]:
         """See `DraftHead`."""

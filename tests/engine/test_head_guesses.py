@@ -133,6 +133,9 @@ def test_long_prompts_and_the_first_part_of_a_vocabulary(case: Case, monkeypatch
     kv = KVCache()
     token = read(case, [one % 64 for one in ids], kv)
     assert all(one < 259 // 4 for one in guessed(case, token, kv))
+    kv = KVCache()
+    token = read(case, [one % 32 for one in ids], kv)
+    assert all(one < 259 // 8 for one in guessed(case, token, kv))
 
 
 class Asking(Depth):
