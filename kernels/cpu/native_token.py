@@ -175,10 +175,12 @@ class NativeToken:
             return None
         check(found)
         if how.guessed:
-            each = [part.view(first.count, most, *part.shape[2:]).transpose(0, 1) for part in (chosen, counts)]
+            chosen, counts = (
+                part.view(first.count, most, *part.shape[2:]).transpose(0, 1) for part in (chosen, counts)
+            )
         else:
-            each = [chosen[:found], counts[:found]]
-        return Drawn(tokens[:found], at[:found], *each, None if streams is None else streams[:found])
+            chosen, counts = chosen[:found], counts[:found]
+        return Drawn(tokens[:found], at[:found], chosen, counts, None if streams is None else streams[:found])
 
     def _where(self, places: Sequence[Place], *more: int) -> tuple[Any, Any]:
         """`floe_layers` of those that the places have keys and values of, and their `floe_place`."""

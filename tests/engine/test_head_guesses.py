@@ -156,9 +156,16 @@ def test_answers_stay_the_same(case: Case) -> None:
 
     def answered(sampling: Sampling, depth: Depth | None, extras: Extras | None) -> list[int]:
         loaded.telemetry.begin(1, len(PROMPT), 0.0)
-        given = loaded.decoder, KVCache(), PROMPT, sampling
-        how = {"window": loaded.window, "control": loaded.control, "telemetry": loaded.telemetry, "extras": extras}
-        answer = Answer(*given, max_new_tokens=40, stop_ids=(), depth=depth, **how)
+        answer = Answer(
+            *(loaded.decoder, KVCache(), PROMPT, sampling),
+            max_new_tokens=40,
+            stop_ids=(),
+            window=loaded.window,
+            control=loaded.control,
+            telemetry=loaded.telemetry,
+            extras=extras,
+            depth=depth,
+        )
         found = list[int]()
         while not answer.end:
             found += [one.token for one in answer.step() if one.token is not None]

@@ -97,8 +97,8 @@ def test_several_tokens_of_a_call_are_those_of_a_call_each(
     loaded.control.preset = PRESETS[preset]
     decode = TokenPass.decode
 
-    def noted(self: TokenPass, *given: Any) -> tuple[list[int], list[float]]:
-        drawn = decode(self, *given)
+    def noted(self: TokenPass, *given: Any, **named: Any) -> Any:
+        drawn = decode(self, *given, **named)
         calls.append(len(drawn[0]))
         return drawn
 
