@@ -112,7 +112,7 @@ def test_a_synthetic_model_has_the_published_layers(name: str) -> None:
         published.recurrent is None,
     )
     counted: dict[str, Any] = {"layers": count, "dense_layers": 0, "dense_intermediate": 0}
-    counted |= {name: getattr(found, name) for name in ("biases", "wide", "recurrent", "windowed")}
+    counted |= {name: getattr(found, name) for name in ("biases", "wide", "recurrent", "windowed", "draft")}
     assert found == replace(published, **counted) and bool(found.biases) == bool(published.biases)
     assert abs(found.windowed - published.windowed / times) <= 0.5
     if found.wide and published.wide:

@@ -286,7 +286,8 @@ def test_logits_are_near_those_of_16_bits_on_every_path(name: str) -> None:
     found = [feed(way, kv, ids, pieces) for way, kv in zip(ways, caches, strict=True)]
     assert 1e-5 < relative_rms(found[0], exact) <= LOSS
     assert relative_rms(found[0], found[1]) <= NEAR
-    assert caches[0].nbytes() == caches[1].nbytes()
+    more = ways[0].way.most - ways[1].way.most  # states, of tokens that may be guessed
+    assert caches[0].nbytes() == caches[1].nbytes() + more * getattr(caches[0].store, "_each", 0)
 
 
 @pytest.mark.some(1)
