@@ -26,12 +26,12 @@ _CHANCES = (0.3, 0.5, 0.7, 0.9)  # at first, that the next token comes again too
 _LIKELY = (0.3, 0.5, 0.7, 0.85, 0.95)  # that a head gives its guess: chances are counted by these classes, too
 _HEADS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97)  # at first, that such a guess is right
 _STEP = 1 / 8  # weight of a new observation
-_SLOWLY = 1 / 32  # likewise, of whether a head's guess was right: what it gains in all is less than one guess tells
+_SLOWLY = 1 / 32  # of whether a head's guess was right: a few wrong ones in a row say little of what it gains
 _UNTRIED = 0.3  # of a token's time, for another one in the same pass, before it was measured
-_GUESSING = 0.1  # likewise, for a head's guess
+_GUESSING = 0.1  # of a token's time, for a head's guess, before it was measured
 _RIGHT = 0.75  # at first, of a head's guesses
 _WORTH = 1.1  # times as many tokens a second, as measured, which is never exact
-_PAYS = 1.03  # likewise, for a head to be asked
+_PAYS = 1.03  # times as many, for a head to be asked
 _PAUSE, _TRIALS = 256, 4  # tokens after which a head that does not pay is tried again, so many times
 
 

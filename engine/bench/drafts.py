@@ -48,10 +48,10 @@ def run(subject: Subject, plan: SpeedRun, report: MeasureReport) -> ResultTable:
     sections = [section for preset in presets for section in _sections(preset.name, found, cores)]
     several = RoundKey(presets[0].name, 2, "seconds") in found
     one = _ONE.format(name=subject.name, device=chosen.device, reason=subject.decoder.reason)
-    told = {"model": subject.describe(), **facts(chosen, threads=threads, prompt=f"{plan.tokens} tokens")}
-    told |= {"runs": plan.runs, "warm_up": WARM}
+    known = {"model": subject.describe(), **facts(chosen, threads=threads, prompt=f"{plan.tokens} tokens")}
+    known |= {"runs": plan.runs, "warm_up": WARM}
     remarks = (_CALCULATED if several else one, *notes(presets, subject.manifest))
-    return ResultTable("draft", chosen.device, told, tuple(sections), remarks)
+    return ResultTable("draft", chosen.device, known, tuple(sections), remarks)
 
 
 def _part(
