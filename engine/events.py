@@ -376,7 +376,7 @@ class Stats:
         together: how many answers were computed together with its last token, this one among them.
         drafted, accepted: tokens that were guessed and computed, and how many of them were drawn. draft_speedup: the
             seconds that the answer's tokens would have taken one by one, as measured while none were guessed, over
-            those that they took.
+            what they took.
     """
 
     request: int

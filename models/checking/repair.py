@@ -66,7 +66,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
 def add_draft(source: Checkpoint, folder: Path, progress: PackReport) -> None:
     """Pack the drafting head of a finished pack's source, and add it to the pack, which can be used meanwhile.
 
-    Its bytes are those that packing the model with it gives; a damaged one is replaced.
+    Its bytes are what packing the model with it gives; a damaged one is replaced.
 
     Raises:
         CheckpointError: the source is another model, has no head, or cannot be read. TryAgainError: another process

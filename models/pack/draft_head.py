@@ -1,4 +1,4 @@
-"""The head that guesses further tokens (multi-token prediction), in a file of its own beside a pack's other files.
+"""The head that guesses further tokens (multi-token prediction), in a file of its own next to a pack's other files.
 
 A pack runs without it. Its layer is stored as the model's are, under the names that it has in a model of one layer; the
 embedding and the output head are the model's. Nothing is calibrated, so no neuron of it is skipped.

@@ -17,7 +17,7 @@ class PackedLayer:
         signal, rows: of its E experts.
         thresholds: (E, Q) float32, |signal| at Q evenly spaced quantiles 0..1, times the router's relative weight where
             the manifest says so; all NEVER (kernels/rule.py) of an expert that is always computed whole.
-        products: likewise |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
+        products: the same of |silu(gate · x) up · x|. down_bias: (E, H) float32, added whatever is skipped.
         plain: like thresholds, of |signal| alone and each expert by itself (FloE eq. 6); None in packs of before.
         whole: whether no neuron may be skipped (`Manifest.whole`).
     """
