@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.native_ends import NativeEnds
-from ...kernels.cpu.native_step import NativeStep, Place, placed
-from ...kernels.step import ModelEnds
+from ...kernels.cpu.native_step import NativeStep, Place
+from ...kernels.step import ModelEnds, Stepped
 from ...kernels.weights import LinearWeights, Planes, Projection
 from ...models.families import Family
 from ...models.modules import library_model, light_modules
@@ -30,9 +31,8 @@ from .blocks import Unsupported
 from .kv_cache import KVCache
 from .kv_stores import GrowingStore, Layout
 from .layers import kept_dtype, read_layers, read_rope, read_stream
-from .passes import TorchPass
+from .passes import NativePass, TorchPass
 from .quantized_linear import PackedLinear, through
-from .token_pass import TokenPass
 
 # Guesses are of the first part of a vocabulary alone in which nearly all of a text is: vocabularies begin with what is
 # frequent, and the output layer would take most of a guess's time (FR-Spec, arXiv 2502.14856).
@@ -74,7 +74,6 @@ class DraftHead:
             self._step = NativeStep(self._layers[0].dense())
         except ValueError as error:
             raise Unsupported(str(error)) from error
-        self._pass = TokenPass([self._step], self._layers, self._ends[-1], control)
         dtype = kept_dtype(tree, family, kv_bits)
         self._store = GrowingStore(Layout((heads.entry,), window, dtype, torch.device("cpu")))
         self._kv: KVCache | None = None
@@ -112,11 +111,11 @@ class DraftHead:
             while len(tokens) < MOST_TOGETHER - 1 and more(chances):
                 if tokens:
                     given = self._given(tokens[-1:], self._norm(stream, self._eps))
-                    stream = self._token(given, self._length + len(tokens) - 1)
-                logits = ends.logits(stream, X_BITS_COARSE)[0]
-                best = logits.max(0)
-                tokens.append(int(best.indices))
-                chances.append(1 / float((logits - best.values).exp().sum()))
+                    stream = self._through(given, self._length + len(tokens) - 1)
+                # Torch would wake threads of its own for this, which takes longer than the sum.
+                logits = ends.logits(stream, X_BITS_COARSE)[0].numpy()
+                tokens.append(int(logits.argmax()))
+                chances.append(1 / float(np.exp(logits - logits[tokens[-1]]).sum()))
         return tokens, chances
 
     @property
@@ -159,16 +158,19 @@ class DraftHead:
         if early := max(0, len(x) - MOST_TOGETHER):
             rope = self._rope.tables(start, start + early)
             TorchPass(self._layers, (store, rope, start)).step(0, x[:early], None)
-        if len(few := x[early:-1]):
-            places = [self._place(place) for place in range(start + early, end - 1)]
-            self._step.together(0, few, None, placed([self._step], places), X_BITS_COARSE)
-        stream = self._token(x[-1:], end - 1)
+        stream = self._through(x[early:], start + early)
         store.length = end
         return stream
 
-    def _token(self, x: Tensor, place: int) -> Tensor:
-        """A token through the layer, (1, H) -> its stream (1, H)."""
-        return self._pass.run(x, [self._place(place)])
+    def _through(self, x: Tensor, start: int) -> Tensor:
+        """Tokens from place `start` on through the layer, 4 at most: (T, H) -> the stream (1, H) behind the last."""
+        places = [self._place(start + number) for number in range(len(x))]
+        layer, stepped = self._layers[0], NativePass([self._step], self._layers, places).step(0, x, None)
+        stream, hidden, *routed = (one[-1:] for one in (stepped.stream, stepped.hidden, *stepped.routed))
+        parallel = None if stepped.parallel is None else stepped.parallel[-1:]
+        experts = None if layer.experts is None else layer.experts(hidden, *routed)
+        stream, added = layer.behind(Stepped(stream, hidden, tuple(routed), parallel), experts)
+        return stream if added is None else stream + added
 
     def _place(self, place: int) -> Place:
         return Place(self._rope.tables(place, place + 1)[0], self._store.layers(), place)
