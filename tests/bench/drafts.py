@@ -5,8 +5,8 @@ of their seconds, in turns. What a pass of several tokens costs is `floe-chat be
 
 The answers to held-out questions, and to each of them asked again in the same chat, which repeats the answer.
 
-    OMP_WAIT_POLICY=passive python tests/bench/drafts.py --synthetic qwen3.6-35b-a3b [--layers 16] [--right 0.88 0.8 0.7]
-        [--preset Balanced]
+    OMP_WAIT_POLICY=passive python tests/bench/drafts.py --synthetic qwen3.6-35b-a3b [--layers 16]
+        [--right 0.88 0.8 0.7] [--preset Balanced]
 
 A model of full width and random weights, with a drafting head that computes all that it would, but whose first, second
 and third guesses are right as often as said. It has too few layers, so that the head takes a larger share of a
